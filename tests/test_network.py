@@ -126,14 +126,19 @@ def rename(folder, name):
         ("dunes.models.meta:build_on_meta", None),
     ],
 )
-def test_a_card_that_names_no_function_is_refused_in_one_line(name, reason, tmp_path):
+def test_a_card_that_names_no_function_is_refused_in_one_line(name, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = [*sys.path]
     if reason is None:
         assert import_build(name, tmp_path)
+        assert sys.path == before
         return
     with pytest.raises(ValueError, match="cannot be imported") as caught:
         import_build(name, tmp_path)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert sys.path == before
 
 
 def test_only_networks_of_the_package_are_imported_without_trust(tmp_path):

@@ -82,9 +82,9 @@ def _import_module(name: str) -> ModuleType:
 @contextmanager
 def _current_folder() -> Iterator[None]:
     """Imports that also look into the current folder, last."""
-    here = str(Path.cwd())
-    sys.path.append(here)
+    before = [*sys.path]
+    sys.path.append(str(Path.cwd()))
     try:
         yield
     finally:
-        sys.path.remove(here)
+        sys.path[:] = before
