@@ -73,7 +73,8 @@ class DynamicInt8(Int8):
     """The same, with inputs that are rounded to int8 when they come, each token's by its own scale."""
 
     supports_packing = True
-    makes_dense = False  # an adapter's fused form would multiply by it, and not round
+    rounds_inputs = True
+    makes_dense = False  # an adapter's fused form would multiply by it
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
@@ -284,8 +285,8 @@ def decide(
     fraction of each layer's weights that become zero, or a `pattern` KEPT:GROUP (see `prune.decide`), it prunes in
     the same pass. `override` are further choices GLOB=KIND, of which the last
     that matches a place counts; `dense` leaves it as it is, other kinds quantize it also where `where` does not
-    select it. A layer whose kind does not have the method is rounded to nearest. With `activations` int8, layers of
-    kind int8 round their inputs when they compute, each token by its own scale (W8A8). Quantized layers that
+    select it. A layer whose kind does not have the method is rounded to nearest. With `activations` int8, layers
+    of kind int8 round their inputs when they compute, each token by its own scale (W8A8). Quantized layers that
     `where` selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
