@@ -10,6 +10,7 @@ from adapters import IDS, build, difference
 from dunes import checkpoint
 from dunes.augment.quantized import Quantized
 from dunes.cli.verbs import export
+from dunes.ops import dynamic_int8
 from dunes.runs.augment import augment_folder
 from dunes.runs.export_packed import export_packed
 
@@ -83,16 +84,22 @@ def test_their_own_code_unpacks_the_same_weights(tmp_path, request_):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("request_", [r for r in REQUESTS if r["kind"] == "int8" or "symmetric" in r], ids=str)
-def test_transformers_opens_it(tmp_path, request_):
+def test_transformers_opens_it(tmp_path, request_, monkeypatch):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     folder = quantized(tmp_path, **request_)
     export_packed(folder, tmp_path / "packed")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    # They divide a token's largest number by 127.5, where we divide by 127.
-    limit = 2e-2 * theirs(IDS).logits.abs().max() if "activations" in request_ else 1e-4
+    monkeypatch.setattr(dynamic_int8, "round_tokens", their_round_tokens)
+    limit = 1e-2 if "activations" in request_ else 1e-4  # a number between two codes may fall to either side
     assert difference(theirs(IDS).logits, checkpoint.load(folder).model(IDS)) <= limit
+
+
+def their_round_tokens(x):
+    """They divide a token's largest number by 127.5, where we divide by 127."""
+    steps = x.abs().amax(-1, keepdim=True) / 127.5
+    return (x / steps).round().clamp(-128, 127), steps
 
 
 @pytest.mark.parametrize(

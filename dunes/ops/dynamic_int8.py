@@ -5,7 +5,7 @@ ZeroQuant https://arxiv.org/abs/2206.01861, LLM.int8 https://arxiv.org/abs/2208.
 Sums of products of two codes are integers. The fast form computes them as such, exactly; the plain one in
 float32, which is exact up to 1,040 inputs. Both agree to float32's rounding, and then to that of x's dtype. With
 AMX and one thread, rounding and scaling included, the fast form of a layer 2,048 x 2,048 takes 0.16 to 0.5 of the
-time of float32's product of dense weights, and 0.6 to 1.0 of bfloat16's; of one 384 x 384, 0.4 to 3 and 1.0 to 2.8.
+time of float32's product of dense weights, and 0.6 to 1.0 of bfloat16's; of one 384 x 384, 0.4 to 3 and 1 to 2.8.
 """
 
 # Shapes: I inputs, O outputs.

@@ -2,7 +2,8 @@
 
 In `pack-quantized`, beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand
 `X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, if codes are not
-symmetric) and `X.weight_shape`. Layers that round their inputs are `int-quantized`: `X.weight` (int8) and `X.weight_scale` (one for each row). The
+symmetric) and `X.weight_shape`. Layers that round their inputs are `int-quantized`: `X.weight` (int8) and
+`X.weight_scale` (one for each row). The
 `quantization_config` of config.json lists the layers of each kind, and how inputs are rounded.
 https://github.com/vllm-project/compressed-tensors
 """
