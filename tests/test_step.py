@@ -78,7 +78,8 @@ def changed(change, seed=0):
             if name.endswith(".B"):
                 parameter.data.normal_(std=0.2)
     else:
-        augment.quantize(model, kind=change)
+        kind, *rounded = change.split()
+        augment.quantize(model, kind=kind, activations="int8" if rounded else None)
     return model
 
 
@@ -92,13 +93,15 @@ MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
     **{change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4")},
-    **{kind: lambda kind=kind: changed(kind) for kind in ("int4", "int3")},
+    **{kind: lambda kind=kind: changed(kind) for kind in ("int4", "int3", "int8 activations")},
 }
 
 WITHOUT_TEXTS = ("window", "mixtral")
 
 
-@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int8", "int4", "int3", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "mixtral", "lora", "int8", "int8 activations", "int4", "int3", "nf4"]
+)
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
 def test_the_exported_step_gives_the_models_logits(name, n, capsys):
@@ -477,7 +480,7 @@ def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
     export_step(Step(model), example_cache(model), tokens=tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int8 activations", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
     model = MODELS[name]()
