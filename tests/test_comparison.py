@@ -68,6 +68,10 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     after = replace(before, decode=40.0, form="compiled code")
     lines = Comparison(before, after, None).lines()
     assert Comparison(before, after, None).warnings() == ["slower: decoding takes 2.5 times as long as before"]
+    both = replace(after, prefill=600.0)
+    assert Comparison(before, both, None).warnings() == [
+        "slower: decoding takes 2.5 times and reading a prompt takes 1.5 times as long as before"
+    ]
     assert "pass --validation FILE" in lines[1]
     assert any("before the modules, after compiled code" in line for line in lines)
     scored = Comparison(replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75).lines()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq", "awq", "hqq"]
+Activations = Literal["int8"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -75,6 +76,7 @@ def quantize(
     validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     double: bool = False,
+    activations: Annotated[Activations | None, flag("int8", "not rounded")] = None,
 ) -> None:
     """Quantize the linear layers of a model, and measure the effect on its logits.
 
@@ -99,6 +101,8 @@ def quantize(
         override: Other kinds for some modules, or dense to leave them as they are; the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
+        activations: With kind int8, also round each token's inputs of a layer to int8 when it is computed (W8A8):
+            faster in float32, no smaller.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {
@@ -110,6 +114,7 @@ def quantize(
         "sparsity": sparsity,
         "pattern": pattern,
         "override": override,
+        "activations": activations,
         "target": target,
     }
     _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)
