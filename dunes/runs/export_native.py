@@ -1,8 +1,8 @@
 """A folder from which a program without Python generates text, or runs another network: compiled code, weights,
 tokenizer, and the sources of a library with a C interface.
 
-The code is what `dunes compile` keeps, or AOTInductor's of a whole forward; it serves this kind of processor and this
-release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+The code is what `dunes compile` keeps, or AOTInductor's of a whole forward; it serves this kind of processor and
+this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
 import json
@@ -54,7 +54,10 @@ INSTRUCTIONS = re.compile(
 
 
 def export_native(
-    loaded: LoadedModel, out: Path, dtype: torch.dtype | None = None, show: Callable[[str], None] = lambda line: None
+    loaded: LoadedModel,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Write the folder `out` with the model's compiled decoding; returns a line on what was written.
 
@@ -63,7 +66,7 @@ def export_native(
     text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
-    _check_target(out)
+    check_target(out)
     _check_decoder(model, loaded.context_length, dtype)
     show("compiling the steps unless they are kept already: one to three minutes")
     package, chosen = compile_step(model, loaded.context_length, dtype)
@@ -92,11 +95,11 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     """Write the folder `out` with a network's forward in evaluation mode; returns a line on what was written.
 
     It takes and gives float32 tensors of the shapes that it has with this example, on the CPU. Raises ValueError,
-    before any work, if `out` exists, without a C++ compiler, and for a network that does not map one such tensor to
-    another or changes its buffers; afterwards for what torch cannot export or compile, and if the code computes
-    something else.
+    before any work, if `out` exists, without a C++ compiler, and for a network that does not map one such tensor
+    to another or changes its buffers; afterwards for what torch cannot export or compile, and if the code
+    computes something else.
     """
-    _check_target(out)
+    check_target(out)
     expected = _check_network(model, example)
     with TemporaryDirectory() as folder, tree.mode(model, False):
         graph = _export_network(model, example)
@@ -112,7 +115,8 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
         return _write(out, "network", weights, card | {"aliases": {}}, fill)
 
 
-def _check_target(out: Path) -> None:
+def check_target(out: Path) -> None:
+    """Raise ValueError if `out` exists, on Windows, and without a C++ compiler."""
     if platform.system() not in ("Linux", "Darwin"):
         raise ValueError("--to cpp: for Linux and macOS only")
     if out.exists() or out.is_symlink():
@@ -126,7 +130,9 @@ def _check_decoder(model: nn.Module, context_length: int, dtype: torch.dtype | N
         raise ValueError(f"--to cpp: needs a Decoder, not a {type(model).__name__}")
     check_step(model, dtype)
     if context_length < MIN_CONTEXT:
-        raise ValueError(f"--to cpp: the model attends to {context_length} tokens; expected at least {MIN_CONTEXT}")
+        raise ValueError(
+            f"--to cpp: the model attends to {context_length} tokens; expected at least {MIN_CONTEXT}"
+        )
     if cache_for(model, 1, MIN_CONTEXT) is None:
         raise ValueError("--to cpp: the model may mix tokens, so that it needs its whole text for each token")
 

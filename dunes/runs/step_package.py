@@ -203,7 +203,7 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def native_files(package: Path) -> list[Path]:
-    """The files of native code in a package, whole; none if it has a script. Raises ValueError for damaged ones."""
+    """The files of native code in a package, none if it has a script. Raises ValueError for damaged ones."""
     stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
     return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
 
