@@ -18,7 +18,7 @@ constexpr const char *USAGE =
     "usage: dunes FOLDER [--limit N] [--temperature T] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--threads N]\n"
     "             [--time] PROMPT\n"
     "       dunes FOLDER --ids \"ID ID ...\"    the prompt's ids; writes ids, one a line\n"
-    "       dunes FOLDER --image FILE.pgm     the class of a grey image (binary PGM of 8 bits), and all outputs\n";
+    "       dunes FOLDER --image FILE.pgm     the class of a grey image (binary PGM, 0 to 255), then all outputs\n";
 
 struct Options {
   std::string folder, prompt, ids, image;
@@ -119,7 +119,7 @@ void generate(dunes_model *model, const Options &options) {
                  static_cast<double>(std::max<int64_t>(count - 1, 0)) / writing.count());
 }
 
-// The pixels of a grey image from 0 to 1. Comments in its header are skipped.
+// The pixels of a grey image, from 0 to 255. Comments in its header are skipped.
 std::vector<float> read_pgm(const std::string &path, int64_t rows, int64_t columns) {
   std::ifstream file(path, std::ios::binary);
   std::vector<std::string> header;
@@ -133,9 +133,8 @@ std::vector<float> read_pgm(const std::string &path, int64_t rows, int64_t colum
   file.get();
   std::string bytes(static_cast<size_t>(rows * columns), '\0');
   if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path + ": truncated");
-  std::vector<float> pixels;
-  for (unsigned char byte : bytes) pixels.push_back(static_cast<float>(byte) / 255);
-  return pixels;
+  auto begin = reinterpret_cast<const unsigned char *>(bytes.data());
+  return {begin, begin + bytes.size()};
 }
 
 void classify(dunes_model *model, const std::string &path) {
