@@ -45,7 +45,8 @@ CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.s
 SOURCES = Path(__file__).parent / "native"
 OF_TEXTS = "text."
 """Before the names of weights that the code for a text's beginning has in another dtype."""
-MIN_CONTEXT = 8
+MIN_CONTEXT, CHUNK = 8, 1 << 24
+ODD = np.uint64(0x9E3779B97F4A7C15)
 INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
@@ -268,9 +269,12 @@ def instructions() -> Sequence[str]:
 
 
 def checksum(file: Path) -> str:
-    """The sum of the file's words of 8 bytes, each times an odd number, so that no word can change without it."""
-    data = np.fromfile(file, np.uint8)
-    size = len(data)
-    words = np.concatenate([data, np.zeros(-size % 8, np.uint8)]).view("<u8")
-    total = int((words * (2 * np.arange(len(words), dtype=np.uint64) + np.uint64(1))).sum(dtype=np.uint64))
-    return f"{(total + size) % 2**64:016x}"
+    """The sum of the file's words of 8 bytes, each mixed with its place: native/folder.h computes the same."""
+    total = size = file.stat().st_size
+    with file.open("rb") as stream:
+        for start in range(0, size, CHUNK):
+            data = stream.read(CHUNK)
+            words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
+            mixed = (words + np.arange(start // 8, start // 8 + len(words), dtype=np.uint64) * ODD) * ODD
+            total += int(((mixed ^ (mixed >> np.uint64(32))) * ODD).sum(dtype=np.uint64))
+    return f"{total % 2**64:016x}"
