@@ -46,7 +46,8 @@ SOURCES = Path(__file__).parent / "native"
 OF_TEXTS = "text."
 """Before the names of weights that the code for a text's beginning has in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
-ODD = np.uint64(0x9E3779B97F4A7C15)
+MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+"""Of a checksum: https://prng.di.unimi.it/splitmix64.c"""
 INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
@@ -275,6 +276,8 @@ def checksum(file: Path) -> str:
         for start in range(0, size, CHUNK):
             data = stream.read(CHUNK)
             words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
-            mixed = (words + np.arange(start // 8, start // 8 + len(words), dtype=np.uint64) * ODD) * ODD
-            total += int(((mixed ^ (mixed >> np.uint64(32))) * ODD).sum(dtype=np.uint64))
+            mixed = words + np.arange(start // 8, start // 8 + len(words), dtype=np.uint64) * MIX[0]
+            for shift, factor in zip((30, 27), MIX[1:], strict=True):
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
+            total += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
     return f"{total % 2**64:016x}"
