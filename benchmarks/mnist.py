@@ -5,8 +5,8 @@
 FOLDER has MNIST's IDX files. An epoch has 60,000 rows: the folder's training digits, repeated until they are as
 many. 784-128-10 with ReLU, batch size 128, SGD with learning rate 0.1, the same initial weights. (a) DataLoader
 over a TensorDataset of float32 images; (b) the same tensors indexed by a random permutation; (c) a Dataset that
-decodes and normalises each sample with PIL, as tutorials do; (d) `fast_run` in float32 and under bfloat16 autocast, with
-bytes as data. Times include all of a loop but the evaluation after each epoch.
+decodes and normalises each sample with PIL, as tutorials do; (d) `fast_run` in float32 and under bfloat16
+autocast, with bytes as data. Times include all of a loop but the evaluation after each epoch.
 """
 
 import json
