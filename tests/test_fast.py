@@ -132,7 +132,10 @@ def test_the_end_of_the_stream_within_a_unit(no_inductor):
     ("change", "reason"),
     [
         (lambda t: setattr(t, "accumulate", 2), "gradients are accumulated"),
-        (lambda t: setattr(t, "optimizer", train.muon(t.model)), "CombinedOptimizer with these settings"),
+        (
+            lambda t: t.__init__(t.model, train.muon(t.model), cross_entropy),
+            "CombinedOptimizer with these settings",
+        ),
         (lambda t: t.optimizer.param_groups[0].update(maximize=True), "SGD with these settings has no rule"),
         (lambda t: setattr(t.model[2], "after_step", lambda: None), "a module has a before_step or after_step"),
     ],
