@@ -161,7 +161,7 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
     looks = []
-    monkeypatch.setattr(loading, "open_verified_source", lambda f, build=None: looks.append(f) or refused())
+    monkeypatch.setattr(loading, "open_verified_source", lambda f, **options: looks.append(f) or refused())
     with pytest.raises(ValueError, match="nothing has changed"):
         checkpoint.load(folder)
     assert len(looks) == 1

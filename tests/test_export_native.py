@@ -464,7 +464,7 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_onnx_computes_the_same(tmp_path, family):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = model_of(family)
@@ -504,6 +504,8 @@ def test_onnx_refuses_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "extra", lambda name, of: None)
     with pytest.raises(ValueError, match="a mixture of experts"):
         export_onnx(loaded(model_of("mixtral")), tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="a sliding window"):
+        export_onnx(loaded(model_of("mistral", window=16)), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match=r"ends in \.onnx"):
         export_onnx(loaded(), tmp_path / "model")
     monkeypatch.setattr(module, "LARGEST", 1000)

@@ -96,7 +96,7 @@ def save(
     rows in the embedding, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
-    if (context_length is None and isinstance(model, Decoder)) or (context_length or 1) < 1:
+    if isinstance(model, Decoder) if context_length is None else context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
     described: Architecture | str = f"{type(model).__name__} has no context length"
     if context_length is not None:

@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -103,7 +104,8 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     """
     check_target(out)
     expected = _check_network(model, example)
-    with TemporaryDirectory() as folder, tree.mode(model, False):
+    with TemporaryDirectory() as folder, tree.mode(model, False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
         graph = _export_network(model, example)
         compile_graph(graph, Path(folder) / PACKAGE)
         weights = _tensors(model)

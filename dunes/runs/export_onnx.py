@@ -24,13 +24,17 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on what was written.
 
     The model becomes float32, and quantized layers dense. Raises ValueError if `out` exists, without the extra
-    packages, and for mixtures and models of more than 2 GB, before any work, and for what torch cannot export.
+    packages, and for mixtures, windows and more than 2 GB, before any work, and for what torch cannot export.
     """
     checker = [extra(module, "onnx") for module in ("onnxscript", "onnx.checker")][1]
     if out.exists() or out.is_symlink() or out.suffix != SUFFIX:
         raise ValueError(f"{out}: expected a new file that ends in {SUFFIX}; choose another name, or remove it")
     if any(isinstance(module, MoE) for module in loaded.model.modules()):
         raise ValueError("--to onnx: a mixture of experts, whose calls depend on the tokens, cannot be exported")
+    if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
+        raise ValueError(
+            "--to onnx: the mask of a sliding window, which depends on the length, cannot be exported"
+        )
     dequantize(loaded.model)
     model = loaded.model.float()
     if (size := sum(t.nbytes for t in model.state_dict().values())) > LARGEST:
