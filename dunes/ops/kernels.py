@@ -25,7 +25,7 @@ class Cpp:
         self._source, self._functions = source, functions
 
     def missing(self, device: str) -> str | None:
-        return f"its C++ is for the CPU, not {device}" if device != "cpu" else _missing_compiler()
+        return f"its C++ is for the CPU, not {device}" if device != "cpu" else missing_compiler()
 
     @functools.cached_property
     def _module(self) -> Any:
@@ -46,7 +46,7 @@ class Cpp:
 
 
 @functools.cache
-def _missing_compiler() -> str | None:
+def missing_compiler() -> str | None:
     from torch.utils import cpp_extension
 
     extension: Any = cpp_extension  # untyped
