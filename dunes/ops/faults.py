@@ -23,6 +23,10 @@ SLACK = 4.0
 """How many times the reference's own error, or the rounding of the largest number, an operation may be off."""
 
 
+LONGEST = 150
+"""Characters of a foreign message that a table has room for."""
+
+
 class NotTried(Exception):
     """Why a check does not apply."""
 
@@ -121,6 +125,7 @@ def by_reference(subject: Subject, arguments: Sequence[Any], gradient: Form = in
 
 def first_line(error: BaseException) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    line = line if len(line) <= LONGEST else line[:LONGEST] + "..."
     return line if isinstance(error, ValueError | NotTried) else f"{type(error).__name__}: {line}"
 
 
@@ -380,7 +385,7 @@ def fake(s: Subject) -> str:
     """Fake tensors get the shapes and dtypes of real ones."""
     with torch.no_grad():
         want = tensors(s.op(*s.arguments()))
-        mode, arguments = FakeTensorMode(), s.arguments()
+        mode, arguments = FakeTensorMode(allow_non_fake_inputs=True), s.arguments()  # it may close over some
         fakes = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
         with mode:
             got = tensors(s.op(*fakes))

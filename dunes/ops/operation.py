@@ -62,7 +62,7 @@ class Operation:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
-            args = self._bind(args, kwargs)
+            args = self._bind(*args, **kwargs)
         device = args[self.tensors[0]].device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -95,10 +95,10 @@ class Operation:
         apply: Callable[..., Any] = self._function.apply
         return apply
 
-    def _bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return bound.args + tuple(bound.kwargs.values())
+        return bound.args
 
     def _cast(self, args: Sequence[Any], low: torch.dtype) -> Sequence[Any]:
         if self.autocast is None:
@@ -239,7 +239,7 @@ def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
 
 
 def _eager_function(op: Operation) -> type[torch.autograd.Function]:
-    store, keeps = cast(Saved, op.saved).store, op.keeps
+    store, keeps = cast(Saved, op.saved).store, op.keeps  # looked up once: calls are short
 
     def forward(ctx: Any, *args: Any) -> Any:
         result = op.forward(*args)
