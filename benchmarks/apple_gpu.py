@@ -3,8 +3,8 @@
     make test-mps                                     # on a Mac
     python benchmarks/apple_gpu.py --device cpu       # the same code anywhere, to see that it runs
 
-Values, gradients and losses are compared with the CPU's in float32; bfloat16 is tried where the system has it. Nothing
-may be computed on the CPU without saying so: PYTORCH_ENABLE_MPS_FALLBACK must not be set.
+Values, gradients and losses are compared with the CPU's float32; bfloat16 is tried where the system has it.
+Nothing may be computed on the CPU without saying so: PYTORCH_ENABLE_MPS_FALLBACK must not be set.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """One thread in each worker, a private cache, and small things that many tests need."""
 
+import gc
 import os
 from io import StringIO
 from pathlib import Path
@@ -17,9 +18,21 @@ from dunes.text import Tokenizer
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported stays: 800,000 objects that each full collection would look at in vain."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs that are called in this process neither measure nor change its number of threads."""
+    monkeypatch.setattr("dunes.measure.use_best_threads", lambda: None)
 
 
 @pytest.fixture(autouse=True)

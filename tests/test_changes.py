@@ -5,9 +5,11 @@ import itertools
 import json
 import subprocess
 import sys
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 import expansion
 from adapters import IDS, build, difference, trained
@@ -493,3 +495,12 @@ def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
         display.time_left("reading", 0.0)
         display.time_left("writing", 0.75)
     assert states == [("reading", 0.0), ("writing, 10 s left", 0.75)]
+
+
+def test_plain_lines_begin_when_a_user_waits(monkeypatch):
+    now, out = [1000.0], StringIO()
+    monkeypatch.setattr("dunes.runs.progress.monotonic", lambda: now[0])
+    with Display(Console(file=out), patience=10.0) as display:
+        for now[0] in (1000.0, 1009.0, 1011.0, 1015.0, 1022.0):
+            display.state(f"at {now[0]:.0f}", 0.5)
+    assert [line.split()[-1] for line in out.getvalue().splitlines()] == ["1011", "1022"]

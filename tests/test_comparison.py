@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import display
 from dunes import checkpoint
@@ -18,7 +19,7 @@ from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.comparison import Comparison, Measurement, measure_folder
 from dunes.runs.evaluate import evaluate
 from dunes.runs.frontier import Form, Frontier, all_forms, quantized_forms
-from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate
+from dunes.runs.score import _digest, calibration_ids, evaluation_tokens, require_separate
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -67,6 +68,10 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     after = replace(before, decode=40.0, form="compiled code")
     lines = Comparison(before, after, None).lines()
     assert Comparison(before, after, None).warnings() == ["slower: decoding takes 2.5 times as long as before"]
+    both = replace(after, prefill=600.0)
+    assert Comparison(before, both, None).warnings() == [
+        "slower: decoding takes 2.5 times and reading a prompt takes 1.5 times as long as before"
+    ]
     assert "pass --validation FILE" in lines[1]
     assert any("before the modules, after compiled code" in line for line in lines)
     scored = Comparison(replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75).lines()
@@ -180,3 +185,96 @@ def test_the_frontier_is_printed_by_size_and_drawn(run, tmp_path, monkeypatch, c
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in printed[1:4]] == ["int8 rtn", "magnitude", "dense"]
     assert (tmp_path / "new" / "shrink.png").stat().st_size > 1000
+
+
+def test_records_and_files_with_a_scored_text_do_not_calibrate(run, programs, tmp_path):
+    loaded, text = checkpoint.load(run), (programs / "module_3.py").read_text()
+    others = [f"def other_{i}(): pass\n" * 40 for i in range(20)]
+    for name, texts in (
+        ("a", [text.strip(), *others[:9]]),
+        ("b", [*others[9:], f"{text}\n\n"]),
+        ("c", others[:9]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    file, a, b, c = str(programs / "module_3.py"), *(str(tmp_path / f"{name}.jsonl") for name in "abc")
+    for calibration, validation in ((a, file), (file, a), (a, b), (b, a), (c, a)):
+        with pytest.raises(ValueError, match="it calibrates the change and would score it"):
+            require_separate(loaded, [calibration], [validation])
+    require_separate(loaded, [c], [file])
+    require_separate(loaded, [c], [b])
+
+
+def test_texts_are_equal_but_for_the_space_around_them():
+    equal = [["a b\n", " c"], ["\n ", "\ta b\n ", "c", " \n", "\n"], ["a b\n c"]]
+    assert len({_digest(blocks) for blocks in equal}) == 1
+    assert len({_digest([text]) for text in ("a b\n c", "a b c", "a b\n c d", "")}) == 4
+
+
+def test_the_scored_tails_of_named_documents_do_not_calibrate(tmp_path):
+    texts = [tmp_path / f"{i}.txt" for i in range(2)]
+    for name, text in zip("ab", texts, strict=True):
+        text.write_text("".join(f"{name}{i}\n" for i in range(600)) + f"{name.upper()}\n" * 60)
+    fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
+    train(TrainConfig(sources=tuple(map(str, texts)), **fixed), tmp_path / "run", display()[0])
+    loaded = checkpoint.load(tmp_path / "run")
+    ids = calibration_ids(loaded, [str(text) for text in texts], 10**6)
+    assert not set("AB") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
+
+
+def test_a_target_takes_the_settings_that_a_form_has(run, tmp_path):
+    further = {"group": 32, "act_order": False}
+    forms, frontier = quantized_forms(True, 32), Frontier(run)
+    assert forms == quantized_forms(True)
+    trials = frontier.try_forms(forms[-2:], lambda what, share: None, further)
+    assert [t.name for t in trials] == ["int4 gptq", "int8 rtn"]
+    quantize_folder(run, tmp_path / "small", target=10.0, **further)
+    request = json.loads((tmp_path / "small" / "dunes.json").read_text())["changes"][-1]["request"]
+    assert (request["kind"], request["group"], request["act_order"]) == ("int3", 32, False)
+    mixed = {"group": 32, "override": ("blocks.0.**=int4",)}
+    assert forms[-1].with_settings(mixed)["group"] == 32
+    for options, message in (
+        ({"target": float("nan")}, "--target is no number"),
+        ({"target": 0.1, "double": True}, "omit --kind, .* --double"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize_folder(run, tmp_path / "no", **options)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 0])
+def test_a_target_begins_with_the_smallest_form_in_small_groups_too(run, group):
+    trials = Frontier(run).try_forms(quantized_forms(False, group), lambda what, share: None, {"group": group})
+    sizes = [t.size for t in trials]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("name", ["quantize", "narrow"])
+def test_a_model_whose_logits_are_no_numbers_is_refused_before_the_work(run, tmp_path, name):
+    loaded = checkpoint.load(run)
+    with torch.no_grad():
+        loaded.model.norm.weight[3] = torch.nan
+    checkpoint.save(loaded.model, tmp_path / "nan", loaded.tokenizer, 32, loaded.card)
+    request = {"kind": "int8"} if name == "quantize" else {"blocks": 1, "calibration": ()}
+    with pytest.raises(ValueError, match="its logits are not finite; dunes inspect --values"):
+        augment_folder(tmp_path / "nan", tmp_path / "out", name, **request)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr("dunes.measure.use_best_threads", lambda: calls.append("threads"))
+    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
+    augment.quantize(str(run), tmp_path / "in 4 bits", kind="int4", method="rtn")
+    printed = capsys.readouterr()
+    assert calls == ["threads"]
+    assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())
+    assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
+
+
+def test_each_side_is_measured_with_the_threads_of_this_process(run, monkeypatch):
+    command = []
+    monkeypatch.setattr(comparison.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(comparison.subprocess, "run", lambda words, **options: command.extend(words))
+    with pytest.raises(AttributeError):
+        comparison._measured(run, run)
+    assert command[-1] == "7"

@@ -54,3 +54,15 @@ def test_numbers_too_small_count_as_zero_when_asked():
     finally:
         torch.set_flush_denormal(False)
     assert (tiny * 1e-10).all()
+
+
+def test_threads_are_those_of_the_environment_where_it_says(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(measure.machine, "choose_threads", lambda: 3)
+    monkeypatch.setattr(measure.machine.torch, "set_num_threads", chosen.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    measure.machine.use_best_threads()
+    assert chosen == []
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    measure.machine.use_best_threads()
+    assert chosen == [3]

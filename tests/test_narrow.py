@@ -191,6 +191,7 @@ def test_narrowed_models_learn_and_stay_in_their_mode():
         ({"neurons": 97}, "neurons is 97"),
         ({"blocks": 2}, "blocks is 2; expected 1 to 1"),
         ({"experts": 2}, "this model has no mixture of experts"),
+        ({"heads": 4, "neurons": 96}, "nothing to take out: the model has no more"),
     ],
 )  # fmt: skip
 def test_requests_that_do_not_fit(request_, message):
@@ -226,3 +227,10 @@ def test_other_layers_and_damaged_records_are_refused():
         with pytest.raises(ValueError, match=r"has no such|is damaged"):
             repeat_structure(model, Change.of({**record, "places": {**record["places"], "blocks.1.mlp": kept}}))
         assert model.blocks[0].mlp.down.in_features == 96
+
+
+def test_mixtures_that_keep_all_of_their_experts_are_refused_or_left_alone():
+    with pytest.raises(ValueError, match="nothing to take out: the model has no more"):
+        apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=4)
+    change = apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
+    assert not any("experts" in kept for kept in change.places.values())

@@ -1,5 +1,6 @@
 """Pruning: SparseGPT as derived directly, Wanda and magnitude, patterns, zeros that stay."""
 
+import itertools
 import json
 import math
 from copy import deepcopy
@@ -470,3 +471,33 @@ def test_a_fit_whose_products_overflow_leaves_the_weights():
     h = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.absolute, gram.tokens), 0.01)
     pruned = sparsegpt.prune(weight * 1e10, h, Sparsity.of(None, "2:4"))
     assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, h), pruned)
+
+
+def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
+    kept = left = 0
+    for seed, largest in itertools.product(range(200), (10, 100)):
+        generator = torch.Generator().manual_seed(seed)
+        weight, x = torch.randn(1, 16, generator=generator), torch.randn(8, 16, generator=generator)
+        x[:, 0] *= largest
+        gram = Gram(x.T @ x, x.abs().sum(0), len(x))
+        h = sparsegpt.hessian(gram, 0.01)
+        pruned = sparsegpt.prune(weight, h, Sparsity.of(0.5, None))
+        fitted = sparsegpt.refit(pruned, weight, h)
+        before, after = (float((((weight - w) @ gram.matrix) * (weight - w)).sum()) for w in (pruned, fitted))
+        assert after <= before * (1 + 1e-4)
+        left, kept = left + torch.equal(fitted, pruned), kept + (after < 0.99 * before)
+    assert left
+    assert kept > 350
+
+
+def test_a_fit_whose_products_underflow_is_no_worse():
+    weight, gram = layer()
+    tiny = sparsegpt.hessian(Gram(gram.matrix * 1e-16, gram.absolute * 1e-8, gram.tokens), 0.01)
+    for scale in (1e-10, 1e-14, 1e-16, 1e-20):
+        pruned = sparsegpt.prune(weight * scale, tiny, Sparsity.of(0.5, None))
+        fitted = sparsegpt.refit(pruned, weight * scale, tiny)
+        before, after = (
+            float(((d @ gram.matrix.double()) * d).sum())
+            for d in ((weight - w.double() / scale) for w in (pruned, fitted))
+        )
+        assert after <= before * (1 + 1e-6)

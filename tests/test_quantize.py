@@ -165,3 +165,11 @@ def test_a_quantized_model_is_shaped_without_numbers():
     shape(other, note)
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("request_", [{"override": ("head=int8",)}, {"where": "head"}])
+def test_a_tied_head_is_refused_by_name(request_):
+    sizes = {"vocab": 64, "dim": 32, "depth": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "hidden": 32}
+    model = llama.build(llama.Config(**sizes, context_length=32, tied=True))
+    with pytest.raises(ValueError, match="head: has the embedding's matrix, which is not quantized"):
+        quantize(model, **request_)

@@ -76,6 +76,10 @@ def decide(
         chosen = block_influence(model, ids).topk(blocks).indices.sort().values.tolist()
         places = {n: p for n, p in places.items() if int(n.split(".")[1]) in chosen}
         places["blocks"] = {"blocks": chosen, "of": len(model.blocks)}
+    if not places:
+        raise ValueError(
+            "nothing to take out: the model has no more heads, neurons and experts than are to be kept"
+        )
     return Change("narrow", VERSION, request, places)
 
 
@@ -197,7 +201,7 @@ def _kept_units(
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
     """The experts that each mixture keeps: those whose neurons matter most together."""
-    kept = {}
+    kept: dict[str, dict[str, Any]] = {}
     for place in tree.places(model):
         if isinstance(moe := place.module, MoE):
             if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
@@ -210,7 +214,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
             kept[place.name] = {"experts": best, "of": len(moe.experts)}
     if not kept:
         raise ValueError("experts: this model has no mixture of experts")
-    return kept
+    return {name: units for name, units in kept.items() if experts < units["of"]}
 
 
 def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:

@@ -22,12 +22,15 @@ from dunes.augment.change import Change, Part, float_dtype, part_name, zeros_of
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.augment.sparsegpt import Sparsity
+from dunes.ops.autocast import autocast_dtype
+from dunes.ops.dynamic_int8 import dynamic_int8, round_tokens
 from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.steps import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
-VERSION = 3
+VERSION = 4
+"""Records with `activations` have 4, other new ones 3, those of plain int8 and NF4 2: older versions open them."""
 
 BLOCK = 64
 OUTER = 256
@@ -64,6 +67,29 @@ class Int8(Quantized):
     def code_products(self, x: Tensor) -> Tensor:
         sums: Sums = lambda x, codes: (codes.float() * x[0]).sum(-1)
         return row_sums(x, [self.codes], lambda token: [token], sums) * self.scale[:, 0]
+
+
+class DynamicInt8(Int8):
+    """The same, with inputs that are rounded to int8 when they come, each token's by its own scale."""
+
+    supports_packing = True
+    rounds_inputs = True
+    makes_dense = False  # an adapter's fused form would multiply by it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            return super().forward(x)
+        x = x.to(autocast_dtype(x))
+        with torch.autocast(x.device.type, enabled=False):
+            return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        y = dynamic_int8(x, self.codes, self.scale[:, 0])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def code_products(self, x: Tensor) -> Tensor:
+        rounded, steps = round_tokens(x)
+        return super().code_products(rounded) * steps
 
 
 class NF4(Quantized):
@@ -216,7 +242,10 @@ def dequantize(model: nn.Module) -> list[str]:
 
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
+Activations = Literal["int8"]
 Method = Literal["rtn", "gptq", "awq", "hqq"]
+INT8: dict[str | None, type[Int8]] = {None: Int8, "int8": DynamicInt8}
+"""The layer of int8 weights by the dtype of `activations`."""
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 METHODS = {
     "int8": ("rtn", "gptq"),
@@ -246,6 +275,7 @@ def decide(
     sparsity: float | None = None,
     pattern: str | None = None,
     override: Sequence[str] = (),
+    activations: Activations | None = None,
 ) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
@@ -255,12 +285,14 @@ def decide(
     fraction of each layer's weights that become zero, or a `pattern` KEPT:GROUP (see `prune.decide`), it prunes in
     the same pass. `override` are further choices GLOB=KIND, of which the last
     that matches a place counts; `dense` leaves it as it is, other kinds quantize it also where `where` does not
-    select it. A layer whose kind does not have the method is rounded to nearest. Quantized layers that `where`
-    selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
+    select it. A layer whose kind does not have the method is rounded to nearest. With `activations` int8, layers
+    of kind int8 round their inputs when they compute, each token by its own scale (W8A8). Quantized layers that
+    `where` selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
     """
     overrides, kinds = [_override(text) for text in override], all_kinds(kind, override)
+    require_activations(kinds, activations)
     request = _request(kind, kinds, double, group, symmetric) | _method(kinds, method, act_order)
     if symmetric and method == "hqq":
         raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
@@ -281,15 +313,25 @@ def decide(
     if target is not None:
         request |= {"sparsity": target.fraction, "pattern": pattern}
         _require_groups(modules, target)
-    return Change(
-        "quantize", 2 if {*request} == {"kind", "double"} else VERSION, {"where": globs, **request}, places
-    )
+    version = 2 if {*request} == {"kind", "double"} else 3
+    if activations is not None:
+        request, version = request | {"activations": activations}, VERSION
+    return Change("quantize", version, {"where": globs, **request}, places)
 
 
 def all_kinds(kind: str, override: Sequence[str]) -> list[str]:
     """The kind and those of overrides GLOB=KIND. Raises ValueError for other overrides."""
     others = [other for _, other in map(_override, override) if other != DENSE]
     return [*dict.fromkeys([kind, *others])]
+
+
+def require_activations(kinds: Collection[str], activations: str | None) -> None:
+    """Raise ValueError for activations that none of the kinds has."""
+    if activations not in INT8 or (activations and "int8" not in kinds):
+        raise ValueError(
+            f"activations is {activations!r}, kind {' and '.join(kinds)}; expected int8, and only with kind int8, "
+            "whose weights have one scale for each row"
+        )
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -370,6 +412,11 @@ def _dense_layers(
 
     Raises ValueError for a glob that selects nothing.
     """
+    wanted = [globs, *(glob for glob, other in overrides if other != DENSE)]
+    if getattr(model, "head", True) is None and any(_names_head(glob) for glob in wanted):
+        raise ValueError(
+            "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
+        )
     selected = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
     kinds = dict.fromkeys(selected, kind)
     for glob, other in overrides:
@@ -383,6 +430,11 @@ def _dense_layers(
     if not layers:
         raise ValueError(f"override leaves all of {', '.join(globs)} dense; nothing is left to quantize")
     return layers, kinds
+
+
+def _names_head(globs: tree.Where) -> bool:
+    """Whether the head is selected by its name, and not by a wildcard."""
+    return "head" in ([globs] if isinstance(globs, str) else globs) and tree.matches(globs, "head")
 
 
 def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
@@ -413,7 +465,8 @@ def describe(change: Change) -> str:
     others = Counter(settings.get("kind", request["kind"]) for settings in change.places.values())
     others.pop(request["kind"], None)
     return (
-        f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}, "
+        f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}"
+        f"{', activations in int8 by token' * bool(request.get('activations'))}, "
         f"{names[request.get('method', 'rtn')]}"
         + "".join(f"; {kind} at {plural(count, 'place')}" for kind, count in others.items())
         + (f"; {zeros_of(change)}" if "sparsity" in request else "")
@@ -445,7 +498,8 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     if grid is None:
         layer = NF4(base, change.request["double"])
     else:
-        layer = Int8(base) if grid.bits == 8 else GroupInt(base, grid)
+        int8 = INT8[change.request.get("activations")]
+        layer = int8(base) if grid.bits == 8 else GroupInt(base, grid)
     return layer.train(base.training)
 
 

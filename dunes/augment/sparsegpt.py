@@ -82,12 +82,13 @@ class Sparsity(NamedTuple):
 
 class Hessian(NamedTuple):
     """The upper Cholesky factor (I, I) of the inverse of H = 2/n sum x xT + damping, inputs that are always zero
-    (I,) bool, the damping as a fraction of the mean diagonal, and H."""
+    (I,) bool, the damping as a fraction of the mean diagonal, H, and what the damping adds to its diagonal."""
 
     factor: Tensor
     dead: Tensor
     damp: float
     matrix: Tensor
+    added: Tensor
 
 
 def hessian(gram: Gram, damp: float) -> Hessian:
@@ -102,13 +103,13 @@ def hessian(gram: Gram, damp: float) -> Hessian:
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
     h.diagonal()[dead] = mean  # and not a number that would outweigh small inputs in the damping
     while True:
-        damped = h.clone()
-        damped.diagonal().add_(damp * mean)
+        damped, added = h.clone(), damp * mean
+        damped.diagonal().add_(added)
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed and factor.isfinite().all():
-            return Hessian(factor, dead, damp, damped)
+            return Hessian(factor, dead, damp, damped, added)
         damp = max(damp, 1e-4) * 10
         if damp > MOST_DAMPING:
             raise ValueError("the Gram matrix of the calibration text cannot be inverted; pass other text")
@@ -165,9 +166,11 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     The sweep leaves a column as it is once it is passed; here weights also make up for zeros behind them. Each row
     has its own least squares, which conjugate gradients solve, preconditioned by the diagonal, all rows at once.
+    Rows whose error without the damping does not fall, or is no finite number, stay as they are.
     """
     fitted, kept, diagonal = pruned, pruned != 0, h.matrix.diagonal()
-    residual = ((weight.float() - pruned) @ h.matrix) * kept
+    missing = weight.float() - pruned
+    residual = before_fit = (missing @ h.matrix) * kept
     scaled = direction = residual / diagonal
     size = (residual * scaled).sum(1, keepdim=True)
     enough = REFIT_TOLERANCE * size.sum()
@@ -180,4 +183,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    return torch.where(fitted.isfinite().all(1, keepdim=True), fitted, pruned)  # the products may overflow
+    # The error falls by m H m - (m - c) H (m - c) of the missing m and the change c, which is 0 where not kept.
+    change = fitted - pruned
+    fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
+    fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero
+    return torch.where(fall.isfinite() & (fall > 0), fitted, pruned)

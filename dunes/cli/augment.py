@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq", "awq", "hqq"]
+Activations = Literal["int8"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -51,7 +53,7 @@ def merge(
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
         verb = "generate" if templates.find_template(loaded.tokenizer, loaded.card) is None else "chat"
-        print(f'next: dunes {verb} {out} "..."')
+        print(f'next: dunes {verb} {quote(str(out))} "..."')
 
 
 def quantize(
@@ -74,6 +76,7 @@ def quantize(
     validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     double: bool = False,
+    activations: Annotated[Activations | None, flag("int8", "not rounded")] = None,
 ) -> None:
     """Quantize the linear layers of a model, and measure the effect on its logits.
 
@@ -98,6 +101,8 @@ def quantize(
         override: Other kinds for some modules, or dense to leave them as they are; the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
+        activations: With kind int8, also round each token's inputs of a layer to int8 when it is computed (W8A8):
+            faster in float32, no smaller.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {
@@ -109,10 +114,12 @@ def quantize(
         "sparsity": sparsity,
         "pattern": pattern,
         "override": override,
+        "activations": activations,
         "target": target,
     }
     _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)
-    print(f'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf')
+    folder = quote(str(out))
+    print(f'next: dunes generate {folder} "..."   plain weights: dunes export {folder} PLAIN --to hf')
 
 
 def prune(
@@ -150,7 +157,9 @@ def prune(
     options |= {"calibration": None if method == "magnitude" else calibration, "compact": compact}
     options["validation"] = validation
     _augment(model, out, "prune", method=method, sparsity=sparsity, pattern=pattern, **options)
-    print(f"next: dunes train SOURCE --from {out} --out RUN   trains the other weights; the zeros stay")
+    print(
+        f"next: dunes train SOURCE --from {quote(str(out))} --out RUN   trains the other weights; the zeros stay"
+    )
 
 
 Kept = Annotated[int | None, flag("N", "all")]
@@ -185,7 +194,7 @@ def narrow(
     """
     kept: dict[str, Any] = {"heads": heads, "neurons": neurons, "experts": experts, "blocks": blocks}
     _augment(model, out, "narrow", calibration=calibration, validation=validation, uneven=uneven, **kept)
-    print(f"next: dunes train SOURCE --from {out} --out RUN")
+    print(f"next: dunes train SOURCE --from {quote(str(out))} --out RUN")
 
 
 def expand(
@@ -211,7 +220,7 @@ def expand(
         _undo("expand", locals())
         return
     _augment(model, out, "expand", blocks=blocks, after=after)
-    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+    print(f"next: dunes train SOURCE --from {quote(str(out))} --trainable new --out RUN")
 
 
 Count = Annotated[int, flag("N")]
@@ -241,7 +250,7 @@ def upcycle(
         seed: Random seed of the routers and of --drop.
     """
     _augment(model, out, "upcycle", experts=experts, top_k=top_k, granularity=granularity, drop=drop, seed=seed)
-    print(f"next: dunes train SOURCE --from {out} --out RUN")
+    print(f"next: dunes train SOURCE --from {quote(str(out))} --out RUN")
 
 
 def experts(
@@ -283,7 +292,9 @@ def experts(
     text = calibration if calibration or split == "importance" else None
     options: dict[str, Any] = {"split": split, "shared": shared, "gate": gate, "scale": scale, "seed": seed}
     _augment(model, out, "experts", experts=experts, top_k=top_k, calibration=text, **options)
-    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN   then without --trainable")
+    print(
+        f"next: dunes train SOURCE --from {quote(str(out))} --trainable new --out RUN   then without --trainable"
+    )
 
 
 def lora_experts(
@@ -317,14 +328,15 @@ def lora_experts(
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {"router": router, "experts": experts, "top_k": top_k, "rank": rank, "alpha": alpha, "seed": seed}
     _augment(model, out, "lora-experts", **options)
-    print(f"next: dunes train SOURCE --from {out} --trainable new --out RUN")
+    print(f"next: dunes train SOURCE --from {quote(str(out))} --trainable new --out RUN")
 
 
 def _augment(model: str, out: Path, change: str, **request: Any) -> None:
     """Make the change from folder to folder, and print its report."""
-    from dunes import checkpoint
+    from dunes import checkpoint, measure
     from dunes.runs.augment import augment_folder, quantize_folder
 
+    measure.use_best_threads()
     with _display() as display:
         folder = checkpoint.locate_model(model).folder
         make = quantize_folder if change == "quantize" else partial(augment_folder, name=change)
@@ -333,13 +345,12 @@ def _augment(model: str, out: Path, change: str, **request: Any) -> None:
 
 
 def _display() -> "Display":
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal, a line every ten seconds elsewhere."""
     from rich.console import Console
 
-    from dunes.runs.progress import Display
+    from dunes.runs.progress import EVERY, Display
 
-    console = Console(stderr=True)
-    return Display(console, quiet=not console.is_terminal)
+    return Display(Console(stderr=True, highlight=False), patience=EVERY)
 
 
 def _undo(change: str, arguments: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import tyro
@@ -263,12 +264,14 @@ def shrink(
     """
     from rich.console import Console
 
+    from dunes import measure
     from dunes.runs.frontier import Frontier, all_forms
     from dunes.runs.picture import frontier_picture
     from dunes.runs.progress import Display
     from dunes.units import format_bytes
 
     file = picture or Path("runs/bench/shrink.png")
+    measure.use_best_threads()
     with Display(Console(stderr=True, highlight=False)) as display:
         frontier = Frontier(model, calibration, validation)
         trials = list(frontier.try_forms(all_forms(frontier.ids is not None), display.time_left))
@@ -280,7 +283,7 @@ def shrink(
         print(f"{'form':22}{'size':>10}{'loss':>10}  nats/token")
         for t in (*ordered, dense):
             print(f"{t.name:22}{format_bytes(t.size):>10}{t.loss:10.4f}  {t.loss - dense.loss:+.4f}")
-        print(f"picture: {file}   choose one: dunes augment quantize {model} OUT --target NATS")
+        print(f"picture: {file}   choose one: dunes augment quantize {quote(str(model))} OUT --target NATS")
 
     results = [{"form": t.name, "size": t.size, "loss": t.loss} for t in (dense, *ordered)]
     _print(print_text, {"picture": str(file), "results": results}, as_json)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -274,7 +275,7 @@ def compile_(
     print(
         f"{result}: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
     )
-    print(f'next: dunes generate {model} "..."')
+    print(f'next: dunes generate {quote(str(model))} "..."')
 
 
 def complete(
@@ -471,14 +472,14 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
         print(
             "\n".join(export(location.folder, out, dtype=None if dtype is None else getattr(torch, dtype)).lines())
         )
-        print(f'next: dunes generate {out} "..."')
+        print(f'next: dunes generate {quote(str(out))} "..."')
         return
     source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     with Display() as display:
         verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
     print(f"{out}: {verified.verdict}; {verified}")
-    print(f'next: dunes generate {out} "..."')
+    print(f'next: dunes generate {quote(str(out))} "..."')
 
 
 def augment() -> None:

@@ -127,7 +127,10 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
     """The next token of the only row by the compiled step; None where it takes more, or the step does not fit."""
     if request.proposer is not None or request.alternatives:
         return None
-    if (steps := cache.scores(request.window(context_length))) is None:
+    text = request.window(context_length)
+    end = min(context_length, len(text) + request.end - len(request.ids) - 1)
+    follows = lambda id, index: index < end and request.sample.returns_best(id) and id not in request.stop
+    if (steps := cache.scores(text, follows=follows)) is None:
         return None
     scores, sample = steps[0], request.sample
     id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))

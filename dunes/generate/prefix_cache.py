@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
 MAX_STEPPED = 16
 """New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M."""
+AHEAD = 4e-3
+"""Seconds during which the most probable ids may be computed before they are asked for."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
@@ -51,6 +54,7 @@ class PrefixCache:
         self.step, self.format = step, format
         self._adapted: list[Any] = []
         self._fitting: object = None  # the `_state` in which the step fitted the model
+        self._later: dict[int, Scores] = {}  # after so many ids, computed ahead
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -90,14 +94,25 @@ class PrefixCache:
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
         return {i: logits[i][-last[i] :] for i in texts}
 
-    def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
+    def scores(
+        self,
+        text: Sequence[int],
+        last: int = 1,
+        follows: Callable[[int, int], bool] | None = None,
+    ) -> list[Scores] | None:
         """What follows the text after each of its `last` ids, by the step.
 
-        None if it does not fit, or a forward of the ids that are new is faster.
+        None if it does not fit, or a forward of the ids that are new is faster. If the most probable id certainly
+        `follows` at an index of the text, it may be evaluated at once, for a later call: between two steps
+        Python's own code leaves the processor's caches, so a small model is faster several tokens at a time.
         """
-        held, step, cache = self.ids[0], self.step, self.cache
+        held, step, cache, later = self.ids[0], self.step, self.cache, self._later
         if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
             return None
+        if follows and len(text) in later and held[: len(text)] == text and self._fitting == self._state():
+            return [later.pop(len(text))]
+        began = perf_counter()
+        later.clear()
         kept = _common(held, text, last) if len(self.ids) == 1 else 0
         limit = MAX_STEPPED if step.most(cache, 0) > 1 else 1
         begins = not kept and last == 1 and len(text) > limit and self._reads_text(step, len(text))
@@ -115,12 +130,27 @@ class PrefixCache:
                 scores += [step.read_text(ids, cache)] if begins else step(ids, cache)
                 held += ids
                 self.forwards += 1
+            if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse
+                return None
+            if follows and cache.window is None:
+                self._go_on(held, scores[-1], follows, began + AHEAD)
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
-            return None
-        if any(math.isnan(s.log_sum) for s in scores):  # or the same in native code
             return None
         self.ids[0], self.vocab = held, self.vocab or scores[0].all_logits.shape[-1]
         return scores[-last:]
+
+    def _go_on(self, held: list[int], last: Scores, follows: Callable[[int, int], bool], until: float) -> None:
+        """Evaluate the most probable id after the ids that are held, and after this one, `until` a time (s)."""
+        assert self.step is not None
+        assert self.cache is not None
+        while perf_counter() < until and follows(last.best, len(held)):
+            ids = [last.best]
+            (last,) = self.step(ids, self.cache)
+            held += ids
+            self.forwards += 1
+            if math.isnan(last.log_sum):
+                break
+            self._later[len(held)] = last
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
         """Whether the step reads a text of so many tokens at once, faster than the model."""
@@ -159,6 +189,7 @@ class PrefixCache:
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
+        self._later.clear()
         whole = len(rows) == len(self.ids)
         index = torch.tensor(() if whole else rows, dtype=torch.long, device=self.cache.length.device)
         part = self.cache if whole else self.cache.select_rows(index)

@@ -18,6 +18,7 @@ from dunes.measure.machine import (
     resident_memory,
     set_device,
     synchronize,
+    use_best_threads,
 )
 from dunes.measure.module_tracker import ModuleTracker
 
@@ -43,4 +44,5 @@ __all__ = [
     "resident_memory",
     "set_device",
     "synchronize",
+    "use_best_threads",
 ]

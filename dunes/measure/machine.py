@@ -93,6 +93,12 @@ def choose_threads(rounds: int = 3) -> int:
         torch.set_num_threads(before)
 
 
+def use_best_threads() -> None:
+    """Use the number of threads that `choose_threads` finds, or what OMP_NUM_THREADS says."""
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(choose_threads())
+
+
 def _seconds(threads: int) -> float:
     """The median time of a small part of a training step with this many threads."""
     torch.set_num_threads(threads)

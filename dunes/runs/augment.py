@@ -1,5 +1,6 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.augment.quantize import BY_GROUP, CALIBRATED, all_kinds, require_method
+from dunes.augment.quantize import BY_GROUP, CALIBRATED, all_kinds, require_activations, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
@@ -119,14 +120,16 @@ def _augment(
                 require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
     with step(show, "measuring", 0.05, 0.1):
-        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
+        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length, round_inputs=True)
+        if not before.isfinite().all():
+            raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with step(show, name, *CHANGING):
         change = replace(apply_change(loaded.model, name, store=store, **request), before=identity)
         store.require_source()
     with step(show, "measuring", CHANGING[1], WRITING):
-        after = model_logits(loaded.model, loaded.context_length)
+        after = model_logits(loaded.model, loaded.context_length, round_inputs=True)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
     compared = _write(loaded, (change,), out, after, facts, show, compact, compare)
@@ -182,21 +185,25 @@ def quantize_folder(
     ValueError as that does, and for sources together with a method that reads none.
     """
     if target is not None:
-        if kind or method or any(request.get(name) for name in ("symmetric", "sparsity", "pattern")):
-            raise ValueError(
-                "--target chooses kind and method; omit --kind, --method, --symmetric, --sparsity and --pattern"
-            )
+        chosen_by_it = "symmetric", "sparsity", "pattern", "double", "activations"
+        if kind or method or any(request.get(name) for name in chosen_by_it):
+            options = ", ".join(f"--{name}" for name in ("kind", "method", *chosen_by_it[:-1]))
+            raise ValueError(f"--target chooses kind and method; omit {options} and --{chosen_by_it[-1]}")
+        if math.isnan(target):
+            raise ValueError("--target is no number; expected an increase of the loss in nats/token, such as 0.01")
         require_new_folder(readable_folder(folder), out)
         frontier = Frontier(readable_folder(folder), calibration, validation or ())
         form, tried = smallest_form(frontier, target, request, show)
-        settings = request | dict(form.request) | {"calibration": calibration if form.needs_text else ()}
+        settings = form.with_settings(request) | {"calibration": calibration if form.needs_text else ()}
         return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
     text = bool(calibration) or bool(trained_text(card))
     pruned = request.get("sparsity") is not None or request.get("pattern") is not None
     chosen = method or ("gptq" if pruned or (kind in BY_GROUP and text) else "rtn")
-    require_method(all_kinds(kind, request.get("override", ())), chosen)
+    kinds = all_kinds(kind, request.get("override", ()))
+    require_method(kinds, chosen)
+    require_activations(kinds, request.get("activations"))
     if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen in CALIBRATED else None
@@ -241,7 +248,7 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     with step(show, "measuring", 0.5, WRITING):
-        after = model_logits(loaded.model, loaded.context_length)
+        after = model_logits(loaded.model, loaded.context_length, round_inputs=True)
     with exclusive_folder(out):
         _write(loaded, (), out, after, {"undone": name}, show)
     return (
@@ -267,7 +274,7 @@ def _write(
         model = load_decoder(open_source(staged))
         nonlocal compared
         with step(show, "comparing", COMPARING, MEASURING):
-            written = model_logits(model, loaded.context_length)
+            written = model_logits(model, loaded.context_length, round_inputs=True)
         if not (difference := distance(expected, written)) <= EXACT:
             raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
         result = {"augmented": {**facts, "verified": difference}}

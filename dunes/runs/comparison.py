@@ -28,7 +28,7 @@ SCORED, COMPARED, READ, WRITTEN, ROUNDS = 65_536, 8_192, 128, 64, 3
 """Validation tokens that are scored, and those whose most probable successors are compared; tokens of the prompt,
 and those generated after it; rounds of both, of which the fastest counts."""
 SLOWER = 1.05
-"""Decoding that takes more than this times as long as before is called slower; the rest is noise."""
+"""What takes more than this times as long as before is called slower; the rest is noise."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class Comparison:
         return asdict(self)
 
     def warnings(self) -> list[str]:
-        """A line if decoding became slower."""
-        slower = self.before.decode / self.after.decode
-        return [f"slower: decoding takes {slower:.1f} times as long as before"] if slower > SLOWER else []
+        """A line if decoding or reading a prompt became slower."""
+        a, b = self.before, self.after
+        ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
+        slower = [f"{what} takes {ratio:.1f} times" for what, ratio in ratios.items() if ratio > SLOWER]
+        return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
         """A table as lines of text."""
@@ -102,7 +104,8 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
-    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz")]
+    threads = str(torch.get_num_threads())
+    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), threads]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
@@ -177,4 +180,5 @@ def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[3]))
     print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))

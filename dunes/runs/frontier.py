@@ -11,7 +11,7 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
-from dunes.augment.quantize import CALIBRATED
+from dunes.augment.quantize import BY_GROUP, CALIBRATED, GROUP, all_kinds
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.compact import compacted
 from dunes.checkpoint.files.lazy_tensor import in_memory
@@ -44,6 +44,17 @@ class Form:
     def needs_text(self) -> bool:
         return dict(self.request)["method"] in (*CALIBRATED, "sparsegpt", "wanda")
 
+    def with_settings(self, further: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with `further` ones, less those that this form of quantization does not have."""
+        request = dict(further) | dict(self.request)
+        if self.change == "quantize" and not {*BY_GROUP} & {
+            *all_kinds(request["kind"], request.get("override", ()))
+        }:
+            request.pop("group", None)
+        if request.get("method") != "gptq":
+            request.pop("act_order", None)
+        return request
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -54,15 +65,22 @@ class Trial:
     loss: float
 
 
-def quantized_forms(text: bool) -> list[Form]:
-    """Forms of quantization, the smallest first; those with a solver need calibration `text`."""
+def quantized_forms(text: bool, group: int | None = None) -> list[Form]:
+    """Forms of quantization, the smallest first for this `group`; those with a solver need calibration `text`."""
     method = "gptq" if text else "rtn"
     small = [
         Form("quantize", (("kind", kind), *((("symmetric", True),) if symmetric else ()), ("method", method)))
         for kind in ("int3", "int4")
         for symmetric in (True, False)
     ]
-    return [*small, Form("quantize", (("kind", "int8"), ("method", "rtn")))]
+    forms = [*small, Form("quantize", (("kind", "int8"), ("method", "rtn")))]
+    return sorted(forms, key=lambda form: _bits(dict(form.request), GROUP if group is None else group))
+
+
+def _bits(request: Mapping[str, Any], group: int) -> float:
+    """Bits of a weight, with its part of the scale and the zero point of its group."""
+    bits = int(request["kind"].removeprefix("int"))
+    return bits + (0 if bits == 8 or not group else (16 if request.get("symmetric") else 16 + bits) / group)
 
 
 def all_forms(text: bool) -> list[Form]:
@@ -105,7 +123,7 @@ class Frontier:
         for i, form in enumerate(forms):
             with step(show, f"trying {form.name}", i / len(forms), (i + 1) / len(forms)):
                 loaded = checkpoint.load(self.folder)
-                request = dict(further) | dict(form.request) | ({"ids": self.ids} if form.needs_text else {})
+                request = form.with_settings(further) | ({"ids": self.ids} if form.needs_text else {})
                 apply_change(loaded.model, form.change, **request)
                 trial = self._trial(form.name, loaded)
             yield trial
@@ -122,7 +140,7 @@ def smallest_form(
 
     `further` are arguments that all forms have. Raises ValueError if there is none.
     """
-    forms, lines = quantized_forms(frontier.ids is not None), []
+    forms, lines = quantized_forms(frontier.ids is not None, further.get("group")), []
     for form, trial in zip(forms, frontier.try_forms(forms, show, further), strict=False):
         lines.append(f"tried {trial.name}: {trial.loss - frontier.dense.loss:+.4f} nats/token")
         if trial.loss - frontier.dense.loss <= rise:

@@ -25,11 +25,14 @@ class Display:
 
     console: Console = field(default_factory=lambda: Console(highlight=False))
     quiet: bool = False
+    patience: float = 0.0
+    """Seconds before the first plain line."""
 
     def __enter__(self) -> Self:
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
-        self._last_line, self._start = -EVERY, monotonic()
+        self._start = monotonic()
+        self._last_line = self._start + self.patience - EVERY
         if self.console.is_terminal and not self.quiet:
             self._bar.start()
         return self

@@ -1,6 +1,7 @@
 """Scoring a model folder on text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
-    """Ids (sequences, tokens) of the context length, spread evenly over the sources but their last tenth.
+    """Ids (sequences, tokens) of the context length, spread evenly over the documents but their last tenths.
 
     They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
     training split that the card records; of the source `self`, the model writes them. Raises ValueError if it
@@ -82,8 +83,10 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.train + corpus.valid if tails else corpus.train or corpus.valid
-    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, "head" if tails else "all", False))
-    if (last := (len(ids) if tails else tail_start(0, len(ids))) - width) < 0:
+    # Of documents that the user names, the last tenths may be what is scored.
+    part: Literal["all", "head"] = "head" if sources or tails else "all"
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, False))
+    if (last := len(ids) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
@@ -97,9 +100,10 @@ def calibration_sources(card: Mapping[str, Any], sources: Sequence[str]) -> tupl
 
 
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
-    """Raises ValueError if a document of the calibration sources is among those that are scored.
+    """Raises ValueError if a text of the calibration sources is among those that are scored.
 
-    Where the last tenth of each document is scored, the rest of it may calibrate.
+    A file and a record with the same text are equal, whatever white space is around it. Where the last tenth of
+    each document is scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
     if (
@@ -111,13 +115,30 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     scored = collect_corpus(validation) if validation else collect_corpus(trained["sources"], **recorded)
     used = collect_corpus(calibration) if calibration else collect_corpus(trained["sources"], **recorded)
-    digests = {d.digest for d in [*scored.valid, *(scored.train if validation else [])]}
-    documents = [*used.train, *(used.valid if calibration else [])]
-    if both := [d.path for d in documents if d.digest in digests]:
-        raise ValueError(
-            f"{both[0]}: it calibrates the change and would score it; pass other text with --calibration or "
-            "--validation"
-        )
+    digests = {digest for d in [*scored.valid, *(scored.train if validation else [])] for digest in _digests(d)}
+    for document in [*used.train, *(used.valid if calibration else [])]:
+        if not digests.isdisjoint(_digests(document)):
+            raise ValueError(
+                f"{document.path}: it calibrates the change and would score it; pass other text with "
+                "--calibration or --validation"
+            )
+
+
+def _digests(document: Document) -> Iterator[bytes]:
+    """The digest of each text in a document, without the white space around it."""
+    return map(_digest, document.texts())
+
+
+def _digest(blocks: Iterable[str]) -> bytes:
+    hashed, space = blake2b(digest_size=16), None  # white space that ends the text, unless more follows
+    for block in blocks:
+        text = block.lstrip() if space is None else space + block
+        if stripped := text.rstrip():
+            hashed.update(stripped.encode(errors="surrogatepass"))
+            space = text[len(stripped) :]
+        elif space is not None:
+            space = text
+    return hashed.digest()
 
 
 def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,8 +1,10 @@
-"""Quantized layers as compressed-tensors stores them, which transformers, vLLM and others open: `pack-quantized`.
+"""Quantized layers as compressed-tensors stores them, which transformers, vLLM and others open.
 
-Beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand `X.weight_scale` (one for each
-row and group), `X.weight_zero_point` (packed along the rows, if codes are not symmetric) and `X.weight_shape`. The
-`quantization_config` of config.json lists the layers of each kind.
+In `pack-quantized`, beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand
+`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, if codes are not
+symmetric) and `X.weight_shape`. Layers that round their inputs are `int-quantized`: `X.weight` (int8) and
+`X.weight_scale` (one for each row). The
+`quantization_config` of config.json lists the layers of each kind, and how inputs are rounded.
 https://github.com/vllm-project/compressed-tensors
 """
 
@@ -16,15 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.augment.group_int import GroupInt, pack, unpack
-from dunes.augment.quantize import Int8
+from dunes.augment.quantize import DynamicInt8, Int8
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights
 
 NAME = "compressed-tensors"
-FORMAT = "pack-quantized"
+FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
 """What its readers have kernels for."""
+INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+"""How inputs are rounded: when they come, each token's by its own scale."""
 
 
 def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
@@ -32,6 +36,8 @@ def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
 
     Raises ValueError for a layer that this form cannot hold.
     """
+    if isinstance(layer, DynamicInt8):
+        return {"weight": layer.codes, "weight_scale": layer.scale.to(layer.dtype)}
     grid, inputs = grid_of(layer, place), layer.in_features
     if inputs % grid.width(inputs):
         raise ValueError(f"{place}: its {inputs} inputs are no multiple of {grid.group}, as {NAME} needs them")
@@ -76,18 +82,27 @@ def quantization_config(layers: Mapping[str, Quantized]) -> dict[str, Any]:
     for name, layer in layers.items():
         grid = grid_of(layer, name)
         width = grid.width(layer.in_features)
-        key = grid.bits, width if width < layer.in_features else 0, grid.symmetric
+        group = width if width < layer.in_features else 0
+        key = isinstance(layer, DynamicInt8), grid.bits, group, grid.symmetric
         groups.setdefault(key, []).append(name)
+    formats = {INT_FORMAT if key[0] else FORMAT for key in groups}
     return {
         "quant_method": NAME,
-        "format": FORMAT,
+        "format": MIXED if len(formats) > 1 else formats.pop(),
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
-            f"group_{i}": {"targets": names, "weights": _scheme(*key), "format": FORMAT}
-            for i, (key, names) in enumerate(groups.items())
+            f"group_{i}": {"targets": names, **_group(*key)} for i, (key, names) in enumerate(groups.items())
         },
     }
+
+
+def _group(rounds_inputs: bool, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+    """The settings of some layers in `quantization_config`."""
+    weights = _scheme(bits, group, symmetric)
+    if rounds_inputs:
+        return {"weights": weights, "input_activations": INPUTS, "format": INT_FORMAT}
+    return {"weights": weights, "format": FORMAT}
 
 
 def _scheme(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
@@ -97,23 +112,41 @@ def _scheme(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
 
 def is_packed(quantization: Any) -> bool:
     """Whether the `quantization_config` of a config.json is of weights in this form."""
-    return isinstance(quantization, Mapping) and (
-        quantization.get("quant_method") == NAME and quantization.get("format") == FORMAT
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("quant_method") == NAME
+        and quantization.get("format") in (FORMAT, INT_FORMAT, MIXED)
     )
 
 
 def dense_weights(files: Weights) -> dict[str, LazyTensor]:
     """The tensors with dense ones in place of the parts of each quantized one, dequantized when they are read.
 
-    Raises ValueError for parts that are missing or do not fit, and for other numbers of bits.
+    Inputs are not rounded then. Raises ValueError for parts that are missing or do not fit, and for other numbers
+    of bits.
     """
     tensors = dict(files)
+    for key in [key for key, tensor in files.items() if tensor.dtype == torch.int8]:
+        tensors[key] = _dense_rows(files[key], tensors.pop(f"{key}_scale", None))
     for key in [key for key in files if key.endswith(f".{PACKED}")]:
         name = key.removesuffix(PACKED)
         names = ("weight_scale", "weight_zero_point", "weight_shape")
         parts = {part: tensors.pop(name + part) for part in (PACKED, *names) if name + part in files}
         tensors[f"{name}weight"] = _dense(parts, files[key].origin)
     return tensors
+
+
+def _dense_rows(codes: LazyTensor, scale: LazyTensor | None) -> LazyTensor:
+    """Codes (O, I) int8 times the scales (O, 1) of their rows."""
+    if scale is None or len(codes.shape) != 2 or scale.shape != (codes.shape[0], 1):
+        raise ValueError(f"{codes.origin}: its scales do not fit int8 by row; download the file again")
+
+    def release() -> None:
+        codes.release()
+        scale.release()
+
+    read = lambda: (codes.read().float() * scale.read().float()).to(scale.dtype)
+    return LazyTensor(codes.shape, scale.dtype, codes.origin, read, release)
 
 
 def _dense(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
