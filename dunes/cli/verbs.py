@@ -3,8 +3,9 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from time import perf_counter
@@ -425,35 +426,73 @@ def export(
         Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
     ] = None,
 ) -> None:
-    """Write a model as a verified plain Hugging Face folder, or as one file for llama.cpp.
+    """Write a model as a verified plain Hugging Face folder, or in a form for other programs.
 
     Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
     Args:
-        to: Format: hf (Hugging Face), gguf (llama.cpp), or compressed-tensors (a quantized model's codes as they
-            are, for transformers and others).
+        to: Format: hf (Hugging Face), gguf (llama.cpp), compressed-tensors (a quantized model's codes as they are,
+            for transformers and others), cpp (a folder for C and C++ without Python), or onnx (without a cache).
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
     """
-    if to not in ("hf", "gguf", "compressed-tensors"):
+    if to not in ("hf", *_EXPORTS):
         raise ValueError(
-            f"--to {to[:80]!a}: expected hf, gguf or compressed-tensors; Mistral's and Meta's own formats are "
-            "read, not written"
+            f"--to {to[:80]!a}: expected hf, {', '.join(_EXPORTS)}; Mistral's and Meta's own formats are read, "
+            "not written"
         )
-    if to == "hf" and dtype in get_args(Blocks):
+    if to != "gguf" and dtype in get_args(Blocks):
         raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
+    if to in ("compressed-tensors", "onnx") and dtype is not None:
+        stored = "codes are written as they are" if to != "onnx" else "weights are written in float32"
+        raise ValueError(f"--dtype {dtype}: {stored}; omit it")
     if to == "hf":
         _convert(model, out, dtype)
-        return
+    else:
+        _EXPORTS[to](model, out, dtype)
+
+
+def _export_gguf(model: str, out: Path, dtype: str | None) -> None:
     from dunes import checkpoint
     from dunes.runs.export import export_gguf
+
+    print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
+
+
+def _export_packed(model: str, out: Path, dtype: str | None) -> None:
+    from dunes import checkpoint
     from dunes.runs.export_packed import export_packed
 
-    if to == "compressed-tensors":
-        if dtype is not None:
-            raise ValueError(f"--dtype {dtype}: codes are written as they are; omit it")
-        print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
-        return
-    print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
+    print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
+
+
+def _export_cpp(model: str, out: Path, dtype: str | None) -> None:
+    import torch
+
+    from dunes import checkpoint
+    from dunes.runs.export_native import check_target, export_native
+
+    check_target(out)
+    loaded = checkpoint.load(checkpoint.locate_model(model, verify=True).folder)
+    line = export_native(loaded, out, getattr(torch, dtype) if dtype else None, partial(print, flush=True))
+    print(f"{out}: {line}")
+    python = "\"$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')\""
+    print(f"next: cmake -S {out} -B build -DCMAKE_PREFIX_PATH={python} && cmake --build build")
+    print(f'then: build/dunes {out} "..."')
+
+
+def _export_onnx(model: str, out: Path, dtype: str | None) -> None:
+    from dunes import checkpoint
+    from dunes.runs.export_onnx import export_onnx
+
+    print(f"{out}: {export_onnx(checkpoint.load(checkpoint.locate_model(model, verify=True).folder), out)}")
+
+
+_EXPORTS: Mapping[str, Callable[[str, Path, str | None], None]] = {
+    "gguf": _export_gguf,
+    "compressed-tensors": _export_packed,
+    "cpp": _export_cpp,
+    "onnx": _export_onnx,
+}
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:

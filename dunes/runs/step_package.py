@@ -180,13 +180,7 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
 
     `name` is PACKAGE or SCRIPT, by default that of the fastest form that can be made.
     """
-    if next(model.parameters()).device.type != "cpu":
-        raise ValueError("steps are compiled for the CPU, and this model is on another device")
-    if not (choices := _dtypes(model)):
-        raise ValueError("a compiled step has no hooks and is in float32, float16 or bfloat16; change the model")
-    if dtype not in choices:
-        names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
-        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+    check_step(model, dtype)
     package = _packages(model)(dtype)
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
@@ -197,6 +191,23 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
         if not (_is_intact(package, name) and _is_intact(package, PACKAGE, SCRIPT)):
             _compile(model, dtype, package / name)
     return _bind(model, package / name, step_weights(model, dtype), dtype)
+
+
+def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError for a model on another device, with hooks, or that can have no step of this dtype."""
+    if next(model.parameters()).device.type != "cpu":
+        raise ValueError("steps are compiled for the CPU, and this model is on another device")
+    if not (choices := _dtypes(model)):
+        raise ValueError("a compiled step has no hooks and is in float32, float16 or bfloat16; change the model")
+    if dtype is not None and dtype not in choices:
+        names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+
+
+def native_files(package: Path) -> list[Path]:
+    """The files of native code in a package, none if it has a script. Raises ValueError for damaged ones."""
+    stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
+    return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
 
 
 def has_compiler() -> bool:
@@ -411,32 +422,43 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
                 _dtype(model) if of_texts else dtype,
                 tokens={v: k for k, v in MORE.items()}.get(file.name, 1),
             )
-            from torch._inductor import aoti_compile_and_package as compile_graph
-            from torch._inductor.codegen import common
-            from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
-            from torch._inductor.utils import fresh_cache
-
-            archive = staged / "archive.pt2"
-            configs = OF_TEXTS if of_texts else OPTIONS
-            options: Any = {"package_path": str(archive), "inductor_configs": {**configs}}
-            # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
-            plain = shlex.quote(str(staged)) == str(staged)
-            place = nullcontext(str(staged)) if plain else TemporaryDirectory()
-            limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
-            # The first compilation of a process, which may be another's, decides what all have.
-            common.init_backend_registration()
-            cpu = common.device_codegens["cpu"]
-            writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
-            with place as folder, fresh_cache(dir=folder), limit, nullcontext() if of_texts else writer:
-                _attempt("compiled", lambda: compile_graph(graph, **options))
-            with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
-                for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
-                    path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
+            compile_graph(graph, path, of_texts)
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
     names = PACKAGE, SCRIPT, *MORE.values()
     others = [n for n in names if n != file.name and _is_intact(file.parent, n)]
     _write_card(file.parent, file.name, *others)
+
+
+def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
+    """Write native code of a graph, and beside it what its calls of other operators need, if anything.
+
+    It is compiled as usual, or as a step of few tokens is. The folder gets other files, too. Raises ValueError for
+    what Inductor cannot compile.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
+    from torch._inductor.utils import fresh_cache
+
+    archive = path.parent / "archive.pt2"
+    arguments: Any = {
+        "package_path": str(archive),
+        "inductor_configs": {**(OF_TEXTS if as_usual else OPTIONS)},
+    }
+    # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
+    plain = shlex.quote(str(path.parent)) == str(path.parent)
+    place = nullcontext(str(path.parent)) if plain else TemporaryDirectory()
+    limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
+    # The first compilation of a process, which may be another's, decides what all have.
+    common.init_backend_registration()
+    cpu = common.device_codegens["cpu"]
+    writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+    with place as folder, fresh_cache(dir=folder), limit, nullcontext() if as_usual else writer:
+        _attempt("compiled", lambda: aoti_compile_and_package(graph, **arguments))
+    with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
+        for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
+            path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 
 
 def _write_card(package: Path, *names: str) -> None:

@@ -418,6 +418,18 @@ _OWN_PRE_TOKENIZERS = [
 ]
 
 
+def splits_lines(tokenizer: Tokenizer) -> bool:
+    """Whether text is split into lines and line ends as those trained here split it, and then into bytes."""
+    pre_tokenizer = tokenizer.inner.pre_tokenizer
+    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_lines().__getstate__()
+
+
+def splits_characters(tokenizer: Tokenizer) -> bool:
+    """Whether text is split into its characters."""
+    pre_tokenizer = tokenizer.inner.pre_tokenizer
+    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_chars().__getstate__()
+
+
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = _split_lines()

@@ -1,0 +1,512 @@
+"""The folder for a C++ program, the program itself, and ONNX."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dunes
+from dunes import checkpoint
+from dunes.checkpoint import LoadedModel
+from dunes.cli.main import main
+from dunes.generate import sampler
+from dunes.models import FAMILIES
+from dunes.runs import export_native, step_package
+from dunes.runs.export_native import checksum, export_network, instructions
+from dunes.runs.export_native import export_native as export
+from dunes.runs.export_onnx import export_onnx
+from dunes.runs.step_package import step_source
+from dunes.runs.text_generator import TextGenerator
+from dunes.text import Tokenizer
+from dunes.text.encoding_tables import encoding_tables
+from own_parts import ShiftedMLP
+
+CONTEXT = 64
+TEXT = 'def f(x):\n    return "größe", x  # a\ttab\r\n\r\nif f(1):\r    pass\n' * 4
+PROMPTS = ["", "d", "def f(", TEXT[:40], "größe\r\n\r", "日本 \x00\r"]
+
+
+def model_of(family="llama", seed=0, vocab=300, dtype=torch.float32, **changes):
+    torch.manual_seed(seed)
+    module = FAMILIES[family]
+    config = module.Config.from_size(vocab=vocab, dim=64, depth=2, context_length=CONTEXT)
+    model = module.build(type(config)(**{**vars(config), **changes})).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+def loaded(model=None, tokenizer=None, context=CONTEXT):
+    return LoadedModel(model or model_of(), tokenizer or Tokenizer.train("bytes", []), context)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        head = [nn.Flatten(), nn.Linear(4 * 12 * 12, 10)]
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Dropout(), *head)
+
+    def forward(self, images):
+        return self.body(images[:, None] / 255)
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Fails the test when anything is compiled or exported."""
+
+    def fail(*args, **options):
+        raise AssertionError("work before the refusal")
+
+    for module, name in (
+        (export_native, "compile_step"),
+        (export_native, "compile_graph"),
+        (torch.export, "export"),
+    ):
+        monkeypatch.setattr(module, name, fail)
+    monkeypatch.setattr(export_native, "has_compiler", lambda: True)  # which imports Inductor
+
+
+def mixing():
+    model = model_of()
+    model.blocks[0].mlp = ShiftedMLP(64, 96)
+    return model
+
+
+def hooked():
+    model = model_of()
+    model.blocks[0].register_forward_hook(lambda *args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "dtype", "message"),
+    [
+        (nn.Linear(2, 2), CONTEXT, None, "needs a Decoder, not a Linear"),
+        (mixing, CONTEXT, None, "may mix tokens"),
+        (hooked, CONTEXT, None, "no hooks"),
+        (model_of, 4, None, "attends to 4 tokens; expected at least 8"),
+        (lambda: model_of(dtype=torch.bfloat16), CONTEXT, torch.float16, "--dtype float16"),
+        (lambda: model_of().to("meta"), CONTEXT, None, "on another device"),
+    ],
+    ids=["another module", "mixing", "hooks", "context", "dtype", "device"],
+)
+@pytest.mark.filterwarnings("ignore:.*may mix tokens")
+def test_a_model_that_cannot_be_exported_is_refused_before_any_work(
+    no_work, tmp_path, model, context, dtype, message
+):
+    model = model if isinstance(model, nn.Module) else model()
+    with pytest.raises(ValueError, match=message) as caught:
+        export(loaded(model, context=context), tmp_path / "out", dtype)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_an_existing_folder_and_a_missing_compiler_are_refused(no_work, monkeypatch, tmp_path, network):
+    def try_export(out):
+        return export_network(Net(), torch.rand(1, 28, 28), out) if network else export(loaded(), out)
+
+    with pytest.raises(ValueError, match="exists already"):
+        try_export(tmp_path)
+    monkeypatch.setattr(export_native, "has_compiler", lambda: False)
+    with pytest.raises(ValueError, match="install g\\+\\+"):
+        try_export(tmp_path / "out")
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("network", "example", "message"),
+    [
+        (Counting(), torch.rand(1), "calls: a buffer that forward changes"),
+        (Pair(), torch.rand(1), "one tensor in float32"),
+        (nn.Embedding(3, 2), torch.tensor([1]), "one tensor in float32"),
+        (nn.Linear(1, 1, device="meta"), torch.rand(1), "weight is on another device"),
+    ],
+    ids=["buffer", "two results", "ids", "device"],
+)
+def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
+    no_work, tmp_path, network, example, message
+):
+    with pytest.raises(ValueError, match=message):
+        export_network(network, example, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
+    model, out = tmp_path / "model", tmp_path / "out"
+    checkpoint.save(model_of(), model, Tokenizer.train("bytes", []), CONTEXT)
+    for arguments, message in (
+        (["--to", "cpp"], "exists already"),
+        (["--to", "cpp", "--dtype", "q8_0"], "for --to gguf only"),
+        (["--to", "onnx", "--dtype", "float16"], "weights are written in float32"),
+        (["--to", "elf"], "expected hf, gguf, compressed-tensors, cpp, onnx"),
+    ):
+        out.mkdir(exist_ok=True)
+        monkeypatch.setattr("sys.argv", ["dunes", "export", str(model), str(out), *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        error = capsys.readouterr().err.strip()
+        assert message in error
+        assert "\n" not in error
+
+
+def test_any_changed_byte_changes_the_checksum(tmp_path):
+    data, file = bytearray(range(1, 22)), tmp_path / "file"
+    file.write_bytes(data)
+    sums = {checksum(file)}
+    for i in range(len(data)):
+        file.write_bytes(data[:i] + bytes([data[i] ^ 0x80]) + data[i + 1 :])
+        sums.add(checksum(file))
+    file.write_bytes(data + b"\0")  # of which the sum of words alone would not know
+    assert len(sums | {checksum(file)}) == len(data) + 2
+
+
+def test_instructions_are_of_this_processor():
+    if not (flags := Path("/proc/cpuinfo")).exists():
+        pytest.skip("not Linux")
+    assert set(instructions()) <= set(flags.read_text().split())
+    assert "constant_tsc" not in instructions()
+
+
+def test_only_tokenizers_trained_here_have_tables():
+    bpe = Tokenizer.train("bpe", [TEXT], vocab=300)
+    tables = encoding_tables(bpe)
+    assert tables is not None
+    assert (len(tables["first"]), len(tables["merges"]), len(tables["ends"])) == (256, 300 - 265, 300)
+    content = json.loads(bpe.json())
+    content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1]
+    assert encoding_tables(from_json(content)) is None
+    content = json.loads(bpe.json())
+    content["added_tokens"][0]["special"] = False
+    assert encoding_tables(from_json(content)) is None
+    content = json.loads(bpe.json())
+    content["normalizer"] = {"type": "NFC"}
+    assert encoding_tables(from_json(content)) is None
+
+
+def from_json(content):
+    import tokenizers
+
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+
+
+# The program: from here on everything is compiled.
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory):
+    """A folder with the library and the program."""
+    if shutil.which("cmake") is None or not step_package.has_compiler():
+        pytest.skip("needs cmake and a C++ compiler")
+    folder = tmp_path_factory.mktemp("native-build")
+    source = Path(dunes.__file__).parent / "runs" / "native"
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    subprocess.run(["cmake", "-S", source, "-B", folder, prefix], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("native-home")
+
+
+@pytest.fixture
+def packages(home, monkeypatch):
+    """Compiled steps are kept for all tests here."""
+    monkeypatch.setenv("DUNES_HOME", str(home))
+
+
+@pytest.fixture(scope="session")
+def folder(home, tmp_path_factory):
+    """An exported model of bytes with float16 matrices, of which other tests change copies."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUNES_HOME", str(home))
+        export(loaded(), out := tmp_path_factory.mktemp("native") / "out", torch.float16)
+    return out
+
+
+def run(build, *arguments):
+    return subprocess.run([build / "dunes", *map(str, arguments)], capture_output=True, timeout=60)
+
+
+def ids_of(build, folder, ids, *options):
+    done = run(build, folder, *options, "--ids", " ".join(map(str, ids)))
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
+def python_ids(model, prompt, limit, sample=None):
+    generator = TextGenerator(model, step_source(model.model))
+    return [piece.token.id for piece in generator.stream(model.tokenizer.prompt(prompt), limit, sample)]
+
+
+@pytest.mark.slow
+def test_its_text_is_that_of_python_token_for_token(build, folder, packages):
+    model = loaded()
+    options = ["--temperature", 1.1, "--top-k", 60, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3]
+    for prompt in PROMPTS:
+        ids = model.tokenizer.prompt(prompt)
+        for arguments, make in (
+            ([], lambda: None),
+            (["--temperature", 0.8, "--seed", 7], lambda: sampler(0.8, seed=7)),
+            (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, seed=3)),
+        ):
+            expected = python_ids(model, prompt, 2 * CONTEXT, make())
+            assert ids_of(build, folder, ids, "--limit", 2 * CONTEXT, *arguments) == expected, prompt
+    assert len(expected) > CONTEXT, "the text goes on beyond the context"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bytes", "chars", "bpe"])
+def test_its_tokenizers_are_those_of_python(build, folder, tmp_path, kind):
+    from safetensors.numpy import save_file
+
+    tokenizer = Tokenizer.train(kind, [TEXT], vocab=300)
+    out = shutil.copytree(folder, tmp_path / "out")
+    save_file(dict(encoding_tables(tokenizer)), out / "tokenizer.safetensors")
+    edit(out, "tokenizer.safetensors", vocabulary=tokenizer.vocab, empty=tokenizer.prompt(""))
+    client = compile_c(build, tmp_path, ENCODER)
+    for prompt in [*PROMPTS[1:-1], TEXT, " ".join(TEXT), "a" * 500, "日本größe"]:
+        done = subprocess.run([client, out, prompt], capture_output=True, text=True, check=True)
+        assert [int(i) for i in done.stdout.split()] == tokenizer.encode(prompt), prompt
+    written = ids_of(build, out, tokenizer.prompt("def"), "--limit", 30)
+    assert (
+        run(build, out, "--limit", 30, "def").stdout
+        == b"def" + b"".join(tokenizer.token_bytes[i] for i in written) + b"\n"
+    )
+
+
+ENCODER = """
+#include <stdio.h>
+#include <string.h>
+#include "dunes.h"
+int main(int count, char **arguments) {
+  int64_t ids[4096], n;
+  dunes_model *model = count > 2 ? dunes_open(arguments[1]) : 0;
+  if (!model) return 1;
+  n = dunes_prompt(model, arguments[2], (int64_t)strlen(arguments[2]), ids, 4096);
+  for (int64_t i = 0; i < n; i++) printf("%lld\\n", (long long)ids[i]);
+  dunes_close(model);
+  return n < 0;
+}
+"""
+
+
+def compile_c(build, folder, text):
+    """A C program that is linked to the library."""
+    (folder / "client.c").write_text(text)
+    source = Path(dunes.__file__).parent / "runs" / "native"
+    link = ["-L", build, "-ldunes", f"-Wl,-rpath,{build}", "-Wl,--allow-shlib-undefined"]
+    command = ["gcc", "-Wall", "-Werror", "-I", source, folder / "client.c", *link, "-o", folder / "client"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder / "client"
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_is_a_program(build, folder, packages, tmp_path):
+    page = Path(dunes.__file__).parents[1] / "docs" / "native.md"
+    client = compile_c(build, tmp_path, re.search(r"```c\n(.*?)```", page.read_text(), re.S)[1])
+    model = loaded()
+    ids = python_ids(model, "def f(", 40, sampler(0.8, top_k=50, seed=7))
+    done = subprocess.run([client, folder, "def f("], capture_output=True, check=True)
+    assert done.stdout == b"".join(model.tokenizer.token_bytes[i] for i in ids)
+
+
+def edit(out, *changed, **facts):
+    """Change the card of a folder, and the checksums of changed files."""
+    card = json.loads((out / "card.json").read_text()) | facts
+    card["files"] |= {name: checksum(out / name) for name in changed}
+    (out / "card.json").write_text(json.dumps(card))
+
+
+@pytest.mark.slow
+def test_a_folder_for_another_machine_is_refused_in_one_line(build, folder, tmp_path):
+    for facts, message in (
+        ({"machine": "aarch64"}, "was exported for Linux on aarch64; this is Linux on "),
+        ({"system": "Darwin"}, "was exported for Darwin on "),
+        ({"torch": "2.10.0"}, "was exported by torch 2.10.0; this program was built with "),
+        ({"instructions": "sse2 avx1024"}, "needs a processor with avx1024"),
+        ({"format": 2}, "another format"),
+        ({"files": {}}, 'has no "weights.safetensors"'),
+    ):
+        out = shutil.copytree(folder, tmp_path / next(iter(facts)))
+        edit(out, **facts)
+        refused(run(build, out, "x"), message)
+
+
+def refused(done, message):
+    assert (done.returncode, done.stdout) == (2, b""), done
+    error = done.stderr.decode(errors="replace")
+    assert message in error, error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, error
+
+
+@pytest.mark.slow
+def test_damaged_files_are_refused_in_one_line(build, folder, tmp_path):
+    names = [*json.loads((folder / "card.json").read_text())["files"]]
+    used = [n for n in names if n.endswith((".so", ".safetensors"))]
+    assert len(used) == 5, "one, few, text, weights, tokenizer"
+    for name in used:
+        for damage in ("truncated", "changed", "missing", "empty"):
+            out = shutil.copytree(folder, tmp_path / f"{name}-{damage}")
+            data = (out / name).read_bytes()
+            middle = len(data) // 2
+            changed = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            if damage == "missing":
+                (out / name).unlink()
+            else:
+                (out / name).write_bytes({"truncated": data[:-9], "changed": changed, "empty": b""}[damage])
+            refused(run(build, out, "x"), f"{name}: ")
+            shutil.rmtree(out)
+
+
+@pytest.mark.slow
+def test_files_with_their_checksum_and_another_content_are_refused_in_one_line(build, folder, tmp_path):
+    weights = (folder / "weights.safetensors").read_bytes()
+    size = int.from_bytes(weights[:8], "little")
+    header = weights[8 : 8 + size]
+    for i, changed in enumerate(
+        [
+            weights[:8] + header.replace(b"[0,", b"[8,", 1) + weights[8 + size :],
+            weights[:8] + header.replace(b'"F32"', b'"F99"', 1) + weights[8 + size :],
+            weights[:8] + header.replace(b"weight", b"height") + weights[8 + size :],
+            weights[:8] + header.replace(b"{", b"[", 1) + weights[8 + size :],
+            (1 << 62).to_bytes(8, "little") + weights[8:],
+            weights[:4],
+        ]
+    ):
+        out = shutil.copytree(folder, tmp_path / str(i))
+        (out / "weights.safetensors").write_bytes(changed)
+        edit(out, "weights.safetensors")
+        refused(run(build, out, "x"), "")
+    for i, text in enumerate(["", "{", '{"format": 1', "[" * 99, '{"format": "x"}', "\x00"]):
+        out = shutil.copytree(folder, tmp_path / f"card {i}")
+        (out / "card.json").write_text(text)
+        refused(run(build, out, "x"), "card.json: ")
+
+
+@pytest.mark.slow
+def test_its_refusals_of_wrong_use_are_one_line(build, folder, tmp_path):
+    for arguments, message in (
+        (["--ids", "1 2 300"], "id 300; the model has ids 0 to 299"),
+        (["--ids", "1 x"], "--ids x: expected a whole number"),
+        (["--temperature", "-1", "x"], "temperature"),
+        (["--image", "digit.pgm"], "a model that generates text"),
+        (["--limit", "1e3", "x"], "expected a whole number"),
+    ):
+        refused(run(build, folder, *arguments), message)
+    out = shutil.copytree(folder, tmp_path / "out")
+    (out / "tokenizer.safetensors").unlink()
+    edit(out, no_tokenizer="the model has no tokenizer", files=without(out, "tokenizer.safetensors"))
+    refused(run(build, out, "x"), "the model has no tokenizer: use --ids")
+    assert len(ids_of(build, out, [5, 6], "--limit", 4)) == 4
+    refused(run(build, tmp_path / "nothing", "x"), "nothing/card.json: cannot be read")
+
+
+def without(out, name):
+    files = json.loads((out / "card.json").read_text())["files"]
+    return {key: value for key, value in files.items() if key != name}
+
+
+@pytest.mark.slow
+def test_a_rolling_cache_and_int8_layers(build, packages, tmp_path):
+    """Windows of all layers, which a text outgrows; prompts are then read by other code than in Python."""
+    from dunes import augment
+
+    model = model_of("mistral", window=16, vocab=265)
+    augment.quantize(model, kind="int8")
+    export(loaded(model), tmp_path / "out", torch.float32)
+    for prompt in PROMPTS[:3]:
+        expected = python_ids(loaded(model), prompt, 100)
+        ids = loaded(model).tokenizer.prompt(prompt)
+        assert ids_of(build, tmp_path / "out", ids, "--limit", 100) == expected
+
+
+@pytest.mark.slow
+def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
+    torch.manual_seed(0)
+    network = Net().train()
+    export_network(network, torch.rand(1, 28, 28), tmp_path / "out")
+    assert network.training
+    image = torch.randint(256, (28, 28), dtype=torch.uint8)
+    (tmp_path / "digit.pgm").write_bytes(b"P5\n# grey\n28 28\n255\n" + bytes(image.flatten().tolist()))
+    label, *outputs = map(float, run(build, tmp_path / "out", "--image", tmp_path / "digit.pgm").stdout.split())
+    expected = network.eval()(image[None].float())[0]
+    assert label == expected.argmax()
+    torch.testing.assert_close(torch.tensor(outputs), expected.detach(), atol=1e-5, rtol=1e-5)
+    (tmp_path / "wide.pgm").write_bytes(b"P5 29 28 255\n" + bytes(29 * 28))
+    refused(run(build, tmp_path / "out", "--image", tmp_path / "wide.pgm"), "29 x 28 pixels; expected 28 x 28")
+    (tmp_path / "short.pgm").write_bytes(b"P5 28 28 255\n" + bytes(28 * 27))
+    refused(run(build, tmp_path / "out", "--image", tmp_path / "short.pgm"), "truncated")
+    refused(run(build, tmp_path / "out", "x"), "give it --image")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_onnx_computes_the_same(tmp_path, family):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = model_of(family)
+    print(export_onnx(loaded(model), tmp_path / "model.onnx"))
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for shape in ((1, 1), (3, 20), (1, CONTEXT)):
+        ids = torch.randint(300, shape)
+        (logits,) = session.run(["logits"], {"ids": ids.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), model(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_onnx_of_adapters_and_quantized_layers(tmp_path):
+    from dunes import augment
+
+    onnxruntime = pytest.importorskip("onnxruntime")
+    for change in ("int4", "lora"):
+        model, ids = model_of(), torch.randint(300, (2, 9))
+        if change == "lora":
+            augment.attach(model, rank=2)
+            for name, parameter in model.named_parameters():
+                if name.endswith(".B"):
+                    parameter.data.normal_(std=0.2)
+        else:
+            augment.quantize(model, kind=change)
+        with torch.no_grad():
+            expected = model(ids)
+        export_onnx(loaded(model), tmp_path / f"{change}.onnx")
+        (logits,) = onnxruntime.InferenceSession(tmp_path / f"{change}.onnx").run(None, {"ids": ids.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-3, rtol=1e-4)
+
+
+def test_onnx_refuses_by_name(monkeypatch, tmp_path):
+    from dunes.runs import export_onnx as module
+
+    monkeypatch.setattr(module, "extra", lambda name, of: None)
+    with pytest.raises(ValueError, match="a mixture of experts"):
+        export_onnx(loaded(model_of("mixtral")), tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match=r"ends in \.onnx"):
+        export_onnx(loaded(), tmp_path / "model")
+    monkeypatch.setattr(module, "LARGEST", 1000)
+    with pytest.raises(ValueError, match="at most 1 kB"):
+        export_onnx(loaded(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
