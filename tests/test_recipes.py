@@ -38,7 +38,11 @@ def recipe(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand", "lora_experts", "prune"]
+    "name",
+    [
+        *("shakespeare", "zig", "alpaca_lora", "llama_moe", "mixtral_tiny", "expand", "lora_experts", "prune"),
+        "mnist_lstm",
+    ],
 )
 def test_a_recipe_is_short(name):
     lines = next(p for p in RECIPES if p.stem == name).read_text().split('"""', 2)[2].splitlines()
@@ -162,6 +166,36 @@ def test_mixtral_tiny(tmp_path, capsys):
     mixture = checkpoint.load(tmp_path / "run").model.blocks[0].mlp
     assert len(mixture.shared) == 1
     assert mixture.selection_bias.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("network", "optimizer", "loss"),
+    [
+        ("mlp", "momentum", "cross_entropy"),
+        ("mlp", "rmsprop", "mean_squared"),
+        ("conv_net", "adamw", "cross_entropy"),
+    ],
+)
+def test_mnist_learns_drawn_digits(network, optimizer, loss, tmp_path):
+    assert recipe("mnist").main("drawn", network, optimizer, loss, 8, str(tmp_path)) > 0.7
+    assert (tmp_path / "mistakes.png").exists()
+
+
+def test_mnist_names_what_it_has():
+    with pytest.raises(ValueError, match="'lenet' is not one of mlp, conv_net"):
+        recipe("mnist").main("drawn", "lenet")
+
+
+def test_an_lstm_reads_digits_by_rows():
+    assert recipe("mnist_lstm").main(epochs=12) > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("network", "least"), [("mlp", 0.95), ("conv_net", 0.975)])
+def test_mnist_itself(network, least, tmp_path):
+    runs = [recipe("mnist").main(str(data("mnist")), network, out=str(tmp_path), seed=seed) for seed in range(3)]
+    assert sum(runs) / 3 >= least
 
 
 def lines_of_the_docs():

@@ -174,6 +174,14 @@ def loss_over_lr(results: Sequence[Mapping[str, Any]], title: str, of: str) -> A
     return _lines(records, "method", title, "learning rate", of) + _plotnine().scale_x_log10()
 
 
+def accuracy_over_time(points: Sequence[Mapping[str, Any]], title: str) -> Any:
+    """Accuracy over seconds of training (logarithmic); points have `loop`, `seconds` and `accuracy`."""
+    p = _plotnine()
+    records = [{"loop": str(q["loop"]), "x": float(q["seconds"]), "y": float(q["accuracy"])} for q in points]
+    percent = p.scale_y_continuous(labels=lambda values: [f"{v:.1%}" for v in values])
+    return _lines(records, "loop", title, "seconds", "accuracy") + p.scale_x_log10(labels=_round) + percent
+
+
 def _lines(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
     """A line through x and y of the records for each value of column `by`."""
     p = _plotnine()

@@ -10,8 +10,10 @@ from dunes.data.examples import (
     tokenize_records,
     trained_spans,
 )
+from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
+from dunes.data.rows import Rows
 from dunes.data.shards import Shard, TokenFile, default_cache, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus
 from dunes.data.windows import PackedText, TokenIds, Windows
@@ -20,11 +22,13 @@ __all__ = [
     "Batches",
     "Corpus",
     "DataReport",
+    "Digits",
     "Document",
     "Example",
     "PackedText",
     "Record",
     "Records",
+    "Rows",
     "Shard",
     "TokenFile",
     "TokenIds",
@@ -33,7 +37,10 @@ __all__ = [
     "collect_corpus",
     "data_report",
     "default_cache",
+    "drawn_digits",
+    "fetch_digits",
     "open_shard",
+    "read_digits",
     "read_records",
     "split_records",
     "token_shard",

@@ -6,6 +6,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dunes.runs.comparison import Comparison
 from dunes.runs.evaluate import Score
 from dunes.runs.frontier import Trial
@@ -95,6 +98,28 @@ def frontier_picture(dense: Trial, trials: Sequence[Trial], path: Path) -> None:
     axes.legend(loc="center right", frameon=False)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def mistakes_picture(images: Tensor, labels: Tensor, guesses: Tensor, path: Path) -> None:
+    """The first 50 images (N, height, width) whose guess is not their label, with both, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    wrong = (guesses != labels).nonzero().flatten().tolist()
+    height, width = images.shape[1] + 12, images.shape[2] + 6
+    canvas = torch.zeros(5 * height, 10 * width)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for place, i in enumerate(wrong[:50]):
+        top, left = place // 10 * height + 12, place % 10 * width
+        canvas[top : top + images.shape[1], left : left + images.shape[2]] = images[i]
+        axes.text(left, top - 2, f"{int(labels[i])}: {int(guesses[i])}", fontsize=9, color=TRAINING)
+    axes.imshow(canvas.numpy(), cmap="gray_r", vmin=0)
+    axes.set_axis_off()
+    shown = ", the first 50 of them" if len(wrong) > 50 else ""
+    figure.suptitle(f"{len(wrong):,} of {len(labels):,} wrong{shown} (label: guess)", fontsize=11)
     figure.savefig(path, dpi=130)
 
 

@@ -1,9 +1,11 @@
 """The step loop and what it needs. It knows no model and no tokenizer: any nn.Module, any loss."""
 
 from dunes.ops.cross_entropy import IGNORE
+from dunes.train.fast import fast_run
 from dunes.train.frozen import cast_frozen
 from dunes.train.loss import cross_entropy, mean_squared, next_token
 from dunes.train.optim import adamw, muon, muon_split, rmsprop, scale_rates, sgd
+from dunes.train.rules import RuleOptimizer
 from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer, mutable_buffers
 
@@ -12,12 +14,14 @@ __all__ = [
     "Clock",
     "Diverged",
     "Record",
+    "RuleOptimizer",
     "Schedule",
     "Step",
     "Trainer",
     "adamw",
     "cast_frozen",
     "cross_entropy",
+    "fast_run",
     "mean_squared",
     "muon",
     "muon_split",

@@ -109,14 +109,18 @@ class Trainer:
             with tree.mode(self.model, True):
                 step = self._step(micro_batches, start)
             yield step
-            if self.bad_steps >= self.patience:
-                raise Diverged(
-                    f"{_skip_reason(step)} for {plural(self.bad_steps, 'step')} in a row, up to step "
-                    f"{step.number}; the weights are those before them; lower the learning rate or check the data"
-                )
+            self.raise_if_diverged(step)
+
+    def raise_if_diverged(self, step: Step) -> None:
+        """Raises Diverged if too many steps in a row, up to this one, changed nothing."""
+        if self.bad_steps >= self.patience:
+            raise Diverged(
+                f"{_skip_reason(step)} for {plural(self.bad_steps, 'step')} in a row, up to step "
+                f"{step.number}; the weights are those before them; lower the learning rate or check the data"
+            )
 
     def _step(self, batches: list[Any], start: float) -> Step:
-        scale = self._next_lr_scale()
+        scale = self.lr_scale_at(self.number)
         buffers = [(b, b.clone()) for b in mutable_buffers(self.model).values()]
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
@@ -151,11 +155,11 @@ class Trainer:
             if method := getattr(module, name, None):
                 method()
 
-    def _next_lr_scale(self) -> float:
-        """The factor of the learning rates for the next step."""
-        scale = float(self.lr_scale(self.number))
+    def lr_scale_at(self, number: int) -> float:
+        """The factor of the learning rates after `number` steps. Raises ValueError for an invalid one."""
+        scale = float(self.lr_scale(number))
         if not 0 <= scale < math.inf:
-            raise ValueError(f"lr_scale({self.number}) is {scale}; expected a finite factor of at least 0")
+            raise ValueError(f"lr_scale({number}) is {scale}; expected a finite factor of at least 0")
         return scale
 
     def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -178,8 +182,8 @@ class Trainer:
         for i, batch in enumerate(batches, len(batches) * self.rank):
             if self.sync:
                 self.sync((i + 1) % len(batches) == 0)
-            with _seeded(self.device, (int(self.seed), self.number, i)), self._autocast():
-                pairs = _pairs(self.loss(self.model, _to_device(batch, self.device)))
+            with seeded(self.device, (int(self.seed), self.number, i)), self.autocast():
+                pairs = loss_pairs(self.loss(self.model, _to_device(batch, self.device)))
             loss, counted = pairs["loss"]
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -214,7 +218,7 @@ class Trainer:
         torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
         return norm
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
@@ -268,7 +272,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
     return [part.view(t.shape).tolist() for part, t in zip(parts, tensors, strict=True)]
 
 
-def _pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
+def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs (sum, count) that a loss returned: "loss", 0-dim, and metrics. Raises ValueError for others."""
     if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
         raise ValueError(
@@ -332,7 +336,7 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def _seeded(device: torch.device, key: tuple[int, int, int]) -> Iterator[None]:
+def seeded(device: torch.device, key: tuple[int, int, int]) -> Iterator[None]:
     """Seed the generators with (seed, step, micro-batch) inside, and restore them afterwards."""
     seed, step, micro = key
     devices = [device] if device.type != "cpu" else []

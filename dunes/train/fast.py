@@ -1,0 +1,238 @@
+"""The training loop for small networks: several whole steps as one compiled unit, on data that are in memory.
+
+The steps of a small network take less time than the operations' dispatch by Python and autograd. Here the forward,
+backward and update of a few mini-batches are one graph, and the rows of all of them are gathered at once. The
+plain twin is `Trainer.run` on the same batches.
+"""
+
+# Shapes: N rows, B batch, K steps in a unit.
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from math import isfinite
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dunes import tree
+from dunes.train.rules import Rule, State, rule_of
+from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, mutable_buffers, seeded
+
+PLAIN_STEPS, TIMED_CALLS = 4, 4
+"""Plain steps, which make the optimizer's state, and calls of the unit, before the faster loop is chosen."""
+
+Line = Callable[[str], object]
+
+
+def fast_run(
+    trainer: Trainer,
+    tensors: Sequence[Tensor],
+    indices: Iterable[Tensor],
+    steps_per_call: int = 4,
+    line: Line = lambda text: None,
+) -> Iterator[Step]:
+    """What `trainer.run` does on the batches `tuple(t[index] for t in tensors)`, in less time; yields each step.
+
+    `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of one size. The first steps are plain
+    ones; then the unit is compiled, and used if it is faster. `line` gets the one line that says which form runs,
+    and why. When the first step of a unit is yielded, the weights are those after its last, so a loop that ends
+    early may have trained for up to `steps_per_call` - 1 steps more; `trainer.number` counts them. A model that
+    draws random numbers has one step in a unit. Raises ValueError for rows that are not finite, and what
+    `Trainer.run` raises.
+    """
+    _check_rows(tensors, steps_per_call)
+    data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
+    gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
+    watch, seconds = _Watch(trainer), list[float]()
+    with watch:
+        for step in trainer.run(map(gather, islice(stream, PLAIN_STEPS))):
+            seconds.append(step.seconds)
+            yield step
+    if reason := why_plain(trainer):
+        line(f"plain loop: {reason}")
+    elif len(seconds) == PLAIN_STEPS:
+        unit = Unit(trainer, 1 if watch.draws else steps_per_call, watch.draws)
+        stream = yield from _run_units(unit, gather, stream, min(seconds[1:]), line)
+    yield from trainer.run(map(gather, stream))
+
+
+def why_plain(trainer: Trainer) -> str:
+    """Why this trainer has no compiled form; empty if it has one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
+
+    if rule_of(trainer.optimizer) is None:
+        return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.rules"
+    if trainer.accumulate > 1 or trainer.ranks > 1:
+        return "gradients are accumulated over several batches or ranks"
+    if any(hasattr(m, name) for m in trainer.model.modules() for name in ("before_step", "after_step")):
+        return "a module has a before_step or after_step"
+    if trainer.device.type == "mps":
+        return "not built for Apple's GPU"
+    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        return f"torch {torch.__version__} cannot compile a backward; 2.13 can"
+    try:
+        if trainer.device.type == "cpu":
+            get_cpp_compiler()
+    except Exception:  # of Inductor's own
+        return "no C++ compiler; install g++"
+    return ""
+
+
+class Unit:
+    """K whole steps as one compiled function. A call trains on K batches (K * B rows) and returns their steps.
+
+    What `Trainer` promises for a step holds: clipping, and a step whose loss or gradient is not finite changes
+    nothing. The optimizer's own state is used, so plain steps may come before and after.
+    """
+
+    def __init__(self, trainer: Trainer, steps: int, draws: bool) -> None:
+        self.trainer, self.steps, self.draws = trainer, steps, draws
+        rule = rule_of(trainer.optimizer)
+        assert rule is not None, "why_plain refuses others"
+        self.rule: Rule = rule
+        self.params = [p for p in trainer.model.parameters() if p.requires_grad]
+        groups = trainer.optimizer.param_groups
+        self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # Without the rate, which is an argument: the graph would be compiled again for each other value.
+        self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
+        self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
+        self.buffers = [*mutable_buffers(trainer.model).values()]
+        options: dict[str, Any] = {"fallback_random": True} if draws else {}
+        if trainer.device.type == "cuda":
+            options["triton.cudagraphs"] = True
+        self._compiled = torch.compile(self._steps, fullgraph=True, dynamic=False, options=options)
+
+    def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
+        start, trainer = perf_counter(), self.trainer
+        scales = [trainer.lr_scale_at(trainer.number + k) for k in range(self.steps)]
+        lrs = torch.tensor([[lr * scale for lr in trainer.base_lrs] for scale in scales], device=trainer.device)
+        with tree.mode(trainer.model, True), torch._dynamo.config.patch(trace_autograd_ops=True):
+            if self.draws:
+                with seeded(trainer.device, (int(trainer.seed), trainer.number, 0)):
+                    values, metrics = self._compiled(batch, lrs)
+            else:
+                values, metrics = self._compiled(batch, lrs)
+        rows = values.tolist()
+        means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
+        seconds = (perf_counter() - start) / self.steps
+        for group, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True):
+            group["lr"] = lr * scales[-1]
+        return [self._step(*each, seconds) for each in zip(rows, scales, means, strict=True)]
+
+    def _step(self, row: list[float], scale: float, means: Mapping[str, Any], seconds: float) -> Step:
+        trainer, (loss, count, norm, finite) = self.trainer, row
+        if count < 0:
+            raise ValueError(
+                f"the loss of step {trainer.number + 1} counted {count:g} targets; expected 0 or more"
+            )
+        trainer.number += 1
+        trainer.bad_steps = 0 if finite else trainer.bad_steps + 1
+        count = int(count) if isfinite(count) else 0
+        return Step(trainer.number, loss, count, norm, scale, not finite, seconds, means)
+
+    def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The compiled function: [loss, count, norm, finite] of each step (K, 4), float64, and its metrics."""
+        size, values, metrics = len(batch[0]) // self.steps, [], []
+        for k in range(self.steps):
+            value, means = self._one(tuple(t[k * size : (k + 1) * size] for t in batch), lrs[k])
+            values.append(value)
+            metrics.append(means)
+        return torch.stack(values), metrics
+
+    def _one(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer, before = self.trainer, [b.clone() for b in self.buffers]
+        with trainer.autocast():
+            pairs = loss_pairs(trainer.loss(trainer.model, batch))
+        total, count = pairs["loss"]
+        grads = torch.autograd.grad(total, self.params, allow_unused=True)
+        with torch.no_grad():
+            count = count.to(total.device, torch.float64)
+            squares = [g.float().square().sum() for g in grads if g is not None]
+            norm = torch.stack(squares).sum().sqrt() / count
+            finite = (count > 0) & total.isfinite() & norm.isfinite()
+            self._update(grads, self._scale(norm, count), lrs, finite)
+            for buffer, old in zip(self.buffers, before, strict=True):
+                buffer.copy_(torch.where(finite, buffer, old))
+            means = {name: (t / n).double() for name, (t, n) in pairs.items() if name != "loss"}
+            return torch.stack([total.double() / count, count, norm, finite.double()]), means
+
+    def _scale(self, norm: Tensor, count: Tensor) -> Tensor:
+        """The factor of the gradients: one over the count, and less where their norm is above the limit."""
+        clip = self.trainer.clip
+        clipped = 1.0 if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
+        return (clipped / count).float()
+
+    def _update(self, grads: Sequence[Tensor | None], scale: Tensor, lrs: Tensor, finite: Tensor) -> None:
+        for p, grad, state in zip(self.params, grads, self.states, strict=True):
+            if grad is None or p not in self.groups:
+                continue
+            i = self.groups[p]
+            value, new = self.rule(p, grad * scale, state, {**self.settings[i], "lr": lrs[i]})
+            p.copy_(torch.where(finite, value, p))
+            for name, t in new.items():
+                state[name].copy_(torch.where(finite, t, state[name]))
+
+
+def _run_units(
+    unit: Unit, gather: Callable[[Tensor], tuple[Tensor, ...]], stream: Iterator[Tensor], plain: float, line: Line
+) -> Generator[Step, None, Iterator[Tensor]]:
+    """Yield the steps of whole units; returns the indices that are left, for the plain loop."""
+    trainer, seconds = unit.trainer, list[float]()
+    while len(group := [*islice(stream, unit.steps)]) == unit.steps:
+        start = perf_counter()
+        try:
+            steps = unit(gather(torch.cat(group)))
+        except (Diverged, ValueError):
+            raise
+        except Exception as error:  # whatever the compiler meets, before it has run anything
+            if seconds:
+                raise
+            line(f"plain loop: torch.compile cannot compile this step: {str(error).splitlines()[0][:200]}")
+            return chain(group, stream)
+        seconds.append((perf_counter() - start) / unit.steps)
+        for step in steps:
+            yield step
+            trainer.raise_if_diverged(step)
+        if len(seconds) == 1 + TIMED_CALLS:
+            own, first = min(seconds[1:]), seconds[0] * unit.steps
+            times = f"{1e3 * own:.2f} ms a step against {1e3 * plain:.2f} plain, after {first:.1f} s of compiling"
+            if own > plain:
+                line(f"plain loop: the compiled one takes {times}")
+                return stream
+            line(f"compiled loop, {unit.steps} steps in a call: {times}")
+    return chain(group, stream)
+
+
+class _Watch:
+    """Notes whether a trainer's loss draws random numbers, while it is entered."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.loss, self.draws = trainer, trainer.loss, False
+
+    def __enter__(self) -> None:
+        self.trainer.loss = self._call
+
+    def __exit__(self, *error: object) -> None:
+        self.trainer.loss = self.loss
+
+    def _call(self, *arguments: Any) -> Any:
+        before, result = self._generator_state(), self.loss(*arguments)
+        self.draws = self.draws or not torch.equal(before, self._generator_state())
+        return result
+
+    def _generator_state(self) -> Tensor:
+        return torch.cuda.get_rng_state() if self.trainer.device.type == "cuda" else torch.get_rng_state()
+
+
+def _check_rows(tensors: Sequence[Tensor], steps_per_call: int) -> None:
+    """Raises ValueError for no rows, for numbers that are not finite, and for fewer than one step in a call."""
+    if len({len(t) for t in tensors}) != 1:
+        raise ValueError(f"tensors of {[len(t) for t in tensors]} rows; expected at least one, all of one length")
+    if steps_per_call < 1:
+        raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
+    for number, t in enumerate(tensors):
+        if t.is_floating_point() and not t.isfinite().all():
+            row = int((~t.isfinite()).nonzero()[0, 0])
+            raise ValueError(f"row {row} of tensor {number} has a number that is not finite; remove or repair it")

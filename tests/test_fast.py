@@ -1,0 +1,194 @@
+"""The loop of compiled units: the plain loop's losses, with every optimizer, and one line where it cannot run."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dunes import train
+from dunes.data import Rows, drawn_digits
+from dunes.models import mnist
+from dunes.train import RuleOptimizer, Trainer, cross_entropy, fast, fast_run
+
+LIMIT = 1e-4
+DIGITS = drawn_digits(120)
+
+
+class Lion(RuleOptimizer):
+    """Signs of an average of gradients. https://arxiv.org/abs/2302.06675"""
+
+    def start(self, p):
+        return {"average": torch.zeros_like(p)}
+
+    def update(self, p, grad, state, group):
+        average = state["average"]
+        ahead = group["beta"] * average + (1 - group["beta"]) * grad
+        return p - group["lr"] * ahead.sign(), {"average": average.lerp(grad, 0.01)}
+
+
+OPTIMIZERS = {
+    "sgd": lambda model: train.sgd(model, 0.1, decay=0.01),
+    "momentum": lambda model: train.sgd(model, 0.05, momentum=0.9),
+    "nesterov": lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda model: train.rmsprop(model, 1e-3, momentum=0.5),
+    "adamw": lambda model: train.adamw(model, 1e-3),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), 1e-3, weight_decay=0.01),
+    "lion": lambda model: Lion(model.parameters(), 1e-3, beta=0.9),
+}
+
+
+@pytest.fixture
+def no_inductor(monkeypatch):
+    """The same graphs without a C++ compiler, and no choice by the clock."""
+    compile_ = torch.compile
+    without = lambda f, options, **others: compile_(f, backend="aot_eager", **others)
+    monkeypatch.setattr(torch, "compile", without)
+    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def build(kind="mlp"):
+    torch.manual_seed(0)
+    if kind == "mlp":
+        return mnist.mlp(12)
+    layers = [nn.Conv2d(1, 3, 5, stride=4), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
+    return nn.Sequential(mnist.Normalize(), nn.Unflatten(1, (1, 28)), *layers, nn.Linear(108, 10))
+
+
+def run(form, steps=40, kind="mlp", optimizer="sgd", loss=cross_entropy, per_call=2, **options):
+    model = build(kind)
+    trainer = Trainer(model, OPTIMIZERS[optimizer](model), loss, **options)
+    rows = Rows((DIGITS.images, DIGITS.labels), 20)
+    lines = []
+    indices = (index for index, _ in zip(rows.indices(), range(steps), strict=False))
+    if form == "plain":
+        done = list(trainer.run(tuple(t[index] for t in rows.tensors) for index in indices))
+    else:
+        done = list(fast_run(trainer, rows.tensors, indices, per_call, lines.append))
+    return done, model, trainer, lines
+
+
+def assert_same(a, b):
+    (plain, before, trainer, _), (ours, after, other, _) = a, b
+    assert [s.number for s in plain] == [s.number for s in ours]
+    assert [(s.count, s.lr_scale, s.skipped) for s in plain] == [(s.count, s.lr_scale, s.skipped) for s in ours]
+    for x, y in zip(plain, ours, strict=True):
+        assert x.loss == pytest.approx(y.loss, abs=LIMIT, nan_ok=True)
+        assert x.grad_norm == pytest.approx(y.grad_norm, abs=LIMIT, rel=LIMIT, nan_ok=True)
+        assert x.metrics == pytest.approx(y.metrics, abs=LIMIT, nan_ok=True)
+    states = zip(before.state_dict().items(), after.state_dict().values(), strict=True)
+    assert all(torch.allclose(t.float(), u.float(), atol=LIMIT) for (_, t), u in states)
+    assert trainer.number == other.number
+    assert [g["lr"] for g in trainer.optimizer.param_groups] == [g["lr"] for g in other.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_unit_is_the_plain_loop(optimizer, no_inductor):
+    options = {"optimizer": optimizer, "steps": 14, "clip": 0.5, "lr_scale": lambda step: 1 / (1 + 0.1 * step)}
+    ours = run("fast", **options)
+    assert ours[3] == [], "neither a fallback nor a choice"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "another rate is no other graph"
+    assert_same(run("plain", **options), ours)
+
+
+def test_dropout_and_buffers_are_those_of_the_plain_loop(no_inductor):
+    options = {"kind": "conv", "optimizer": "momentum"}  # Adam would amplify a gradient that is 0 but for rounding
+    assert_same(run("plain", **options), run("fast", **options))
+
+
+def scored(model, batch):
+    """NaN for the batch that has a certain row first, a count of 0 for another, and metrics."""
+    x, y = batch
+    scores = model(x)
+    which = x.float().sum((1, 2))[0]
+    marked = [DIGITS.images[i].float().sum() for i in range(40)]
+    bad = torch.stack([which == m for m in marked]).any()
+    total = torch.nn.functional.cross_entropy(scores, y, reduction="sum") * torch.where(bad, math.nan, 1.0)
+    return total, torch.tensor(len(y)), {"right": ((scores.argmax(1) == y).sum(), torch.tensor(len(y)))}
+
+
+def test_a_step_that_is_not_finite_changes_nothing(no_inductor):
+    options = {"loss": scored, "optimizer": "momentum", "steps": 32}
+    ours = run("fast", **options)
+    assert 2 < sum(step.skipped for step in ours[0]) < 30
+    assert {"right"} == ours[0][-1].metrics.keys()
+    assert_same(run("plain", **options), ours)
+
+
+def test_too_many_of_them_end_the_run(no_inductor):
+    nan = lambda model, batch: (model(batch[0]).sum() * math.nan, torch.tensor(1))
+    with pytest.raises(train.Diverged, match="in a row, up to step 7"):
+        run("fast", loss=nan, patience=7)
+
+
+def test_the_end_of_the_stream_within_a_unit(no_inductor):
+    for steps in (2, 9):
+        assert_same(run("plain", steps=steps), run("fast", steps=steps))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: setattr(t, "accumulate", 2), "gradients are accumulated"),
+        (
+            lambda t: t.__init__(t.model, train.muon(t.model), cross_entropy),
+            "CombinedOptimizer with these settings",
+        ),
+        (lambda t: t.optimizer.param_groups[0].update(maximize=True), "SGD with these settings has no rule"),
+        (lambda t: setattr(t.model[2], "after_step", lambda: None), "a module has a before_step or after_step"),
+    ],
+)
+def test_the_plain_loop_runs_where_there_is_no_compiled_one(change, reason):
+    model = build()
+    trainer = Trainer(model, train.sgd(model), cross_entropy)
+    change(trainer)
+    rows, lines = Rows((DIGITS.images, DIGITS.labels), 20), []
+    indices = [index for index, _ in zip(rows.indices(), range(8), strict=False)]
+    steps = list(fast_run(trainer, rows.tensors, indices, line=lines.append))
+    assert len(steps) == 8 // trainer.accumulate
+    assert len(lines) == 1
+    assert lines[0].startswith(f"plain loop: {reason}")
+
+
+def test_without_a_compiler_the_plain_loop_says_so(monkeypatch):
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: 1 / 0)
+    *_, lines = ours = run("fast")
+    assert lines == ["plain loop: no C++ compiler; install g++"]
+    assert_same(run("plain"), ours)
+
+
+def test_what_the_compiler_refuses_runs_plainly(no_inductor):
+    def loss(model, batch):
+        torch._dynamo.graph_break()
+        return cross_entropy(model, batch)
+
+    *_, lines = ours = run("fast", loss=loss)
+    assert len(lines) == 1
+    assert lines[0].startswith("plain loop: torch.compile cannot compile this step: ")
+    assert_same(run("plain", loss=loss), ours)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "per_call", "message"),
+    [
+        ((torch.zeros(3, 2).index_fill(0, torch.tensor(1), math.nan),), 1, "row 1 of tensor 0 has a number that"),
+        ((torch.zeros(3), torch.zeros(4)), 1, r"tensors of \[3, 4\] rows"),
+        ((torch.zeros(3),), 0, "steps_per_call is 0; expected at least 1"),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused(tensors, per_call, message):
+    trainer = Trainer(build(), train.sgd(build()), cross_entropy)
+    with pytest.raises(ValueError, match=message):
+        next(fast_run(trainer, tensors, [torch.arange(2)], per_call))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mlp", "conv"])
+def test_compiled_losses_of_200_steps(kind, monkeypatch):
+    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
+    torch.compiler.reset()
+    *_, lines = ours = run("fast", 200, kind)
+    assert lines == []
+    assert_same(run("plain", 200, kind), ours)
