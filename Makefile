@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-more check bench
+.PHONY: demo test test-more test-mps check bench
 
 demo: .venv/demo
 	$(BIN)/python recipes/demo.py
@@ -12,6 +12,11 @@ test: .venv/test
 
 test-more: .venv/more
 	$(BIN)/python -m pytest -n 2 -m slow -rs
+
+# On a Mac: operations, a short training, generation and a benchmark on Apple's GPU, as one table.
+test-mps: .venv/test
+	env -u PYTORCH_ENABLE_MPS_FALLBACK $(BIN)/python benchmarks/apple_gpu.py
+	$(BIN)/python -m pytest -m "slow or not slow" tests/test_mps.py
 
 # Every figure of the README, again: more than an hour, alone on the machine. TEXT=tinyshakespeare.txt adds a race on it.
 bench: .venv/more

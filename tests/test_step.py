@@ -42,7 +42,7 @@ from dunes.generate import (
     sampler,
     step_script,
 )
-from dunes.generate.prefix_cache import MAX_STEPPED
+from dunes.generate.prefix_cache import IN_FLOAT32
 from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
@@ -294,7 +294,7 @@ def test_a_text_is_begun_by_the_model_where_the_step_does_not_fit(change):
 def test_some_ids_after_what_the_cache_holds_are_computed_by_the_step(window, length, few):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     step = PlainStep(model, few)
-    most = MAX_STEPPED if few and not window else 1
+    most = IN_FLOAT32 if few and not window else 1
     cache, text = PrefixCache(model, step=step), [*range(5, 5 + length)]
     for dropped, new in ((0, 1), (2, 3), (0, most), (0, most + 1), (4, 1), (length - 1, most)):
         cache.reserve(120)
@@ -462,11 +462,11 @@ def test_the_beginning_of_a_text_is_read_at_once(length, monkeypatch):
     cache.reserve(64)
     ids = [*range(3, 3 + length)]
     torch.testing.assert_close(cache.logits({0: ids})[0], PrefixCache(model).logits({0: ids})[0])
-    assert len(reads) == (length > MAX_STEPPED)
+    assert len(reads) == (length > IN_FLOAT32)
     changed = [*ids[:-1], 90]  # what the cache holds is not read again
     torch.testing.assert_close(cache.logits({0: changed})[0], PrefixCache(model).logits({0: changed})[0])
     torch.testing.assert_close(cache.logits({0: ids}, {0: 3})[0], PrefixCache(model).logits({0: ids}, {0: 3})[0])
-    assert len(reads) == (length > MAX_STEPPED)
+    assert len(reads) == (length > IN_FLOAT32)
     assert cache.scores([90] * 70) is None, "more than the cache has room for"
 
 

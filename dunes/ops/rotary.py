@@ -7,11 +7,11 @@ direction.
 
 # Shapes: B batch, T tokens, H heads, D head dim.
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
+
+from dunes.ops.operation import operation
 
 
 @wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
@@ -21,27 +21,14 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor
     return torch.stack(rotated, -1).flatten(-2) if adjacent else torch.cat(rotated, -1)
 
 
+def _backward(grad: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> tuple[Tensor, None, None]:
+    return _rotate(grad, cos, sin, -1, adjacent), None, None
+
+
+@operation("dunes::rotary", reference=plain, backward=_backward, compiled="reference")
 def fused(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     """x (B, H, T, D) rotated by angles with cosines and sines (B or 1, 1, T, D/2) in x's dtype."""
-    if torch.compiler.is_compiling():
-        return plain(x, cos, sin, adjacent)
-    if x.requires_grad:
-        y: Tensor = _Fused.apply(x, cos, sin, adjacent)  # type: ignore[no-untyped-call]
-        return y
     return _rotate(x, cos, sin, 1, adjacent)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.adjacent = adjacent
-        return _rotate(x, cos, sin, 1, adjacent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, sin, -1, ctx.adjacent), None, None, None
 
 
 def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:

@@ -151,4 +151,5 @@ class Rotary:
             return cos.to(x.dtype), sin.to(x.dtype)
 
         cos, sin = ctx.once((self, x.dtype), make)
-        return fused(x, cos, sin, self.adjacent)
+        rotated: Tensor = fused(x, cos, sin, self.adjacent)
+        return rotated

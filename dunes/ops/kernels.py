@@ -1,0 +1,88 @@
+"""What an operation's forward may need beside PyTorch: C++, Triton or Metal, and why it cannot be had here."""
+
+import functools
+import hashlib
+import importlib.util
+import shutil
+from typing import Any, Protocol
+
+import torch
+
+
+class Kernels(Protocol):
+    def missing(self, device: str) -> str | None:
+        """Why these kernels do not run on tensors of this type of device, on one line; None if they do."""
+
+
+class Cpp:
+    """C++ functions over `torch::Tensor` on the CPU, compiled at the first call (half a minute) and kept by torch.
+
+    The functions are attributes: `Cpp(source, "square").square(x)`. Raises ValueError at that call if the source
+    does not compile.
+    """
+
+    def __init__(self, source: str, *functions: str) -> None:
+        self._source, self._functions = source, functions
+
+    def missing(self, device: str) -> str | None:
+        return f"its C++ is for the CPU, not {device}" if device != "cpu" else missing_compiler()
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        from torch.utils import cpp_extension
+
+        name = "dunes_" + hashlib.sha256(self._source.encode()).hexdigest()[:16]
+        try:
+            build: Any = cpp_extension.load_inline
+            return build(name, self._source, functions=list(self._functions), extra_cflags=["-O3"])
+        except RuntimeError as error:
+            lines = [line for line in str(error).splitlines() if " error: " in line] or str(error).splitlines()
+            raise ValueError(f"C++ does not compile: {lines[0]}") from None
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.__dict__.get("_functions", ()):
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+@functools.cache
+def missing_compiler() -> str | None:
+    from torch.utils import cpp_extension
+
+    extension: Any = cpp_extension  # untyped
+    compiler = extension.get_cxx_compiler()
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler}); install one, or set CXX"
+    return None if extension.is_ninja_available() else "there is no ninja; pip install ninja"
+
+
+class Triton:
+    """Kernels of `triton.jit`, called through `torch.library.wrap_triton` on CUDA tensors."""
+
+    def missing(self, device: str) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        return None if device == "cuda" else f"its Triton kernels are for CUDA, not {device}"
+
+
+class Metal:
+    """Kernels in Apple's Metal Shading Language, compiled at the first call by `torch.mps.compile_shader`.
+
+    They are attributes, called with tensors and numbers: `Metal(source).square(y, x)` runs one thread for each
+    element of the first.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def missing(self, device: str) -> str | None:
+        return None if device == "mps" else f"its Metal kernels are for Apple's GPU, not {device}"
+
+    @functools.cached_property
+    def _library(self) -> Any:
+        return torch.mps.compile_shader(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._library, name)

@@ -1,0 +1,319 @@
+"""An operation with a forward and a backward of one's own, beside a plain reference.
+
+    def exp_backward(grad: Tensor, output: Tensor) -> Tensor:
+        return grad * output
+
+    @ops.operation("example::exp", reference=torch.exp, backward=exp_backward)
+    def exp(x: Tensor) -> Tensor:
+        return x.exp()
+
+The reference says what the operation means: it gives shapes and dtypes to tracing, is what `ops.check` compares
+with, and is computed instead where the operation cannot run. `torch.library` makes an operator of it for compiled
+graphs and exports. Eager calls take a plain autograd.Function instead, which costs less.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from dunes.ops.kernels import Kernels, Triton
+from dunes.units import plural
+
+Autocast = Literal["low", "float32"]
+"""What autocast does to floating-point inputs: casts them to its own dtype, or to float32."""
+
+Compiled = Literal["operation", "reference"]
+"""What torch.compile puts into its graph."""
+
+Getter = Callable[[Any, Any, Any, Any], Any]
+
+GRADS, OUTPUTS, KEPT, NEEDED = ("grad", "grads"), ("output", "outputs"), "kept", "needs_grad"
+
+
+class Operation:
+    """What `operation` returns: called like the forward, and differentiable by its backward."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        reference: Callable[..., Any],
+        backward: "Callable[..., Any] | None" = None,
+        fake: Callable[..., Any] | None = None,
+        kernels: Kernels | None = None,
+        autocast: Autocast | None = None,
+        compiled: Compiled = "operation",
+    ) -> None:
+        self.name, self.forward, self.reference, self.backward = name, forward, reference, backward
+        self.kernels, self.autocast, self.compiled = kernels, autocast, compiled
+        self.signature = inspect.signature(forward)
+        self.parameters = list(self.signature.parameters)
+        self.tensors = _tensor_parameters(name, forward)
+        self.saved = Saved.of(self) if backward else None
+        self.keeps = self.saved is not None and KEPT in self.saved.wanted
+        self.operator: Any = None if compiled == "reference" else _register(self, fake)
+        self._function = _eager_function(self) if backward else None
+        self._announced: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != len(self.parameters):
+            args = self._bind(*args, **kwargs)
+        device = args[self.tensors[0]].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._call(self._cast(args, torch.get_autocast_dtype(device)), device)
+        return self._call(args, device)
+
+    def _call(self, args: Sequence[Any], device: str) -> Any:
+        if torch.compiler.is_compiling():
+            usable = self.operator is not None and (self.kernels is None or _usable(self, device))
+            return self._call_operator(args) if usable else self.reference(*args)
+        if torch._C._are_functorch_transforms_active() or self.kernels is not None:
+            reason = self.fallback_reason(device)
+            if reason is not None:
+                self._announce(reason)
+                return self.reference(*args)
+            if not _plain_tensors(args, self.tensors):
+                return self._call_operator(args)  # kernels cannot read a fake tensor, or one of another class
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return self._differentiable()(*args)
+        result = self.forward(*args)
+        return result[0] if self.keeps else result
+
+    def _call_operator(self, args: Sequence[Any]) -> Any:
+        result = self.operator(*args)
+        return result[0] if self.keeps else result
+
+    def _differentiable(self) -> Callable[..., Any]:
+        if self._function is None:
+            raise ValueError(f"{self.name} has no backward: call it under torch.no_grad(), or give it one")
+        apply: Callable[..., Any] = self._function.apply
+        return apply
+
+    def _bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return bound.args
+
+    def _cast(self, args: Sequence[Any], low: torch.dtype) -> Sequence[Any]:
+        if self.autocast is None:
+            return args
+        dtype = torch.float32 if self.autocast == "float32" else low
+        return [a.to(dtype) if _castable(a) else a for a in args]
+
+    def fallback_reason(self, device: str) -> str | None:
+        """Why the reference is computed in eager calls on this type of device; None if it is not."""
+        if torch._C._are_functorch_transforms_active():
+            return "it has no form for torch.func"
+        return None if self.kernels is None else self.kernels.missing(device)
+
+    def _announce(self, reason: str) -> None:
+        if reason not in self._announced:
+            self._announced.add(reason)
+            warnings.warn(f"{self.name} is computed by its reference: {reason}", stacklevel=4)
+
+    def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of all arguments by the backward, None where there is none.
+
+        Raises ValueError if the backward returns another number of them than the forward has tensors.
+        """
+        assert self.backward is not None
+        assert self.saved is not None
+        result = self.backward(*self.saved.restore(ctx, grads))
+        result = result if isinstance(result, tuple) else (result,)
+        if len(result) != len(self.tensors):
+            names = ", ".join(self.parameters[i] for i in self.tensors)
+            raise ValueError(
+                f"{self.name}: the backward returns {plural(len(result), 'gradient')} for "
+                f"{plural(len(self.tensors), 'tensor')} ({names}); return one for each, None where there is none"
+            )
+        every: list[Tensor | None] = [None] * len(self.parameters)
+        for i, gradient in zip(self.tensors, result, strict=True):
+            every[i] = gradient
+        return tuple(every)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward names, and where each of it is kept in between."""
+
+    wanted: list[str]
+    tensors: list[int]
+    """The positions of the tensors among the forward's arguments that are kept."""
+    values: list[int]
+    outputs: slice
+    getters: list[Getter]
+    """Each takes the context, the incoming gradients, the kept inputs and the kept outputs."""
+
+    @classmethod
+    def of(cls, op: Operation) -> "Saved":
+        """Raises ValueError if a parameter of the backward names nothing."""
+        backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
+        assert backward is not None
+        wanted = list(inspect.signature(backward).parameters)
+        known = [*GRADS, *OUTPUTS, KEPT, NEEDED, *op.parameters]
+        unknown = [name for name in wanted if name not in known]
+        if unknown:
+            raise ValueError(f"{op.name}: the backward's {unknown[0]!r} is none of {', '.join(known)}")
+        inputs = [op.parameters.index(name) for name in wanted if name in op.parameters]
+        tensors, values = [i for i in inputs if i in op.tensors], [i for i in inputs if i not in op.tensors]
+        several = KEPT in wanted or OUTPUTS[1] in wanted
+        first = 0 if OUTPUTS[0] in wanted or OUTPUTS[1] in wanted else 1
+        outputs = slice(first, None if several else 1)
+
+        def getter(name: str) -> Getter:
+            if name in op.parameters:
+                i = op.parameters.index(name)
+                place = tensors.index(i) if i in tensors else values.index(i)
+                return (lambda ctx, _, ins, __: ins[place]) if i in tensors else lambda ctx, *_: ctx.values[place]
+            return {
+                GRADS[0]: lambda ctx, grads, *_: grads[0],
+                GRADS[1]: lambda ctx, grads, *_: grads,
+                OUTPUTS[0]: lambda ctx, _, ins, outs: outs[0],
+                OUTPUTS[1]: lambda ctx, _, ins, outs: outs,
+                KEPT: lambda ctx, _, ins, outs: outs[1 - first :],
+                NEEDED: lambda ctx, *_: tuple(ctx.needs_input_grad[i] for i in op.tensors),
+            }[name]
+
+        return cls(wanted, tensors, values, outputs, [getter(name) for name in wanted])
+
+    def store(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+        ctx.save_for_backward(*(inputs[i] for i in self.tensors), *outputs[self.outputs])
+        if self.values:
+            ctx.values = [inputs[i] for i in self.values]
+
+    def restore(self, ctx: Any, grads: Sequence[Tensor]) -> list[Any]:
+        """The arguments of the backward."""
+        saved, n = ctx.saved_tensors, len(self.tensors)
+        return [get(ctx, grads, saved[:n], saved[n:]) for get in self.getters]
+
+
+def operation(
+    name: str,
+    *,
+    reference: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    fake: Callable[..., Any] | None = None,
+    kernels: Kernels | None = None,
+    autocast: Autocast | None = None,
+    compiled: Compiled = "operation",
+) -> Callable[[Callable[..., Any]], Operation]:
+    """Make a forward into an operation that works with autograd, torch.compile, export, autocast and fake tensors.
+
+    The forward is annotated as `torch.library.custom_op` wants it: tensors and numbers, no sequences of tensors;
+    it returns new tensors and writes into none of its arguments. Its name is `namespace::name`.
+
+    reference: the same in plain PyTorch, with the gradients of autograd.
+    backward: names what it needs, and only that is kept: `grad` (of several outputs `grads`), any of the forward's
+        parameters, `output` (or `outputs`), `needs_grad` (one bool for each tensor), or `kept`: then the forward
+        returns (output, *kept), of which callers see the output. It returns one gradient for each tensor of the
+        forward, None where there is none. It runs once: second derivatives are refused.
+    fake: makes empty outputs of the right shape; by default the reference does.
+    kernels: what the forward needs, `Cpp`, `Triton` or `Metal`; where that is missing the reference is computed,
+        with one warning. A backward by kernels is an operation of its own.
+    autocast: what autocast makes of floating-point tensors; by default they come as they are. Inside, it is off.
+    compiled: "reference" where torch.compile fuses the reference better than it can call the operation, which is
+        then no operator of torch's.
+
+    Raises ValueError if parameters of the backward name nothing, or types are none that torch.library knows.
+    """
+
+    def make(forward: Callable[..., Any]) -> Operation:
+        return Operation(name, forward, reference, backward, fake, kernels, autocast, compiled)
+
+    return make
+
+
+def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
+    annotations = inspect.get_annotations(forward, eval_str=True)
+    hints = [annotations.get(p) for p in inspect.signature(forward).parameters]
+    tensors = [i for i, hint in enumerate(hints) if hint in (Tensor, Tensor | None)]
+    if not tensors or hints[tensors[0]] is not Tensor:
+        raise ValueError(f"{name}: no parameter of the forward is annotated as Tensor; write x: Tensor")
+    return tensors
+
+
+def _eager_function(op: Operation) -> type[torch.autograd.Function]:
+    store, keeps = cast(Saved, op.saved).store, op.keeps  # looked up once: calls are short
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        result = op.forward(*args)
+        store(ctx, args, result if isinstance(result, tuple) else (result,))
+        return result[0] if keeps else result
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(_differentiated_once(op))}
+    return type(op.name.replace("::", "_"), (torch.autograd.Function,), members)
+
+
+def _differentiated_once(op: Operation) -> Callable[..., Any]:
+    """The backward without a graph of its own, and with an error in place of a second derivative."""
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return op.gradients(ctx, *grads)
+        with torch.no_grad():
+            gradients = op.gradients(ctx, *grads)
+        return _NoSecondDerivative.apply(op.name, gradients, *grads, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+
+    return backward
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The gradients, which depend on what they were computed from by an error."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *of: Tensor) -> Any:
+        ctx.name = name
+        return tuple(None if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError(f"{ctx.name} has no second derivative; differentiate its reference")
+
+
+def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
+    """The operator of torch's for compiled graphs, exports and other classes of tensors."""
+    if op.keeps and fake is None:
+        raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
+    register: Any = torch.library.triton_op if isinstance(op.kernels, Triton) else torch.library.custom_op
+    try:
+        operator = register(op.name, op.forward, mutates_args=())
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
+    operator.register_fake(fake or op.reference)
+    if op.saved is not None:
+        operator.register_autograd(_differentiated_once(op), setup_context=_setup_context(op))
+    return operator
+
+
+def _setup_context(op: Operation) -> Callable[..., None]:
+    def setup(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        cast(Saved, op.saved).store(ctx, inputs, outputs)
+        if op.keeps:
+            ctx.mark_non_differentiable(*outputs[1:])
+
+    return setup
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _usable(op: Operation, device: str) -> bool:
+    reason = op.fallback_reason(device)
+    if reason is not None:
+        op._announce(reason)
+    return reason is None
+
+
+def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
+    """Whether all are real tensors that no mode of dispatch looks at."""
+    known = (Tensor, torch.nn.Parameter, type(None))
+    return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in known for i in tensors)
+
+
+def _castable(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

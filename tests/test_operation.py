@@ -1,0 +1,455 @@
+"""Operations of one's own: what they compute, what is refused, and our own ones by `ops.check`."""
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dunes import ops
+from dunes.ops import attention, cross_entropy, experts, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops.gram import add_gram, mirror, plain_gram
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
+
+check_module = importlib.import_module("dunes.ops.check")  # `ops.check` is the function
+
+DOCS = Path(__file__).parents[1] / "docs" / "operations.md"
+
+
+def example(language, tmp_path, monkeypatch):
+    """The page's example of this name, as a module."""
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    (code,) = (block for block in blocks if f"# {language}" in block.splitlines()[0])
+    (tmp_path / f"{language}_example.py").write_text(code.split("ops.check")[0])  # which compiles for long
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    return __import__(f"{language}_example")
+
+
+def leaf(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def exp_backward(grad: Tensor, output: Tensor) -> Tensor:
+    return grad * output
+
+
+def plain_exp(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+@ops.operation("dunes_tests::exp", reference=torch.exp, backward=exp_backward)
+def exp(x: Tensor) -> Tensor:
+    return x.exp()
+
+
+def quick(op, inputs, **options):
+    """A check that compiles without Inductor and measures no time."""
+    return ops.check(op, inputs, backend="aot_eager", seconds=0, **options)
+
+
+def results(report):
+    return {c.name: c.result for c in report.checks}
+
+
+def test_the_first_example_of_the_page_is_ten_lines_and_right(tmp_path, monkeypatch, capsys):
+    module = example("exp", tmp_path, monkeypatch)
+    assert len([line for line in Path(module.__file__).read_text().splitlines() if line]) <= 10
+    report = quick(module.exp, [leaf(4, 3)])
+    assert set(results(report).values()) == {"ok"}
+    assert "gradcheck" in capsys.readouterr().out
+
+
+def test_only_what_the_backward_names_is_kept():
+    @ops.operation(
+        "dunes_tests::scale", reference=lambda x, factor: x * factor, backward=lambda grad, factor: grad * factor
+    )
+    def scale(x: Tensor, factor: float = 3.0) -> Tensor:
+        return x * factor
+
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = scale(leaf(3))
+        assert not kept
+        exp(leaf(3))
+    assert len(kept) == 1
+    assert y.grad_fn is not None
+    (gradient,) = torch.autograd.grad(y.sum(), y.grad_fn.next_functions[0][0].variable)
+    assert gradient.tolist() == [3.0] * 3
+    assert torch.equal(scale(leaf(3), factor=2.0), leaf(3) * 2)
+
+
+def test_what_the_forward_keeps_reaches_the_backward_alone():
+    def backward(grad: Tensor, x: Tensor, kept: tuple[Tensor, ...], needs_grad: tuple[bool, ...]):
+        (norm,) = kept
+        return grad * x / norm if needs_grad[0] else None, None
+
+    @ops.operation(
+        "dunes_tests::norm",
+        reference=lambda x, unused: x.norm(),
+        backward=backward,
+        fake=lambda x, unused: (x.new_empty(()), x.new_empty(())),
+    )
+    def norm(x: Tensor, unused: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.norm()
+        return y, y.clone()
+
+    assert isinstance(norm(leaf(4), torch.ones(2)), Tensor)
+    assert results(quick(norm, [leaf(4), torch.ones(2)]))["opcheck"] == "ok"
+
+
+def test_autocast_casts_what_the_operation_says_and_is_off_inside():
+    @ops.operation("dunes_tests::product", reference=F.linear, autocast="low", compiled="reference")
+    def low(x: Tensor, weight: Tensor) -> Tensor:
+        assert x.dtype == weight.dtype
+        assert not torch.is_autocast_enabled("cpu")
+        return F.linear(x, weight)
+
+    @ops.operation("dunes_tests::wide", reference=torch.exp, autocast="float32", compiled="reference")
+    def wide(x: Tensor) -> Tensor:
+        return x.exp()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert low(torch.randn(2, 3), torch.randn(4, 3).bfloat16()).dtype == torch.bfloat16
+        assert wide(torch.randn(3).bfloat16()).dtype == torch.float32
+        assert exp(torch.randn(3)).dtype == torch.float32
+
+
+def test_second_derivatives_are_refused_and_transforms_take_the_reference():
+    x = leaf(3)
+    for form in (exp, exp.operator):
+        (gradient,) = torch.autograd.grad(form(x).sum(), x, create_graph=True)
+        with pytest.raises(ValueError, match="dunes_tests::exp has no second derivative"):
+            torch.autograd.grad(gradient.sum(), x)
+    exp._announced.clear()
+    with pytest.warns(UserWarning, match="computed by its reference: it has no form for torch.func"):
+        assert torch.equal(torch.func.vmap(exp)(x), x.exp())
+
+
+class Fails:
+    def missing(self, device):
+        return "there is no such device"
+
+
+def test_where_kernels_are_missing_the_reference_is_computed_and_one_line_says_so():
+    @ops.operation("dunes_tests::absent", reference=torch.exp, backward=exp_backward, kernels=Fails())
+    def absent(x: Tensor) -> Tensor:
+        raise AssertionError
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        y, again = absent(leaf(3)), absent(leaf(3))
+    assert [str(w.message) for w in caught] == [
+        "dunes_tests::absent is computed by its reference: there is no such device"
+    ]
+    assert torch.equal(y, again)
+    assert torch.equal(y, leaf(3).exp())
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(absent, fullgraph=True, backend="aot_eager")(leaf(3)), y)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("which", "no C++ compiler"), ("ninja", "no ninja")])
+def test_cpp_says_what_it_lacks(name, reason, monkeypatch):
+    if name == "which":
+        monkeypatch.setattr(kernels.shutil, "which", lambda compiler: None)
+    monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
+    kernels.missing_compiler.cache_clear()
+    assert reason in ops.Cpp("", "f").missing("cpu")
+    kernels.missing_compiler.cache_clear()
+    assert "not cuda" in ops.Cpp("", "f").missing("cuda")
+    assert "not cpu" in ops.Metal("").missing("cpu")
+    assert ops.Triton().missing("cpu")
+
+
+def faulty(forward, backward=exp_backward, reference=plain_exp, **options):
+    number = faulty.count = getattr(faulty, "count", 0) + 1
+    return ops.operation(f"dunes_tests::faulty_{number}", reference=reference, backward=backward, **options)(
+        forward
+    )
+
+
+def add_one(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.t()
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.exp().flatten()
+
+
+def no_nan(x: Tensor) -> Tensor:
+    return x.exp().nan_to_num()
+
+
+def no_empty(x: Tensor) -> Tensor:
+    return x.exp() + x.max() * 0
+
+
+def by_memory(x: Tensor) -> Tensor:
+    return torch.as_strided(x, x.shape, torch.empty(x.shape).stride()).exp()
+
+
+def rough(x: Tensor) -> Tensor:
+    return x.exp() * 1.0001
+
+
+def slow_to_float32(x: Tensor) -> Tensor:
+    return x.bfloat16().exp().to(x.dtype)
+
+
+FORWARDS = [
+    (add_one, lambda x: x + 1, "inputs", "it writes into its input 'x'; write into a clone"),
+    (itself, lambda x: x.clone(), "inputs", "it returns its input 'x' or a view of it; return a clone"),
+    (turned, lambda x: x.t().clone(), "inputs", "it returns its input 'x' or a view of it; return a clone"),
+    (flat, plain_exp, "outputs", "it returns (12,) float32, the reference (3, 4) float32"),
+    (no_nan, plain_exp, "NaN", "NaN in 'x' makes 0 NaN, in the reference 1"),
+    (no_empty, plain_exp, "empty", "max()"),
+    (by_memory, plain_exp, "not contiguous", "error"),
+    (rough, plain_exp, "float32", "error"),
+    (slow_to_float32, plain_exp, "float32", "error"),
+]
+
+
+@pytest.mark.parametrize(
+    ("forward", "reference", "name", "message"), FORWARDS, ids=[f[0].__name__ for f in FORWARDS]
+)
+def test_a_faulty_forward_is_named(forward, reference, name, message, only):
+    only(name)
+    with pytest.raises(ValueError, match=rf"^dunes_tests::faulty_\d+: {name}: .*{re.escape(message)}.*$"):
+        quick(faulty(forward, None, reference), [leaf(3, 4).detach()])
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves one check."""
+    return lambda name: monkeypatch.setattr(check_module, "FAULTS", {name: check_module.FAULTS[name]})
+
+
+BACKWARDS = {
+    "shape": (
+        lambda grad, output: (grad * output).sum(0),
+        "backward: the backward's gradient for 'x' is (4,) float32, not (3, 4) float32",
+    ),
+    "dtype": (
+        lambda grad, output: (grad * output).double(),
+        "backward: the backward's gradient for 'x' is (3, 4) float64, not (3, 4) float32",
+    ),
+    "count": (
+        lambda grad, output: (grad, output),
+        "backward: dunes_tests::faulty_N: the backward returns 2 gradients for 1 tensor (x)",
+    ),
+    "missing": (
+        lambda grad: None,
+        "backward: the backward returns no gradient for 'x', which the reference gives one",
+    ),
+    "wrong": (lambda grad, output: 1.5 * grad * output, "gradcheck: GradcheckError: Jacobian mismatch"),
+    "by memory": (lambda grad, output: torch.as_strided(grad, grad.shape, (4, 1)) * output, "not contiguous: "),
+}
+
+
+@pytest.mark.parametrize("fault", BACKWARDS)
+def test_a_faulty_backward_is_named(fault, only):
+    backward, message = BACKWARDS[fault]
+    only(message.partition(":")[0])
+    with pytest.raises(ValueError, match=re.escape(message).replace("_N", r"_\d+")) as caught:
+        quick(faulty(lambda_exp(), backward), [leaf(3, 4)])
+    assert "\n" not in str(caught.value)
+
+
+def lambda_exp():
+    def forward(x: Tensor) -> Tensor:
+        return x.exp()
+
+    return forward
+
+
+def test_a_wrong_count_of_gradients_is_refused_at_the_call():
+    op = faulty(lambda_exp(), lambda grad, output: (grad, output), compiled="reference")
+    with pytest.raises(ValueError, match="2 gradients for 1 tensor"):
+        op(leaf(3)).sum().backward()
+
+
+def test_a_silently_wrong_second_derivative_is_found(only):
+    only("second derivative")
+
+    class Exp(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.kept = x.exp()
+            return ctx.kept.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.kept  # what is kept has no graph
+
+    def silent(x: Tensor) -> Tensor:
+        y = Exp.apply(x)
+        return y + 0 * x.square()
+
+    with pytest.raises(ValueError, match="second derivative: second derivatives are wrong"):
+        quick(silent, [leaf(3)], reference=lambda x: x.exp() + 0 * x.square())
+
+
+def test_a_wrong_fake_form_is_found(only):
+    only("opcheck")
+    op = faulty(lambda_exp(), exp_backward, fake=lambda x: x.new_empty(2, 2))
+    with pytest.raises(ValueError, match="opcheck: "):
+        quick(op, [leaf(3, 4)])
+
+
+def test_definitions_that_cannot_be_right_are_refused():
+    def untyped(x):
+        return x
+
+    def nothing(x: Tensor, sizes: dict) -> Tensor:
+        return x
+
+    with pytest.raises(ValueError, match="no parameter of the forward is annotated as Tensor"):
+        faulty(untyped)
+    with pytest.raises(ValueError, match=r"the backward's 'gard' is none of grad, grads, output.*, x"):
+        faulty(lambda_exp(), lambda gard: gard)
+    with pytest.raises(ValueError, match="dunes_tests::faulty"):
+        faulty(nothing, lambda grad: (grad,))
+    with pytest.raises(ValueError, match="give fake="):
+        faulty(lambda_exp(), lambda grad, kept: grad)
+    with pytest.raises(ValueError, match="has no backward"):
+        faulty(lambda_exp(), None, compiled="reference")(leaf(2))
+    with pytest.raises(ValueError, match="give reference="):
+        quick(plain_exp, [leaf(2)])
+    with pytest.raises(ValueError, match="2 inputs for 1 parameters"):
+        quick(exp, [leaf(2), leaf(2)])
+    with pytest.raises(ValueError, match="the inputs have no tensor"):
+        quick(plain_exp, [2.0], reference=plain_exp)
+
+
+def own_operations():
+    """Our own operations with arguments for each: what `ops.check` is given."""
+    torch.manual_seed(0)
+    x, w = leaf(6, 8), torch.rand(8).requires_grad_()
+    yield "gated", gated.fused, (x, leaf(6, 8)), None
+    angle = torch.randn(2, 1, 5, 4)
+    for adjacent in (False, True):
+        yield f"rotary {adjacent}", rotary.fused, (leaf(2, 3, 5, 8), angle.cos(), angle.sin(), adjacent), None
+    yield "rms_norm", rms_norm.fused, (x, w, 1e-5), rms_norm.plain
+    targets = torch.tensor([1, 8, cross_entropy.IGNORE, 0, 3, 3])
+    yield "cross_entropy", cross_entropy.fused, (x, leaf(9, 8), targets), cross_entropy.plain
+    q, k = leaf(2, 4, 5, 8), leaf(2, 2, 5, 8)
+    yield "attention", attention.attend, (q, k, torch.randn(2, 2, 5, 8).requires_grad_()), attention.plain
+    weight, bias = torch.randn(7, 8), torch.randn(7)
+    fused = lambda x, a, b: low_rank.fused(x, a, b, lambda: weight.to(x), bias.to(x), 0.7)
+    plain = lambda x, a, b: low_rank.plain(x, a, b, lambda: weight.to(x), bias.to(x), 0.7)
+    yield "low_rank", fused, (x, leaf(3, 8), leaf(7, 3)), plain
+    yield (
+        "frozen",
+        lambda x: low_rank.frozen(x, lambda: weight.to(x), bias.to(x)),
+        (x,),
+        lambda x: F.linear(x, weight.to(x), bias.to(x)),
+    )
+    codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
+    scaled = lambda x, codes, scale: F.linear(x, (codes.double() * scale.double()[:, None]).to(x.dtype))
+    yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), scaled
+    yield "gram", gram, (torch.randn(20, 6),), plain_gram
+
+
+def gram(x: Tensor) -> Tensor:
+    matrix = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float32)
+    add_gram(matrix, x)
+    mirror(matrix)
+    return matrix
+
+
+OWN = {name: (op, inputs, reference) for name, op, inputs, reference in own_operations()}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_our_own_operations_pass(name, capsys):
+    op, inputs, reference = OWN[name]
+    if name != "attention":
+        quick(op, inputs, reference=reference)
+        return
+    with pytest.raises(ValueError, match="attend: NaN: NaN in number 1 makes 0 NaN"):  # torch's kernel hides them
+        quick(op, inputs, reference=reference)
+    assert len(re.findall(r"^.* failed ", capsys.readouterr().out, re.M)) == 1
+
+
+def failed(op, inputs, reference, capsys):
+    """The names of the checks that an operation fails."""
+    try:
+        quick(op, inputs, reference=reference)
+    except ValueError:
+        return set(re.findall(r"^(.*?) +failed ", capsys.readouterr().out, re.M))
+    return set()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
+    torch.manual_seed(0)
+    rows, weight, ends = leaf(9, 8), leaf(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
+
+    def by_expert(rows: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([piece @ w.mT for piece, w in zip(rows.tensor_split([4, 4]), weight, strict=True)])
+
+    def grouped(rows: Tensor, weight: Tensor) -> Tensor:
+        return (
+            experts.products(rows, list(weight.unbind()), ends, False)
+            if apart
+            else experts.product(rows, weight, ends)
+        )
+
+    assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous"}
+
+
+def test_attention_of_documents_passes_in_eager_calls(capsys):
+    token, starts = torch.arange(64), torch.tensor([0] * 40 + [40] * 24)
+    seen = (token <= token[:, None]) & (token >= starts[:, None])
+    blocks = {d: attention.query_blocks(starts, d) for d in (torch.float32, torch.float64, torch.bfloat16)}
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention.varlen_attention(q, k, v, blocks[torch.float32 if q.is_meta else q.dtype])
+
+    inputs = [leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(1, 2, 64, 8)]
+    # Blocks are read in Python, and are those of 64 tokens; compiled graphs take a mask.
+    plain = lambda q, k, v: attention.plain(q, k, v, seen)
+    assert failed(varlen, inputs, plain, capsys) <= {"fake", "compiled", "empty", "autocast"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_in_cpp_compiles_runs_and_is_right(tmp_path, monkeypatch):
+    module = example("cpp", tmp_path, monkeypatch)
+    if module.cpp.missing("cpu"):
+        pytest.skip(module.cpp.missing("cpu"))
+    assert torch.equal(module.squared_relu(torch.tensor([-1.0, 3.0])), torch.tensor([0.0, 9.0]))
+    for op, inputs in (
+        (module.squared_relu, [leaf(9, 5)]),
+        (module.squared_relu_backward, [leaf(9, 5).detach()] * 2),
+    ):
+        assert set(results(ops.check(op, inputs, seconds=0)).values()) <= {"ok", "not tried"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_example_in_triton_is_right(tmp_path, monkeypatch):
+    module = example("triton", tmp_path, monkeypatch)
+    ops.check(module.exp, [leaf(33, 70).detach().cuda().requires_grad_()], seconds=0)
+
+
+def test_cpp_that_does_not_compile_is_a_mistake_on_one_line(monkeypatch):
+    def fail(*args, **options):
+        raise RuntimeError("Error building extension\nmain.cpp:3:5: error: expected ';'\nmore")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", fail)
+    with pytest.raises(ValueError, match=r"^C\+\+ does not compile: main.cpp:3:5: error: expected ';'$"):
+        ops.Cpp("int f() {}", "f").f()
