@@ -178,7 +178,7 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
     loaded = LoadedModel(None, Tokenizer.train("bytes", []), 64)
     monkeypatch.setattr(checkpoint, "locate_model", lambda model: SimpleNamespace(folder=model))
-    monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments: loaded)
+    monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments, **options: loaded)
     asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\r\ntwo\rth")))
     verbs.complete("run")

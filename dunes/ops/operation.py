@@ -301,12 +301,15 @@ def _setup_context(op: Operation) -> Callable[..., None]:
     return setup
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _usable(op: Operation, device: str) -> bool:
     reason = op.fallback_reason(device)
     if reason is not None:
         op._announce(reason)
     return reason is None
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler first: two seconds.
+_usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
