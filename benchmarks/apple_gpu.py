@@ -28,8 +28,7 @@ from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.ops import attention, cross_entropy, gated, rms_norm, rotary
 from dunes.tables import print_table
-from dunes.train import Trainer, adamw
-from dunes.train import cross_entropy as loss
+from dunes.train import Trainer, adamw, next_token
 from dunes.units import format_count
 
 VOCAB, CONTEXT, STEPS = 61, 32, 20
@@ -167,7 +166,7 @@ def training(device: torch.device) -> Iterator[Row]:
         copied = copy.deepcopy(model).to(where)
         batch = ids[:, :-1].to(where), ids[:, 1:].to(where)
         losses.append(
-            [float(step.loss) for step in Trainer(copied, adamw(copied, lr=1e-3), loss).run([batch] * STEPS)]
+            [float(step.loss) for step in Trainer(copied, adamw(copied, lr=1e-3), next_token).run([batch] * STEPS)]
         )
     off = max(abs(a - b) for a, b in zip(*losses, strict=True))
     learns = losses[1][-1] < losses[1][0] - 0.1
