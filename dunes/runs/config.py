@@ -18,6 +18,7 @@ STDLIB = "stdlib"
 
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Compile = Literal["auto", "off"]
 T = TypeVar("T", bound="RunConfig")
 
 
@@ -58,6 +59,8 @@ class Optimization:  # options that are None or 0 are chosen when the run begins
 class Hardware:  # options that are None are measured; `matmul` is in FLOP/s
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
+    compile: Annotated[Compile, flag("auto|off")] = "auto"
+    """Compile the loss while training, and change over where the time left pays for it."""
     dtype: Annotated[Dtype | None, tyro.conf.Suppress] = None
     threads: Annotated[int | None, tyro.conf.Suppress] = None
     matmul: Annotated[float | None, tyro.conf.Suppress] = None
@@ -91,7 +94,7 @@ class RunConfig(Optimization, Hardware):
     }  # fmt: skip
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
     """Fields in which 0 means that the value is chosen."""
-    OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", *MEASURED)
+    OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", *MEASURED)
     """Fields that may change when resuming. All others determine the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields that hold paths."""

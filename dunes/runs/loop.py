@@ -13,6 +13,7 @@ from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.runs.autosize import flops
+from dunes.runs.compiled_loss import LossCompiler
 from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.expert_load import load_picture, with_violation
@@ -128,7 +129,8 @@ class StopRequest:
 def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
     with _signals() as request:
         try:
-            train_loop(run, request, saver, display, board)
+            with LossCompiler(run, display.line, display.detail) as compiler:
+                train_loop(run, request, saver, display, board, compiler)
         except Diverged as error:
             saver.last(run)
             display.line(f"{error} (the last state is in {run.folder}/state)")
@@ -173,7 +175,9 @@ def _signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> None:
+def train_loop(
+    run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard, compiler: LossCompiler
+) -> None:
     """Train, and between steps validate, sample and save, until the schedule ends or a stop is requested.
 
     Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a
@@ -184,11 +188,13 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
     report, non_fatal = _step_reporter(run, display), board.non_fatal
     over = run.schedule.is_over(run.trainer.number)
-    batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
+    batches = run.timings.each("data", compiler.batches(run.task.batches(run.trainer.consumed)))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
         run.elapsed = monotonic() - run.start_time
         _add_step_time(run, step)
+        if compiler.after(step):
+            request.save = True  # the record of the change
         if clock is not None:
             # Reserve time for the end of the run, at most a tenth, as estimated from the last validation.
             clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.score_seconds(FINAL_TOKENS))
@@ -274,7 +280,6 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             )
         else:
             losses[:] = [*losses[-100:], step.loss]
-        left = run.elapsed * (1 / max(run.done(step.number), 1e-9) - 1)
         parts = [
             f"step {step.number}",
             f"loss {smooth(losses)[-1]:.3f}" if losses else "",
@@ -284,7 +289,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             f"{format_count(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU" if run.config.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
-            f"{format_seconds(round(left))} left",
+            f"{format_seconds(round(run.seconds_left))} left",
         ]
         display.state("  ".join(filter(None, parts)), run.done(step.number))
 

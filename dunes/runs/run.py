@@ -92,7 +92,8 @@ class Run:
 
     `start_time` is the present minus the elapsed time of all processes of the run. `timings` cover all of them,
     `data` is the time spent waiting for batches up to the last step, and `warm` tells whether this process has
-    made a step. `checks_since_best` is 0 right after the validation with the best score so far.
+    made a step. `compiled` tells whether the loss is, None if that is not decided. `checks_since_best` is 0 right
+    after the validation with the best score so far.
     """
 
     folder: Path
@@ -111,6 +112,7 @@ class Run:
     timings: Timings = field(default_factory=Timings)
     data: float = 0.0
     warm: bool = False
+    compiled: bool | None = None
 
     @property
     def model(self) -> Decoder:
@@ -124,6 +126,11 @@ class Run:
     def done(self, step: int) -> float:
         """The fraction of the run that is done."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """The time that the run still takes, at its pace so far."""
+        return self.elapsed * (1 / max(self.done(self.trainer.number), 1e-9) - 1)
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
@@ -303,6 +310,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "checks_since_best": run.checks_since_best,
         "best_step": run.best_step,
         "best_weights": run.best_weights,
+        "compiled": run.compiled,
     }
 
 
@@ -343,7 +351,7 @@ def restore_run(
         run.schedule.records[:] = state["schedule"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
-    run.checks_since_best = state["checks_since_best"]
+    run.checks_since_best, run.compiled = state["checks_since_best"], state["compiled"]
     run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
     truncate_metrics(run.folder / METRICS, run.trainer.number, warn)

@@ -35,6 +35,7 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
             "last": read_score(state["last"]),
             "best_step": index(_number(state, "best_step")),
             "checks_since_best": index(_number(state, "checks_since_best")),
+            "compiled": _read_choice(state.get("compiled")),
         }
 
 
@@ -52,6 +53,12 @@ def _number(state: Mapping[str, Any], name: str) -> Any:
     if isinstance(state[name], str) or not 0 <= state[name] < 1e300:
         raise ValueError(f"{name} is {state[name]!r:.60}; expected a number from 0")
     return state[name]
+
+
+def _read_choice(value: Any) -> bool | None:
+    if value not in (None, True, False):
+        raise ValueError(f"compiled is {value!r:.60}; expected true, false or null")
+    return value  # type: ignore[no-any-return]
 
 
 def _read_record(begin: Any, end: Any) -> Record:

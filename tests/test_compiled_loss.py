@@ -1,0 +1,267 @@
+"""The compiled loss of a run: when it changes over, that it gives the eager one's numbers, and what it says."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conftest import display, toy
+from dunes.augment import attach
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.runs import compiled_loss as module
+from dunes.runs.compiled_loss import Compiled, Work, compiled_loss, why_eager
+from dunes.runs.finetune import finetune
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.finetune_task import FinetuneTask
+from dunes.runs.memory import next_token_loss
+from dunes.runs.run import read_metrics
+from dunes.runs.train import TrainTask, train
+from dunes.runs.train_config import TrainConfig
+from dunes.train import Trainer, sgd
+from test_runs import stopping_at, weights
+
+LIMIT = 1e-4
+RATE = 1e-4
+"""Muon's products in bfloat16 make large differences of small ones."""
+
+STEPS, CHANGE = 16, 5
+"""The step after which the other process is done."""
+
+
+CODE = Path(__file__).parent.parent / "recipes"
+
+
+class Process:
+    """The other process, done at once."""
+
+    outcome: Compiled | str = Compiled(20.0, 1.0)
+
+    def __init__(self, work):
+        self.work = work
+
+    def result(self):
+        return self.outcome
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Graphs without Inductor, a run of any length pays, and compiled steps are timed as twice as fast."""
+    torch.compiler.reset()
+    counters.clear()
+    real, times = compiled_loss, iter([2.0, 1.0] * 9)
+    monkeypatch.setattr(module, "compiled_loss", lambda loss, backend: real(loss, "aot_eager"))
+    monkeypatch.setattr(module, "_Process", Process)
+    monkeypatch.setattr(module, "GAIN", math.inf)
+    monkeypatch.setattr(module, "TIMED", CHANGE - 1)
+    monkeypatch.setattr(module, "median", lambda seconds: next(times))
+    for task in (TrainTask, FinetuneTask):
+        monkeypatch.setattr(task, "sample", lambda self: "")
+    monkeypatch.setattr(FinetuneTask, "_answer", lambda self, talk: "")
+    return monkeypatch
+
+
+def metrics(folder):
+    return [r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+
+
+def changes(folder):
+    return [(r["step"], r["compiled"]) for r in read_metrics(folder / "metrics.jsonl") if "compiled" in r]
+
+
+def trained(folder, expected=0, resume=False, **options):
+    show, out = display()
+    config = (
+        TrainConfig(sources=()) if resume else toy(CODE, **{"steps": STEPS, "lr": RATE, "size": "1x64"} | options)
+    )
+    assert train(config, folder, show, resume=resume) == expected
+    return out.getvalue().replace("\n", " ")
+
+
+def losses(folder):
+    return [r["loss"] for r in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eager") / "run"
+    assert "compil" not in trained(folder, compile="off")
+    assert changes(folder) == []
+    return folder
+
+
+def test_a_run_changes_over_and_trains_as_before(eager, tmp_path, soon):
+    said = trained(tmp_path / "run")
+    assert "the loss is compiled: 1000 ms a step against 2000 eager, after 20 s of compiling beside" in said
+    assert changes(tmp_path / "run") == [(CHANGE, True)]
+    assert counters["stats"]["unique_graphs"] == 1, "validation and samples are eager"
+    ours, other = losses(tmp_path / "run"), losses(eager)
+    assert ours == pytest.approx(other, abs=LIMIT)
+    assert ours[:CHANGE] == other[:CHANGE]
+    assert ours != other, "another order of the same sums"
+    stopped_and_resumed(tmp_path, soon)
+
+
+def stopped_and_resumed(tmp_path, soon):
+    """A run that was stopped after the change is the straight one, bit for bit."""
+    with soon.context() as patch:
+        stopping_at(12, patch)
+        trained(tmp_path / "halves", expected=130)
+    torch.compiler.reset()
+    assert "compiling the loss before the first step: it was" in trained(tmp_path / "halves", resume=True)
+    straight, halves = tmp_path / "run", tmp_path / "halves"
+    assert [r["loss_hex"] for r in metrics(halves)] == [r["loss_hex"] for r in metrics(straight)]
+    one, two = weights(straight), weights(halves)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_slower_steps_are_eager_again_also_after_resuming(tmp_path, soon):
+    times = iter([1.0, 2.0] * 9)
+    soon.setattr(module, "median", lambda seconds: next(times))
+    with soon.context() as patch:
+        stopping_at(12, patch)
+        said = trained(tmp_path / "run", expected=130)
+    assert "the loss is eager again: compiled it takes 2000 ms a step against 1000" in said
+    assert changes(tmp_path / "run") == [(CHANGE, True), (2 * CHANGE, False)]
+    trained(tmp_path / "run", resume=True)
+    assert len(changes(tmp_path / "run")) == 2
+
+
+def failing(loss, backend):
+    def call(model, batch):
+        raise RuntimeError("no such\nkernel")
+
+    return call
+
+
+def unpicklable(self, work):
+    raise TypeError("cannot pickle this")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.setattr(module, "compiled_loss", failing), "the loss is eager again: no such kernel"),
+        (lambda m: m.setattr(Process, "outcome", "a reason"), "stays eager: compiling it failed: a reason"),
+        (lambda m: m.setattr(Process, "__init__", unpicklable), "the loss stays eager: cannot pickle this"),
+        (
+            lambda m: m.setattr(module, "has_compiler", lambda: False),
+            "the loss stays eager: no C++ compiler; install",
+        ),
+        (
+            lambda m: m.setattr(module.measure, "free_memory", lambda device: 10**9),
+            "1.5 GB of memory, and 1.0 are",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(change, words, eager, tmp_path, soon):
+    change(soon)
+    said = trained(tmp_path / "run")
+    assert said.count("eager") == 1
+    assert words in said
+    assert [r["loss_hex"] for r in metrics(tmp_path / "run")] == [r["loss_hex"] for r in metrics(eager)]
+
+
+def test_nothing_is_compiled_where_the_time_left_does_not_pay_for_it(tmp_path, soon):
+    soon.setattr(module, "GAIN", 0.1)
+    with soon.context() as patch:
+        patch.setattr(Process, "__init__", lambda self, work: pytest.fail("started"))
+        assert "eager" not in trained(tmp_path / "short")
+    soon.setattr(module, "COMPILING", 0.0)
+    soon.setattr(Process, "outcome", Compiled(20.0, 500.0))
+    assert "the loss stays eager: its code takes 500 s to load, and " in trained(tmp_path / "loading")
+    assert changes(tmp_path / "loading") == []
+
+
+ROWS = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(2, 60)]
+
+
+def finetuned(base, folder, rows, **options):
+    show, out = display()
+    fixed = {"steps": 8, "batch": 4, "rank": 4, "lr": RATE, "dtype": "float32", "threads": 1}
+    config = FinetuneConfig(model=str(base), data=str(rows), **fixed | options)
+    assert finetune(config, folder, show) == 0
+    return out.getvalue().replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_finetune_with_accumulated_gradients_changes_over(eager, tmp_path, soon):
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps(ROWS))
+    ours, other = tmp_path / "ours", tmp_path / "other"
+    finetuned(eager, ours, rows, micro_batch=2)
+    finetuned(eager, other, rows, micro_batch=2, compile="off")
+    assert changes(ours) == [(CHANGE, True)]
+    assert losses(ours) == pytest.approx(losses(other), abs=LIMIT)
+    assert losses(ours) != losses(other)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_batches_of_another_shape_are_computed_eagerly(soon):
+    model = torch.nn.Embedding(9, 9)
+    loss = compiled_loss(lambda model, batch: (model(batch).sum(), torch.tensor(1)), "aot_eager")
+    trainer = Trainer(model, sgd(model), loss)
+    batches = [torch.zeros(n, 3, dtype=torch.long) for n in (2, 2, 3, 2)]
+    assert len(list(trainer.run(batches))) == 4
+    assert counters["stats"]["unique_graphs"] == 1
+    assert why_eager(trainer, batches).startswith("batches differ in length")
+    assert why_eager(trainer, batches[:2]) == ""
+
+
+def built(family, adapted):
+    config = FAMILIES[family].Config.from_size(300, 64, 2, 32)
+    model = initialise(FAMILIES[family].build(config), 0)
+    if adapted:
+        attach(model, rank=4, dropout=0.1)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "adapted"), [("arcee", False), ("llama", True), ("mixtral", False)])
+def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch.compiler.reset()
+    batches = torch.randint(300, (5, 4, 33), generator=torch.Generator().manual_seed(0))
+    process = module._Process(Work(built(family, adapted), batches[0], torch.float32, torch.get_num_threads()))
+    while (outcome := process.result()) is None:
+        process._process.wait()
+    assert isinstance(outcome, Compiled), outcome
+    assert outcome.loading < outcome.seconds
+    counters.clear()
+    steps = []
+    for loss in (next_token_loss, compiled_loss(next_token_loss)):
+        model = built(family, adapted)
+        steps.append([step.loss for step in Trainer(model, sgd(model, 0.1), loss).run(batches)])
+    assert steps[0] == pytest.approx(steps[1], abs=LIMIT)
+    assert steps[0] != steps[1]
+    assert counters["inductor"]["fxgraph_cache_hit"] == 2, "forward and backward"
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "GAIN", math.inf)
+    real = module._Process.result
+    monkeypatch.setattr(module._Process, "result", lambda self: (self._process.wait(), real(self))[1])
+    said = trained(tmp_path / "ours", steps=40, size="2x64")
+    assert "the loss is compiled: " in said or "the loss is eager again: compiled it takes " in said
+    trained(tmp_path / "eager", steps=40, size="2x64", compile="off")
+    assert losses(tmp_path / "ours") == pytest.approx(losses(tmp_path / "eager"), abs=LIMIT)
+
+
+def test_a_process_that_is_stopped_leaves_nothing(tmp_path):
+    process = module._Process(Work(torch.nn.Linear(2, 2), torch.zeros(1), torch.float32, 1))
+    assert process.result() is None
+    process.stop()
+    assert process._process.poll() is not None
+    with pytest.raises(AttributeError, match="local object"):
+        module._Process(Work(torch.nn.Linear(2, 2), lambda: 0, torch.float32, 1))
