@@ -4,6 +4,7 @@ from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.forms.adapter import load_adapter, save_adapter
 from dunes.checkpoint.forms.architecture import Architecture
+from dunes.checkpoint.forms.function_import import cards_trusted, trust_cards
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
@@ -15,6 +16,7 @@ __all__ = [
     "LoadedModel",
     "Snapshot",
     "base_identity",
+    "cards_trusted",
     "describe",
     "hf_config_of",
     "latest_state",
@@ -30,4 +32,5 @@ __all__ = [
     "save_state",
     "save_weights",
     "snapshot",
+    "trust_cards",
 ]

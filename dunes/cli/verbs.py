@@ -30,12 +30,6 @@ Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dt
 Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
-TrustCode = Annotated[
-    bool,
-    tyro.conf.arg(
-        help="Import the function that the model's card names, which runs code outside of this package."
-    ),
-]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
 CHAT = SamplingOptions(temperature=0.7, tokens=400)
@@ -137,7 +131,6 @@ def generate(
     draft: Annotated[str | None, flag("MODEL", "none")] = None,
     cache: CacheBits = None,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> int:
     """Generate text, streamed.
 
@@ -160,7 +153,7 @@ def generate(
     sample, tokens = sampling.sampler(), sampling.tokens
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     if (format := _cache_format(cache)) is not None:
         generator = TextGenerator(loaded, format=format)
     else:
@@ -292,7 +285,6 @@ def complete(
     place: Annotated[str | None, tyro.conf.Positional, flag("FILE:LINE:COLUMN", "standard input")] = None,
     *,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> None:
     """Complete the current line of code or text.
 
@@ -312,7 +304,7 @@ def complete(
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))
 
 
@@ -329,7 +321,6 @@ def evaluate(
     limit: Annotated[int | None, flag("DOCUMENTS", "all")] = None,
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> None:
     """Evaluate on text (loss in nats/token, perplexity, bits/byte), or on tasks of lm-evaluation-harness.
 
@@ -357,7 +348,7 @@ def evaluate(
     from dunes.runs.score import score_folder
     from dunes.units import plural
 
-    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links, "trust_code": trust_code}
+    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
     options = {k: v for k, v in options.items() if v}
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)
     print(
@@ -383,7 +374,6 @@ def inspect(
     values: bool = False,
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
-    trust_code: TrustCode = False,
 ) -> int:
     """Show what a model folder contains, how much memory it needs, and whether it would load, without loading it.
 
@@ -410,7 +400,7 @@ def inspect(
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = open_source(readable_folder(folder), trust_code=trust_code)
+    source = open_source(readable_folder(folder))
     verdict = inspection.judge(source)
     for line in inspection.describe_folder(source, verdict):
         print(line)

@@ -104,8 +104,8 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
-    threads = str(torch.get_num_threads())
-    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), threads]
+    options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
+    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
@@ -181,4 +181,5 @@ def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]))
-    print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))
+    with checkpoint.trust_cards("trust" in sys.argv[4:]):
+        print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))

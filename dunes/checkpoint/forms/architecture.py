@@ -23,7 +23,7 @@ from dunes.checkpoint.files.atomic import tensor_digests
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.files.safetensors_writer import CODES
-from dunes.checkpoint.forms.function_import import import_build, is_ours
+from dunes.checkpoint.forms.function_import import cards_trusted, import_build, is_ours
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -51,10 +51,8 @@ class Architecture:
         return cls(function_name(function), stored, function=function)
 
     @classmethod
-    def of_card(
-        cls, card: Mapping[str, Any], path: Path, function: Build | None = None, trust_code: bool = False
-    ) -> Self:
-        """The architecture in a card, whose function is this one, or imported: any with `trust_code`.
+    def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
+        """The architecture in a card, whose function is this one, or imported: any inside of `trust_cards`.
 
         Raises ValueError if the card is damaged, has a change that is not known, or names a function and none is
         given, or one that cannot be imported.
@@ -75,13 +73,13 @@ class Architecture:
             raise ValueError(
                 f"{path}: family must be a family's name with its config, or a function with its arguments"
             )
-        if function is None and (trust_code or is_ours(name)):
+        if function is None and (cards_trusted() or is_ours(name)):
             return cls(name, arguments, changes, import_build(name, path.parent))
         if function is None:
             raise ValueError(
                 f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
-                "pass --trust-code to inspect, generate, complete or eval, in Python trust_code=True or the "
-                f"function itself: build={name[:200].rpartition(':')[2]}"
+                "pass --trust-code, in Python trust_code=True or the function itself: "
+                f"build={name[:200].rpartition(':')[2]}"
             )
         return cls(function_name(function), arguments, changes, function)
 
