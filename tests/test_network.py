@@ -162,9 +162,14 @@ from dunes import checkpoint
 def make():
     return nn.Linear(3, 2)
 
+class Net(nn.Linear):
+    pass
+
 if __name__ == "__main__":
     checkpoint.save(make(), "kept", architecture=checkpoint.Architecture.of_function(make))
     checkpoint.load_network("kept", trust_code=True)
+    of_class = checkpoint.Architecture.of_function(Net, in_features=3, out_features=2)
+    checkpoint.save(Net(3, 2), "class", architecture=of_class)
     print("loaded")
 """
 
@@ -175,6 +180,9 @@ def test_a_script_loads_what_it_saved(tmp_path):
     line = [sys.executable, "own-script.py"]
     done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("loaded\n", "")
+    for name, build in (("kept", "make"), ("class", "Net")):
+        card = json.loads((tmp_path / name / "dunes.json").read_text())
+        assert card["family"]["function"] == f"own-script.py:{build}"
 
 
 def test_every_difference_is_named_and_nothing_is_changed(tmp_path):

@@ -8,7 +8,7 @@ from dunes.checkpoint.forms.function_import import cards_trusted, trust_cards
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
-from dunes.checkpoint.network import load_network, load_weights, save_weights
+from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "cards_trusted",
     "describe",
     "hf_config_of",
+    "is_network",
     "latest_state",
     "load",
     "load_adapter",

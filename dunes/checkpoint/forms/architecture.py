@@ -8,6 +8,7 @@ argument of `load`, or one of `dunes.models`; any other is imported only where t
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -212,8 +213,9 @@ def function_name(build: Build) -> str:
         build = build.func
     module = getattr(build, "__module__", None) or type(build).__module__
     if module == "__main__":
-        code = getattr(build, "__code__", None)
-        module = module if code is None else Path(code.co_filename).name
+        code = getattr(build, "__code__", None)  # which a class does not have
+        file = getattr(sys.modules[module], "__file__", None) if code is None else code.co_filename
+        module = Path(file).name if file else module
     return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
 
 
