@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes import ops
-from dunes.ops import attention, cross_entropy, experts, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import (
+    attention,
+    cross_entropy,
+    dynamic_int8,
+    experts,
+    gated,
+    int8_linear,
+    kernels,
+    low_rank,
+    rms_norm,
+    rotary,
+)
 from dunes.ops.gram import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
@@ -360,6 +371,8 @@ def own_operations():
     codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
     scaled = lambda x, codes, scale: F.linear(x, (codes.double() * scale.double()[:, None]).to(x.dtype))
     yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), scaled
+    forms = dynamic_int8.dynamic_int8, dynamic_int8.plain
+    yield "dynamic_int8", forms[0], (torch.randn(3, 32), codes, scale.float()), forms[1]
     yield "gram", gram, (torch.randn(20, 6),), plain_gram
 
 
