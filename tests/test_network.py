@@ -287,3 +287,35 @@ def test_a_compiled_network_is_saved_under_its_own_names(tmp_path):
     loaded = Tied()
     checkpoint.load_weights(loaded, tmp_path)
     assert same(loaded.state_dict(), network.state_dict())
+
+
+def compiled(width=4):
+    return torch.compile(nn.Sequential(nn.Linear(3, width), nn.Tanh()), backend="eager")
+
+
+def test_a_compiled_network_is_kept_as_what_it_was_made_from(tmp_path):
+    network, x = compiled(), torch.rand(2, 3)
+    checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(compiled, width=4))
+    assert torch.equal(checkpoint.load_network(tmp_path / "net", build=compiled)(x), network(x))
+    checkpoint.save_weights(network, tmp_path / "weights")
+    again = compiled()
+    checkpoint.load_weights(again, tmp_path / "weights")
+    assert torch.equal(again(x), network(x))
+    checkpoint.load_weights(again, tmp_path / "weights" / "model.safetensors")
+
+
+class Remembers(nn.Linear):
+    last = None
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_a_tensor_that_would_be_lost_is_refused_on_one_line(tmp_path):
+    network = Remembers(3, 2)
+    network(torch.rand(4, 3))
+    of_class = Architecture.of_function(Remembers, in_features=3, out_features=2)
+    with pytest.raises(ValueError, match=r"builds a different model: the model: last is tensor\(") as caught:
+        checkpoint.save(network, tmp_path, architecture=of_class)
+    assert "\n" not in str(caught.value)

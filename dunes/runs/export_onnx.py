@@ -40,6 +40,7 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
 
 def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
     """Write the forward of any network with the shapes of this example, unless `options` of torch free them."""
+    options = {"input_names": ["input"], "output_names": ["output"]} | options
     checker = [extra(module, "onnx") for module in ("onnxscript", "onnx.checker")][1]
     if out.exists() or out.is_symlink() or out.suffix != SUFFIX:
         raise ValueError(f"{out}: expected a new file that ends in {SUFFIX}; choose another name, or remove it")
@@ -49,8 +50,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")  # torch's own deprecations
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torchvision, which is not needed
-            program = torch.onnx.export(model, (example,), dynamo=True, **options)
-            assert program is not None
+            program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)
     except Exception as error:  # torch raises whatever it meets
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)

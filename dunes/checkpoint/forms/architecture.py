@@ -166,7 +166,7 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        listed = "; ".join(str(d)[:200] for d in differences[:SHOWN])
+        listed = "; ".join(" ".join(str(d).split())[:200] for d in differences[:SHOWN])
         raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
     return architecture.record() | {"structure": _structure(rebuilt, tied)}, weights
 
@@ -234,7 +234,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
         model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function_name(build)} returned a {type(model).__name__}; expected a module")
-    return model
+    return tree.uncompiled(model)
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
