@@ -3,6 +3,7 @@
 import importlib
 import re
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -343,6 +344,34 @@ def test_definitions_that_cannot_be_right_are_refused():
         quick(exp, [leaf(2), leaf(2)])
     with pytest.raises(ValueError, match="the inputs have no tensor"):
         quick(plain_exp, [2.0], reference=plain_exp)
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    with pytest.raises(ValueError, match="'x' is a float; expected a tensor"):
+        exp(2.0)
+
+    def listed(x: Tensor) -> list[Tensor]:
+        return [x.exp()]
+
+    with pytest.raises(ValueError, match="the forward returns a list; return a tuple of tensors"):
+        faulty(listed, lambda grads, outputs: grads[0] * outputs[0])
+    for backward, kind in ((lambda grad: 2.0, "float"), (lambda grad: [grad], "list")):
+        op = faulty(lambda_exp(), backward, compiled="reference")
+        with pytest.raises(ValueError, match=f"the backward's gradient for 'x' is a {kind}, not a tensor"):
+            op(leaf(2)).sum().backward()
+
+
+def test_an_operation_runs_on_meta_tensors_and_in_copies_of_what_holds_it():
+    assert exp(torch.empty(3, device="meta")).shape == (3,)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = exp
+
+    copied = deepcopy(Layer())
+    assert copied.act is exp
+    assert repr(exp) == f"<operation {exp.name}>"
 
 
 def own_operations():
