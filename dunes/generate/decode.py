@@ -133,7 +133,13 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
     if (steps := cache.scores(text, follows=follows)) is None:
         return None
     scores, sample = steps[0], request.sample
-    id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))
+    if sample.returns_best(scores.best):
+        return Token(scores.best, scores.logprob(scores.best))
+    if scores.all_logits is None:  # the sampler is another one since they were computed
+        if (steps := cache.scores(text)) is None:
+            return None
+        (scores,) = steps
+    id = int(sample(scores.logits, request.ids))
     return Token(id, scores.logprob(id))
 
 
