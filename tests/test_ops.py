@@ -91,6 +91,17 @@ def test_products_in_float32_are_for_bfloat16_alone_and_where_they_are_faster(mo
         assert not applies(weight.half(), 128)
 
 
+@pytest.mark.parametrize("faster", [torch.float32, torch.bfloat16])
+def test_other_work_does_not_turn_the_choice_of_products_around(monkeypatch, faster):
+    """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""
+    rate = lambda dtype: 2e11 if dtype == faster else 1e11
+    rates = iter([rate(dtype) / 5 for dtype in (torch.float32, torch.bfloat16)] * 3)  # something else runs
+    monkeypatch.setattr(float32_products.measure, "matmul_rate", lambda dtype, *_: next(rates, rate(dtype)))
+    assert float32_products.float32_is_faster.__wrapped__(1) is (faster == torch.float32)
+    rates = iter([4e10] if faster == torch.float32 else [1e11, 1e10])
+    assert float32_products.float32_is_faster.__wrapped__(1) is (faster == torch.float32)
+
+
 @pytest.mark.parametrize("window", [None, 3, 70])
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (6, 2), (5, 1)])
 def test_attention_within_documents(window, heads, kv):
