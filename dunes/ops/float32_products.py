@@ -38,11 +38,11 @@ def float32_is_faster(threads: int) -> bool:
 
     The best of short measurements in turn: results depend on the choice, so other work must not turn it around.
     """
-    rate = lambda dtype: measure.matmul_rate(dtype, torch.device("cpu"), 256, 0.001)
-    full, half = 0.0, 0.0
+    cpu, rates = torch.device("cpu"), {torch.float32: 0.0, torch.bfloat16: 0.0}
     for _ in range(5):
-        full, half = max(full, rate(torch.float32)), max(half, rate(torch.bfloat16))
-    return full > 1.3 * half
+        for dtype, before in rates.items():
+            rates[dtype] = max(before, measure.matmul_rate(dtype, cpu, 256, 0.001))
+    return rates[torch.float32] > 1.3 * rates[torch.bfloat16]
 
 
 class Float32Products(TorchFunctionMode):
