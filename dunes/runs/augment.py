@@ -92,6 +92,7 @@ def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
             parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
             message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
             warnings.warn(message, stacklevel=2)
+        store.remove_if_empty()
         raise
     except ValueError:
         store.remove()
