@@ -252,7 +252,10 @@ def fill_disk(patch, folder, number):
     patch.setattr(io, "open", limited)
 
 
-@pytest.mark.parametrize(("form", "first", "again"), [("int8", 1, 10), ("sparsegpt", 2, 6)])
+@pytest.mark.parametrize(
+    ("form", "first", "again"),
+    [("sparsegpt", 2, 6), pytest.param("int8", 1, 10, marks=pytest.mark.slow)],
+)
 def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(
     made, tmp_path, monkeypatch, form, first, again
 ):
