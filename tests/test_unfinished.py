@@ -140,8 +140,9 @@ def stopped(folder, form, out, monkeypatch, after=2, error=Stop, then=lambda: No
             raise error
         return result
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, warnings.catch_warnings():
         patch.setattr(Unfinished, "keep", keep)
+        warnings.simplefilter("ignore")  # that finished parts are kept
         with pytest.raises(error):
             make(folder, form, out)
 
