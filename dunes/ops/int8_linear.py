@@ -7,6 +7,8 @@ bfloat16's own product; from 16 rows on it is slower than the plain form, and in
 
 # Shapes: I inputs, O outputs.
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,9 +27,15 @@ def is_few(x: Tensor) -> bool:
     """Whether x (..., I) has so few rows that a layer scales its outputs.
 
     More are multiplied by the dense matrix, as in training and under adapters, to the same bits. In float16 a sum
-    over codes could exceed the largest number.
+    over codes could exceed the largest number. In a graph, rows of which nobody knows the number, as an expert's,
+    are many.
     """
-    return x.numel() <= ROWS * x.shape[-1] and x.dtype != torch.float16
+    few: Any = x.numel() <= ROWS * x.shape[-1]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a while to import
+
+        few = guard_or_false(few)
+    return bool(few) and x.dtype != torch.float16
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:

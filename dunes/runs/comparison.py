@@ -90,13 +90,13 @@ class Comparison:
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
     """Measure both folders, their loss on validation ids if there are any; why not, if a process failed."""
-    with TemporaryDirectory() as scratch:
-        if ids is not None:
-            _write_ids(Path(scratch) / "ids.npz", ids)
-        try:
+    try:
+        with TemporaryDirectory() as scratch:
+            if ids is not None:
+                _write_ids(Path(scratch) / "ids.npz", ids)
             first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
-        except ValueError as error:  # the work that is to be reported must not be lost
-            return f"not measured: {error}"
+    except (ValueError, OSError) as error:  # the work that is to be reported must not be lost
+        return f"not measured: {error}"
     top = [np.array(found.pop("top")) for found in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
     return Comparison(Measurement(**first), Measurement(**second), agreement)
