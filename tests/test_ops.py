@@ -169,13 +169,21 @@ def test_cross_entropy(ignored, chunk, monkeypatch):
     both(cross_entropy.fused, cross_entropy.plain, [x, weight], targets)
 
 
+def test_chunks_of_a_large_head_have_enough_tokens(monkeypatch):
+    sizes, chunk = [], cross_entropy._chunk
+    monkeypatch.setattr(cross_entropy, "_chunk", lambda x, *rest: sizes.append(len(x)) or chunk(x, *rest))
+    for width in (300, 20):
+        cross_entropy.fused(torch.randn(600, width), torch.randn(40_000, width), torch.zeros(600).long())
+    assert sizes == [256, 256, 88] + [52] * 11 + [28], "each chunk reads the head"
+
+
 @pytest.mark.parametrize("chunk", [2 * 50, 1 << 20])
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1e38])
 @pytest.mark.parametrize("form", [cross_entropy.fused, cross_entropy.plain])
 def test_cross_entropy_never_looks_at_an_ignored_state(form, wrong, chunk, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK, "cpu", chunk)
     torch.manual_seed(0)
-    x, weight, targets = torch.randn(7, 16), torch.randn(50, 16, requires_grad=True), torch.randint(50, (7,))
+    x, weight, targets = torch.randn(7, 2), torch.randn(50, 2, requires_grad=True), torch.randint(50, (7,))
     asked = torch.tensor([True, False, True, True, False, True, True])
     targets[~asked] = cross_entropy.IGNORE
     x[~asked] = wrong
