@@ -24,7 +24,7 @@ from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contig
 from dunes.augment.sparsegpt import Sparsity
 from dunes.ops.autocast import autocast_dtype
 from dunes.ops.dynamic_int8 import dynamic_int8, round_tokens
-from dunes.ops.int8_linear import int8_linear
+from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.steps import each
 from dunes.units import plural
 
@@ -59,7 +59,9 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:  # a sum over codes could exceed its largest number
+        # Scaled sums in bfloat16 are more exact than a matrix rounded to it, whatever the number of rows. In float32
+        # many rows have the bits of training and of adapters. In float16 a sum over codes could overflow.
+        if not (x.dtype == torch.bfloat16 or x.dtype == torch.float32 and is_few(x)):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -7,6 +7,8 @@ bfloat16's own product; from 16 rows on it is slower than the plain form, and in
 
 # Shapes: I inputs, O outputs.
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,11 +23,20 @@ ALIGNED = 64
 """Bytes of the vectors that the packed product reads."""
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether x (..., I) has few rows. In a graph, rows of which nobody knows the number, as an expert's, are many."""
+    few: Any = x.numel() <= ROWS * x.shape[-1]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a while to import
+
+        few = guard_or_false(few)
+    return bool(few)
+
+
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
     packs = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.device.type == "cpu"
-    few = packs and x.numel() <= ROWS * x.shape[-1]
-    fits = few and x.shape[-1] % WIDTH == 0  # of other widths the packed product reads beyond the end
+    fits = packs and is_few(x) and x.shape[-1] % WIDTH == 0  # of other widths the packed product reads beyond the end
     return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
 
 
