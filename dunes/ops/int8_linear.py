@@ -24,7 +24,7 @@ ALIGNED = 64
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether x (..., I) has few rows. In a graph, rows of which nobody knows the number, as an expert's, are many."""
+    """Whether x (..., I) has few rows. In a graph, rows of unknown number, as an expert's, are many."""
     few: Any = x.numel() <= ROWS * x.shape[-1]
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a while to import
