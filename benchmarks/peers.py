@@ -60,7 +60,8 @@ TEXT = "def main(arguments):\n    for path in"
 # In nats. Another order of sums gives 1e-6, one untrained embedding among 2,048 tokens 1e-4 to 2e-4.
 TOLERANCE = {"train": 1e-4}
 STRICT = 1e-5
-MORE = ("peak", "grown", "seconds")  # bytes, and the time of a whole process, if a side reports them
+MORE = ("peak", "grown", "seconds", "with_prompt")
+"""Bytes, the time of a whole process, and the rate of decoding with its prompt, if a side reports them."""
 NEAR = 0.9  # of the rate of a side's fastest setting: these run again, too
 TASKS = ("decode", "prefill", "train")
 ALL_TASKS = (*TASKS, *BATCHES, "first")
@@ -428,6 +429,8 @@ def print_side(side: Side, entry: dict[str, Any]) -> None:
         low, high, agreement = entry["least"], entry["most"], side.rows[entry["setting"]]["agreement"]
         start = entry.get("seconds", entry["warmup"])
         how = f"{entry['setting']}, first result after {start:.2g} s; {agreement}"
+        if "with_prompt" in entry:
+            how = f"with its prompt {entry['with_prompt']:.4g}; {how}"
         print(f"  {name:24} {entry['rate']:9.4g} ({low:.4g}..{high:.4g}) {how}{ratio}")
         if "float32" not in entry["setting"]:
             first = next(s for s in side.rows if "float32" in s)

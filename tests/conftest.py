@@ -30,9 +30,11 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest
 
 
 @pytest.fixture(autouse=True)
-def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verbs that are called in this process neither measure nor change its number of threads."""
+def _threads(monkeypatch: pytest.MonkeyPatch):
+    """Verbs that are called in this process neither measure nor change its number of threads; runs set theirs."""
     monkeypatch.setattr("dunes.measure.use_best_threads", lambda: None)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,18 @@ def test_what_is_no_commit_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_operations_are_timed_and_drawn(tmp_path):
+    picture = tmp_path / "operations.svg"
+    options = ("--models", "toy", "--threads", 1, "--seconds", 0.001, "--picture", picture)
+    rows = last_line("operations.py", *options)
+    assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
+    names = {row["operation"].split(",")[0] for row in rows}
+    assert len(names) == 11
+    assert all(row["plain"] > 0 < row["fused"] for row in rows)
+    assert all(name in picture.read_text() for name in names)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
     row = last_line("gpu.py", "--toy", "--rounds", 1)

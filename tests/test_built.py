@@ -255,8 +255,7 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
     )
     words = (
         f"{kept}: built by test_built:build, which is not imported automatically; if you trust it, pass "
-        "--trust-code to inspect, generate, complete or eval, in Python trust_code=True or the function itself: "
-        "build=build"
+        "--trust-code, in Python trust_code=True or the function itself: build=build"
     )
     for read in (checkpoint.load, checkpoint.describe, checkpoint.load_with_tokenizer):
         with pytest.raises(ValueError, match="not imported") as caught:

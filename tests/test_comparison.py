@@ -123,9 +123,9 @@ def test_text_that_is_scored_does_not_calibrate(run, programs, tmp_path):
 
 
 def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
-    texts = [tmp_path / f"{i}.txt" for i in range(2)]
-    for name, text in zip("ab", texts, strict=True):
-        text.write_text("".join(f"{name}{i}\n" for i in range(600)) + f"{name.upper()}\n" * 60)
+    texts = [tmp_path / f"{i}.txt" for i in range(4)]  # of which one is not for calibration
+    for name, text in zip("abcd", texts, strict=True):
+        text.write_text("".join(f"{name}{i}\n" for i in range(300)) + f"{name.upper()}\n" * 30)
     fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
     config = TrainConfig(sources=tuple(map(str, texts)), **fixed)
     train(config, tmp_path / "run", display()[0])
@@ -181,8 +181,13 @@ def test_validation_text_is_asked_for_where_none_is_recorded(run, programs, tmp_
 def test_the_frontier_is_printed_by_size_and_drawn(run, tmp_path, monkeypatch, capsys):
     forms = [Form("quantize", (("kind", "int8"), ("method", "rtn"))), Form("prune", (("method", "magnitude"),))]
     monkeypatch.setattr(frontier_module, "all_forms", lambda text: forms)
-    assert bench.shrink(run, picture=tmp_path / "new" / "shrink.png") == 0
+    calls = []
+    monkeypatch.setattr("dunes.measure.use_best_threads", lambda: calls.append("threads"))
+    folder = shutil.copytree(run, tmp_path / "a model")
+    assert bench.shrink(folder, picture=tmp_path / "new" / "shrink.png") == 0
+    assert calls == ["threads"]
     printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].endswith(f"dunes augment quantize '{folder}' OUT --target NATS")
     assert [line.split("  ")[0] for line in printed[1:4]] == ["int8 rtn", "magnitude", "dense"]
     assert (tmp_path / "new" / "shrink.png").stat().st_size > 1000
 
@@ -211,14 +216,14 @@ def test_texts_are_equal_but_for_the_space_around_them():
 
 
 def test_the_scored_tails_of_named_documents_do_not_calibrate(tmp_path):
-    texts = [tmp_path / f"{i}.txt" for i in range(2)]
-    for name, text in zip("ab", texts, strict=True):
-        text.write_text("".join(f"{name}{i}\n" for i in range(600)) + f"{name.upper()}\n" * 60)
+    texts = [tmp_path / f"{i}.txt" for i in range(4)]  # one of them is not for calibration
+    for name, text in zip("abcd", texts, strict=True):
+        text.write_text("".join(f"{name}{i}\n" for i in range(300)) + f"{name.upper()}\n" * 30)
     fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
     train(TrainConfig(sources=tuple(map(str, texts)), **fixed), tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     ids = calibration_ids(loaded, [str(text) for text in texts], 10**6)
-    assert not set("AB") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
+    assert not set("ABCD") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
 
 
 def test_a_target_takes_the_settings_that_a_form_has(run, tmp_path):
@@ -269,6 +274,23 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     assert calls == ["threads"]
     assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())
     assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("verb", "request_"),
+    [
+        ("prune", {}),
+        ("narrow", {"blocks": 1}),
+        ("expand", {"blocks": 1}),
+        ("upcycle", {"experts": 4}),
+        ("experts", {"experts": 4}),
+        ("lora_experts", {"experts": 4}),
+    ],
+)
+def test_the_next_command_quotes_a_folder_with_spaces(run, tmp_path, monkeypatch, capsys, verb, request_):
+    monkeypatch.setattr("dunes.runs.augment.augment_folder", lambda *arguments, **options: [])
+    getattr(augment, verb)(str(run), tmp_path / "a model", **request_)
+    assert f"--from '{tmp_path}/a model'" in capsys.readouterr().out
 
 
 def test_each_side_is_measured_with_the_threads_of_this_process(run, monkeypatch):

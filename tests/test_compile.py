@@ -179,6 +179,15 @@ def test_adapters_on_a_quantized_base_are_one_graph(kind):
     assert_forward_compiles(model, "aot_eager")
 
 
+def test_experts_in_int8_are_one_graph_though_nobody_knows_their_rows():
+    torch.compiler.reset()
+    model = build("mixtral")
+    quantize(model, kind="int8")
+    with torch.no_grad():
+        logits = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())
+        assert (logits - model(tokens())).abs().max() <= LIMIT
+
+
 @pytest.mark.slow
 def test_experts_whose_sides_do_not_fit_a_grouped_product_are_one_graph():
     model = build("mixtral", hidden=33)

@@ -284,7 +284,7 @@ def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(tmp_path):
     steps = 1000 - int(killed(1000, tmp_path / "counted").stdout)
     assert steps > 25, "each tensor and each file"
     out = tmp_path / "out"
-    every = 1 if os.environ.get("DUNES_LONG") else 3
+    every = 1 if os.environ.get("DUNES_LONG") else 4
     for after in [0, 7, *range(20, steps)][::every]:
         assert killed(after, out).returncode == 9
         if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):

@@ -166,7 +166,7 @@ def test_the_check_sees_what_is_not_zero(forgotten, monkeypatch):
         (lambda m: None, {"blocks": 0}, "blocks is 0; expected 1 or more"),
         (lambda m: None, {"after": (0, 3)}, "after is 0, 3; this model's blocks are 0 to 2"),
         (lambda m: None, {"after": (-1,)}, "after is -1; this model's blocks are 0 to 2"),
-        (lambda m: apply_change(m, "lora", rank=2), {}, r"blocks\.0\.attn\.q: it has adapters; merge them first"),
+        (lambda m: apply_change(m, "lora", rank=2), {}, r"blocks\.0\.attn\.q: it has adapters: merge adapters"),
         (
             lambda m: apply_change(m, "quantize", kind="int8"),
             {},

@@ -16,6 +16,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.cli.main import main
 from dunes.generate import sampler
 from dunes.models import FAMILIES
+from dunes.models.mnist import conv_net
 from dunes.runs import export_native, step_package
 from dunes.runs.export_native import checksum, export_network, instructions
 from dunes.runs.export_native import export_native as export
@@ -24,6 +25,7 @@ from dunes.runs.step_package import step_source
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.encoding_tables import encoding_tables
+from own_networks import Rows
 from own_parts import ShiftedMLP
 
 CONTEXT = 64
@@ -168,6 +170,33 @@ def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
         error = capsys.readouterr().err.strip()
         assert message in error
         assert "\n" not in error
+
+
+def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(monkeypatch, tmp_path, capsys):
+    keep(tmp_path / "net")
+    for arguments, message in (
+        (["--to", "cpp"], "--example is missing: the sizes of the network's input"),
+        (["--to", "onnx", "--example", "0"], "--example is missing"),
+        (["--to", "hf", "--example", "1"], "no language model; expected cpp or onnx"),
+        (["--to", "cpp", "--example", "1", "28", "28", "--dtype", "float16"], "weights are written in float32"),
+        (["--to", "cpp", "--example", "1", "27", "28"], "images of shape (1, 27, 28); expected (B, 28, 28)"),
+    ):
+        monkeypatch.setattr(export_native, "has_compiler", lambda: True)
+        monkeypatch.setattr(
+            "sys.argv", ["dunes", "export", str(tmp_path / "net"), str(tmp_path / "out"), *arguments]
+        )
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def keep(folder):
+    """A folder with a digit classifier."""
+    torch.manual_seed(0)
+    checkpoint.save(conv_net(), folder, architecture=checkpoint.Architecture.of_function(conv_net))
+    return checkpoint.load_network(folder)
 
 
 def test_any_changed_byte_changes_the_checksum(tmp_path):
@@ -461,6 +490,36 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
     (tmp_path / "short.pgm").write_bytes(b"P5 28 28 255\n" + bytes(28 * 27))
     refused(run(build, tmp_path / "out", "--image", tmp_path / "short.pgm"), "truncated")
     refused(run(build, tmp_path / "out", "x"), "give it --image")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["digits", "lstm"])
+@pytest.mark.parametrize("to", ["cpp", "onnx"])
+def test_the_command_exports_networks(request, kind, to, monkeypatch, tmp_path):
+    if kind == "digits":
+        network = keep(tmp_path / "net")
+    else:
+        checkpoint.save(Rows(), tmp_path / "net", architecture=checkpoint.Architecture.of_function(Rows))
+        network = checkpoint.load_network(tmp_path / "net", build=Rows)
+    out, image = tmp_path / ("out" if to == "cpp" else "out.onnx"), torch.randint(256, (1, 28, 28)).float()
+    arguments = [tmp_path / "net", out, "--to", to, "--example", 1, 28, 28, "--trust-code"]
+    if to == "onnx":
+        onnxruntime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr("sys.argv", ["dunes", "export", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    expected = network(image)[0].detach()
+    if to == "onnx":
+        (outputs,) = onnxruntime.InferenceSession(out).run(None, {"input": image.numpy()})
+        outputs = outputs[0].tolist()
+    else:
+        pixels = bytes(image.byte().flatten().tolist())
+        (tmp_path / "digit.pgm").write_bytes(b"P5 28 28 255\n" + pixels)
+        done = run(request.getfixturevalue("build"), out, "--image", tmp_path / "digit.pgm")
+        label, *outputs = map(float, done.stdout.split())
+        assert label == expected.argmax()
+    torch.testing.assert_close(torch.tensor(outputs), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """int4 and int3 by group: packing to the bit, the grid, and layers that save, load, train adapters and export."""
 
+import copy
+import gc
 import json
 import struct
 
@@ -11,11 +13,12 @@ from torch import nn
 from adapters import IDS, build, difference
 from dunes import checkpoint
 from dunes.augment import Change, apply_change, dequantize, quantize
-from dunes.augment.group_int import GroupInt, pack, packed_bytes, unpack
+from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
 from dunes.augment.quantize import Int8, shape
 from dunes.augment.quantized import Grid, Steps
 from dunes.checkpoint import Architecture
 from dunes.models import llama
+from dunes.ops import int4_linear
 from dunes.runs.augment import augment_folder
 from dunes.runs.export import export
 
@@ -108,6 +111,65 @@ def test_values_in_half_precision_are_rounded_once(grid, dtype):
     exact = layer.dense()
     layer.dtype = dtype
     assert torch.equal(layer.dense(), exact.to(dtype))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("inputs", [256, 192, 51])
+def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid, inputs, monkeypatch):
+    used, packed = [], int4_linear.int4_linear
+    monkeypatch.setattr(int4_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
+    layer = filled(noise(48, inputs), grid)
+    weight = layer.dense().double()
+    layer = layer.bfloat16()
+    layer.dtype = torch.bfloat16
+    for rows in (1, 16, 17):
+        x = noise(rows, inputs, seed=rows).bfloat16()
+        expected = x.double() @ weight.T + layer.bias.double()
+        with torch.inference_mode():
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        assert (y - expected).norm() <= 0.004 * expected.norm()
+        fits = inputs % grid.width(inputs) == 0 and grid.width(inputs) in int4_linear.WIDTHS and rows <= 16
+        assert used == [1] * fits
+        used.clear()
+    assert not layer(noise(0, inputs).bfloat16()).numel()
+
+
+@pytest.mark.parametrize("change", ["codes", "scale", "zero", "other codes", "moved"])
+def test_a_packed_matrix_is_not_used_after_its_layer_has_changed(change):
+    weight, x = noise(32, 128), noise(1, 128, seed=1).bfloat16()
+    layer = filled(weight, Grid(4, 64)).bfloat16()
+    layer.dtype, layer.bias = torch.bfloat16, None
+    with torch.no_grad():
+        before = layer(x)
+        match change:
+            case "codes":
+                layer.codes.copy_(layer.codes.flip(0))
+            case "scale":
+                layer.scale.mul_(2)
+            case "zero":
+                layer.zero = layer.zero.flip(0)
+            case "other codes":
+                layer.load_state_dict(filled(-weight, Grid(4, 64)).state_dict() | {"bias": None}, False, True)
+            case "moved":
+                layer = copy.deepcopy(layer)
+                layer.codes.zero_()
+        after, expected = layer(x), F.linear(x, layer.dense())
+    assert difference(before, expected) > 0.1
+    assert difference(after, expected) < 0.02 * expected.abs().max()
+
+
+def test_packed_matrices_are_gone_with_their_layers_and_not_in_their_files():
+    layer, count = filled(noise(32, 128), Grid(4, 64)).bfloat16(), len(PACKED)
+    layer.dtype = torch.bfloat16
+    names = [*layer.state_dict()]
+    with torch.no_grad():
+        layer(noise(1, 128).bfloat16())
+    assert len(PACKED) == count + 1
+    assert [*layer.state_dict()] == names
+    del layer
+    gc.collect()
+    assert len(PACKED) == count
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

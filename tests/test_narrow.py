@@ -209,7 +209,7 @@ def test_other_layers_and_damaged_records_are_refused():
     attach(adapted, where="blocks.*.mlp.down", rank=2)
     quantize(quantized, where="blocks.*.attn.k")
     for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
-        with pytest.raises(ValueError, match="narrow the dense model"):
+        with pytest.raises(ValueError, match="expected a plain linear layer: merge adapters"):
             apply_change(other, "narrow", ids=LONG, **options)
     change = CHANGES["narrow"].decide(model_of(), ids=LONG, neurons=8)
     record = change.record()

@@ -162,9 +162,14 @@ from dunes import checkpoint
 def make():
     return nn.Linear(3, 2)
 
+class Net(nn.Linear):
+    pass
+
 if __name__ == "__main__":
     checkpoint.save(make(), "kept", architecture=checkpoint.Architecture.of_function(make))
     checkpoint.load_network("kept", trust_code=True)
+    of_class = checkpoint.Architecture.of_function(Net, in_features=3, out_features=2)
+    checkpoint.save(Net(3, 2), "class", architecture=of_class)
     print("loaded")
 """
 
@@ -175,6 +180,9 @@ def test_a_script_loads_what_it_saved(tmp_path):
     line = [sys.executable, "own-script.py"]
     done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("loaded\n", "")
+    for name, build in (("kept", "make"), ("class", "Net")):
+        card = json.loads((tmp_path / name / "dunes.json").read_text())
+        assert card["family"]["function"] == f"own-script.py:{build}"
 
 
 def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
@@ -279,3 +287,35 @@ def test_a_compiled_network_is_saved_under_its_own_names(tmp_path):
     loaded = Tied()
     checkpoint.load_weights(loaded, tmp_path)
     assert same(loaded.state_dict(), network.state_dict())
+
+
+def compiled(width=4):
+    return torch.compile(nn.Sequential(nn.Linear(3, width), nn.Tanh()), backend="eager")
+
+
+def test_a_compiled_network_is_kept_as_what_it_was_made_from(tmp_path):
+    network, x = compiled(), torch.rand(2, 3)
+    checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(compiled, width=4))
+    assert torch.equal(checkpoint.load_network(tmp_path / "net", build=compiled)(x), network(x))
+    checkpoint.save_weights(network, tmp_path / "weights")
+    again = compiled()
+    checkpoint.load_weights(again, tmp_path / "weights")
+    assert torch.equal(again(x), network(x))
+    checkpoint.load_weights(again, tmp_path / "weights" / "model.safetensors")
+
+
+class Remembers(nn.Linear):
+    last = None
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+def test_a_tensor_that_would_be_lost_is_refused_on_one_line(tmp_path):
+    network = Remembers(3, 2)
+    network(torch.rand(4, 3))
+    of_class = Architecture.of_function(Remembers, in_features=3, out_features=2)
+    with pytest.raises(ValueError, match=r"builds a different model: the model: last is tensor\(") as caught:
+        checkpoint.save(network, tmp_path, architecture=of_class)
+    assert "\n" not in str(caught.value)

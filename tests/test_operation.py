@@ -3,15 +3,28 @@
 import importlib
 import re
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dunes import ops
-from dunes.ops import attention, cross_entropy, experts, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import (
+    attention,
+    cross_entropy,
+    dynamic_int8,
+    experts,
+    gated,
+    int8_linear,
+    kernels,
+    low_rank,
+    rms_norm,
+    rotary,
+)
 from dunes.ops.gram import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
@@ -100,6 +113,7 @@ def test_what_the_forward_keeps_reaches_the_backward_alone():
         return y, y.clone()
 
     assert isinstance(norm(leaf(4), torch.ones(2)), Tensor)
+    assert [t.requires_grad for t in norm.operator(leaf(4), torch.ones(2))] == [True, False]
     assert results(quick(norm, [leaf(4), torch.ones(2)]))["opcheck"] == "ok"
 
 
@@ -118,6 +132,34 @@ def test_autocast_casts_what_the_operation_says_and_is_off_inside():
         assert low(torch.randn(2, 3), torch.randn(4, 3).bfloat16()).dtype == torch.bfloat16
         assert wide(torch.randn(3).bfloat16()).dtype == torch.float32
         assert exp(torch.randn(3)).dtype == torch.float32
+        assert low(torch.randn(2, 3).double(), torch.randn(4, 3).double()).dtype == torch.float64
+
+
+def test_a_backward_is_told_which_gradients_are_needed():
+    told = []
+
+    def backward(grad: Tensor, needs_grad: tuple[bool, ...]):
+        told.append(needs_grad)
+        return grad, grad
+
+    @ops.operation("dunes_tests::sum_of_two", reference=torch.add, backward=backward)
+    def add(x: Tensor, factor: float, y: Tensor) -> Tensor:
+        return x + y
+
+    add(leaf(2), 1.0, torch.ones(2)).sum().backward()
+    add(torch.ones(2), 1.0, leaf(2)).sum().backward()
+    assert told == [(True, False), (False, True)]
+
+
+def test_kernels_get_real_tensors_alone():
+    @ops.operation("dunes_tests::kernel", reference=torch.exp, backward=exp_backward, kernels=Works())
+    def kernel(x: Tensor) -> Tensor:
+        assert type(x) is Tensor
+        return x.exp()
+
+    assert torch.equal(kernel(leaf(3)), leaf(3).exp())
+    with FakeTensorMode() as mode:
+        assert kernel(mode.from_tensor(torch.ones(3, 2))).shape == (3, 2)
 
 
 def test_second_derivatives_are_refused_and_transforms_take_the_reference():
@@ -134,6 +176,11 @@ def test_second_derivatives_are_refused_and_transforms_take_the_reference():
 class Fails:
     def missing(self, device):
         return "there is no such device"
+
+
+class Works:
+    def missing(self, device):
+        return None
 
 
 def test_where_kernels_are_missing_the_reference_is_computed_and_one_line_says_so():
@@ -275,6 +322,18 @@ def lambda_exp():
     return forward
 
 
+def test_times_are_those_of_what_is_right_and_ratios_over_the_reference(capsys):
+    def times(*options):
+        return ops.check(*options, reference=torch.exp, backend="aot_eager", seconds=1e-4).times
+
+    with pytest.raises(ValueError, match="reference"):
+        times(rough, [leaf(3)])
+    assert "time of a call" not in capsys.readouterr().out
+    assert [t.form for t in times(exp, [leaf(3)])] == ["eager", "compiled (aot_eager)"]
+    line = check_module._time_line(check_module.Times("eager", (1.0, 2.0), (4.0, 2.0)))
+    assert (line[3], line[6]) == ("2.00", "0.50")
+
+
 def test_a_wrong_count_of_gradients_is_refused_at_the_call():
     op = faulty(lambda_exp(), lambda grad, output: (grad, output), compiled="reference")
     with pytest.raises(ValueError, match="2 gradients for 1 tensor"):
@@ -334,6 +393,34 @@ def test_definitions_that_cannot_be_right_are_refused():
         quick(plain_exp, [2.0], reference=plain_exp)
 
 
+def test_what_is_no_tensor_is_refused_by_name():
+    with pytest.raises(ValueError, match="'x' is a float; expected a tensor"):
+        exp(2.0)
+
+    def listed(x: Tensor) -> list[Tensor]:
+        return [x.exp()]
+
+    with pytest.raises(ValueError, match="the forward returns a list; return a tuple of tensors"):
+        faulty(listed, lambda grads, outputs: grads[0] * outputs[0])
+    for backward, kind in ((lambda grad: 2.0, "float"), (lambda grad: [grad], "list")):
+        op = faulty(lambda_exp(), backward, compiled="reference")
+        with pytest.raises(ValueError, match=f"the backward's gradient for 'x' is a {kind}, not a tensor"):
+            op(leaf(2)).sum().backward()
+
+
+def test_an_operation_runs_on_meta_tensors_and_in_copies_of_what_holds_it():
+    assert exp(torch.empty(3, device="meta")).shape == (3,)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = exp
+
+    copied = deepcopy(Layer())
+    assert copied.act is exp
+    assert repr(exp) == f"<operation {exp.name}>"
+
+
 def own_operations():
     """Our own operations with arguments for each: what `ops.check` is given."""
     torch.manual_seed(0)
@@ -360,6 +447,8 @@ def own_operations():
     codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
     scaled = lambda x, codes, scale: F.linear(x, (codes.double() * scale.double()[:, None]).to(x.dtype))
     yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), scaled
+    forms = dynamic_int8.dynamic_int8, dynamic_int8.plain
+    yield "dynamic_int8", forms[0], (torch.randn(3, 32), codes, scale.float()), forms[1]
     yield "gram", gram, (torch.randn(20, 6),), plain_gram
 
 

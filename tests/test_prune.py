@@ -339,7 +339,9 @@ def test_other_layers_are_refused_and_a_head_of_its_own_is_pruned_on_request():
     attach(adapted, where="blocks.*.attn.q", rank=2)
     quantize(quantized, where="blocks.*.attn.q")
     for other, name in ((adapted, "AdaptedLinear"), (quantized, "NF4")):
-        with pytest.raises(ValueError, match=f"blocks.0.attn.q is {name}; prune the dense model"):
+        with pytest.raises(
+            ValueError, match=f"blocks.0.attn.q is {name}; expected a plain linear layer: merge adapters"
+        ):
             apply_change(other, "prune", ids=LONG)
 
 

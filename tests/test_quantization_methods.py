@@ -393,10 +393,14 @@ def test_zeros_are_among_the_values_of_hqq(sparsity):
     assert all(not layers[n].dense()[zero].any() for n, zero in zeros.items())
 
 
-def test_a_model_with_adapters_is_not_calibrated():
+@pytest.mark.parametrize(
+    ("adapters", "advice"),
+    [("lora", "merge adapters"), ("lora-experts", "LoRA experts cannot be merged: make this change before")],
+)
+def test_a_model_with_adapters_is_not_calibrated(adapters, advice):
     model = model_of()
-    apply_change(model, "lora", rank=2)
-    with pytest.raises(ValueError, match="merge adapters"):
+    apply_change(model, adapters, rank=2)
+    with pytest.raises(ValueError, match=advice):
         apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS)
 
 

@@ -173,3 +173,18 @@ def test_a_tied_head_is_refused_by_name(request_):
     model = llama.build(llama.Config(**sizes, context_length=32, tied=True))
     with pytest.raises(ValueError, match="head: has the embedding's matrix, which is not quantized"):
         quantize(model, **request_)
+
+
+@pytest.mark.parametrize("inputs", [128, 100])
+def test_a_row_in_int8_is_the_same_alone_and_among_many(inputs):
+    """As greedy text with and without proposals is, whose rows are read one by one or several at once."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(inputs, 64).bfloat16(), torch.randn(40, inputs).bfloat16()
+    layer = Int8(linear)
+    layer.fill(linear.weight.detach())
+    with torch.no_grad():
+        many = layer(x)
+        for rows in (1, 4, 5):
+            assert (layer(x[:rows]) - many[:rows]).norm() <= 5e-4 * many[:rows].norm()
+        dense = F.linear(x.double(), layer.codes.double() * layer.scale.double(), linear.bias.double())
+    assert (many - dense).norm() <= 3e-3 * dense.norm()

@@ -8,7 +8,7 @@ import torch
 
 from dunes import checkpoint
 from dunes.cli import verbs
-from dunes.generate import PrefixCache, generate, look_up
+from dunes.generate import PrefixCache, Proposal, generate, look_up
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for
@@ -292,6 +292,22 @@ def test_proposals_and_rollbacks_write_the_same_text():
     assert [t.id for t in generate(model, prompt, cache=cache, **options)] == want, (
         "the text again, from its prompt"
     )
+
+
+@pytest.mark.parametrize(("right", "wrong"), [(0, 60), (2, 30), (15, 1)])
+def test_long_proposals_that_fail_leave_no_trace(right, wrong):
+    """However many ids are proposed, no more are evaluated than the cache drops without a trace."""
+    model, prompt = made(), [*range(1, 22), *range(20, 0, -1)]
+    options = {"limit": 60, "context_length": 160}
+    format = CacheFormat(2, group=8, residual=5)
+    want = [t.id for t in generate(model, prompt, cache=PrefixCache(model, format=format), **options)]
+
+    def propose(ids, limit, sample):
+        follows = want[len(ids) - len(prompt) :]
+        return Proposal([*follows[:right], *((i + 1) % 50 for i in follows[right : right + wrong])])
+
+    cache = PrefixCache(model, format=format)
+    assert [t.id for t in generate(model, prompt, cache=cache, proposer=propose, **options)] == want
 
 
 def test_a_step_and_a_format_are_refused():

@@ -125,6 +125,13 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
     assert largest < 5e-6
 
 
+def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
+    model = model_of(tied=False)
+    graph = export_step(Step(model).eval(), example_cache(model)).graph
+    sums = [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
+    assert not sums
+
+
 def example_cache(model):
     cache = cache_for(model, 1, 8)
     with torch.no_grad():
@@ -324,8 +331,13 @@ def edit(requests, cache, n):
         requests[0].ids[5] = 1
 
 
+def choose_otherwise(requests, cache, n):
+    if n == 9:
+        requests[0].sample = Fresh()
+
+
 @AHEAD
-@pytest.mark.parametrize("between", [next_request, truncate, edit])
+@pytest.mark.parametrize("between", [next_request, truncate, edit, choose_otherwise])
 def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
     model = model_of(tied=False)
     want = tokens_of(model, None, {}, between)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from dunes import tree
+from dunes.augment.quantize import Int8
 from dunes.models import mixtral, qwen3
 
 
@@ -190,3 +191,16 @@ def test_what_is_no_entry_or_no_list_is_refused_with_its_place(model):
     with pytest.raises(ValueError, match="blocks: the model already has this Block; insert a copy"):
         tree.insert(model, "blocks", 0, model.blocks[4])
     assert dict(model.named_modules()) == before
+
+
+def test_count_refuses_parameters_without_a_shape_by_name():
+    with pytest.raises(ValueError, match=r"1\.weight has no shape yet; run the network once"):
+        tree.count(nn.Sequential(nn.Linear(2, 3), nn.LazyLinear(4)))
+
+
+def test_codes_of_quantized_weights_count_but_are_not_trainable():
+    network = nn.Sequential(nn.Linear(32, 3), nn.Linear(3, 2))
+    network[0] = Int8(network[0])
+    biases = 3 + 2
+    assert tree.count(network) == 32 * 3 + 3 * 2 + biases
+    assert tree.count(network, trainable=True) == sum(p.numel() for p in network.parameters() if p.requires_grad)

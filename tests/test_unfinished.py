@@ -1,11 +1,15 @@
 """A change from folder to folder is the one in memory bit for bit, and goes on after a kill at any block."""
 
+import builtins
 import errno
+import io
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import make_change
 from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.unfinished import STATES, WEIGHTS, Unfinished
+from dunes.runs import comparison
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.score import calibration_ids
 from killed_runs import PROCESSES
@@ -135,8 +140,9 @@ def stopped(folder, form, out, monkeypatch, after=2, error=Stop, then=lambda: No
             raise error
         return result
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, warnings.catch_warnings():
         patch.setattr(Unfinished, "keep", keep)
+        warnings.simplefilter("ignore")  # that finished parts are kept
         with pytest.raises(error):
             make(folder, form, out)
 
@@ -216,6 +222,79 @@ def test_a_full_disk_or_an_interrupt_keeps_what_is_finished_and_says_where(made,
     assert sorted(os.listdir(out / ".unfinished")) == ["change.json", "part-00000"]
     make(made, "sparsegpt", out)
     assert contents(out) == contents(made / "sparsegpt")
+
+
+MEASURED = {
+    "size": 1,
+    "memory": 1,
+    "prefill": 1.0,
+    "decode": 1.0,
+    "form": "the modules",
+    "loss": None,
+    "tokens": 0,
+    "top": [],
+}
+
+
+def fill_disk(patch, folder, number):
+    """Of files that are written below this folder, number `number` and all later ones meet a full disk."""
+    count, real = [0], open
+
+    def limited(file, mode="r", *arguments, **options):
+        writes = {*mode} & {*"wax+"} and isinstance(file, str | Path) and Path(file).is_relative_to(folder)
+        count[0] += bool(writes)
+        if writes and count[0] >= number:
+            with real(file, "wb") as begun:
+                begun.write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, mode, *arguments, **options)
+
+    patch.setattr(builtins, "open", limited)
+    patch.setattr(io, "open", limited)
+
+
+@pytest.mark.parametrize(
+    ("form", "first", "again"),
+    [("sparsegpt", 2, 6), pytest.param("int8", 1, 10, marks=pytest.mark.slow)],
+)
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(
+    made, tmp_path, monkeypatch, form, first, again
+):
+    """Of blocks, the model, the card and the picture; the same command goes on afterwards."""
+    monkeypatch.setattr(comparison, "_measured", lambda *arguments: dict(MEASURED))
+    out = tmp_path / "full" / "out"
+    for number in itertools.count(first, 3):
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fill_disk(patch, tmp_path / "full", number)
+            try:
+                make(made, form, out, validation=())
+                break
+            except OSError as error:
+                assert str(out) in str(error.filename)  # noqa: PT017
+        left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+        assert all(name.startswith(PARTS) for name in left)
+        assert out.exists() == any(name.endswith("part.json") for name in left)
+        if number == again:
+            make(made, form, out, validation=())
+            assert contents(out)["model.safetensors"] == contents(made / form)["model.safetensors"]
+        shutil.rmtree(out, ignore_errors=True)
+    assert number > 15
+    assert contents(out)["model.safetensors"] == contents(made / form)["model.safetensors"]
+
+
+PARTS = (".unfinished/part-", ".unfinished/change.json")
+
+
+def test_a_full_disk_for_temporary_files_costs_the_measurement_alone(made, tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(comparison, "_measured", lambda *arguments: dict(MEASURED))
+    with monkeypatch.context() as patch:
+        fill_disk(patch, tmp_path / "scratch", 1)
+        lines = make(made, "int8", tmp_path / "out", validation=(str(made / "text.txt"),))
+    assert [line for line in lines if line.startswith("not measured: ") and "No space left on device" in line]
+    assert checkpoint.load(tmp_path / "out").architecture.changes
 
 
 def test_a_change_that_fails_leaves_nothing(made, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from copy import deepcopy
 
 import pytest
 import torch
@@ -235,3 +236,126 @@ def test_what_is_selected_moves_and_stays_the_same_object():
         tree.move(network, "gone", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"selects no parameter; out\.weight is first\.weight"):
         tree.freeze(network, "out.weight")
+
+
+def test_nothing_is_recorded_afterwards_by_graphs_and_copies_made_inside():
+    network, calls = ConvNet().eval(), []
+    with tree.hooks(network, "**", lambda *a: calls.append(a), lambda *a: calls.append(a)):
+        output, copied = network(torch.rand(2, 1, 28, 28)), deepcopy(network)
+    before = len(calls)
+    output.sum().backward()  # through tensors whose hooks stayed in the graph
+    copied(torch.rand(2, 1, 28, 28)).sum().backward()
+    assert len(calls) == before > 0
+
+
+def test_one_watch_inside_another_sees_the_same_and_ends_alone():
+    network, x = ConvNet().eval(), torch.rand(2, 1, 28, 28)
+    tables = hook_tables(network)
+    with tree.statistics(network) as outer:
+        with pytest.raises(KeyError), tree.hooks(network, "conv1", lambda *_: {}["raised by a hook"]):
+            network(x)
+        with tree.statistics(network) as inner:
+            network(x).sum().backward()
+        network(x)
+    assert inner["head"].calls == 1
+    assert outer["head"].calls == 2
+    assert inner["conv2"].gradient == outer["conv2"].gradient
+    assert hook_tables(network) == tables
+
+
+def test_tensors_without_plain_values_are_not_counted():
+    record = tree.Statistics()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for tensor in (torch.ones(2, 2).to_sparse(), nested, torch.ones(3, device="meta"), torch.ones(0)):
+        record.add(tensor)
+    assert not record.count
+
+
+class Delegating(nn.Module):
+    """As wrappers do it: whatever it does not have is looked for inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(4, 3)
+
+    def __getattr__(self, name):
+        if name in ("module", "_parameters", "_buffers", "_modules"):
+            return super().__getattr__(name)
+        return self.module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_networks_that_pass_attributes_on_or_are_scripted_have_places_and_tables(capsys):
+    network = Delegating()
+    assert [place.name for place in tree.places(network)] == ["module"]
+    with tree.statistics(network) as seen:
+        network(torch.rand(2, 4))
+    assert {name: record.calls for name, record in seen.items()} == {"module": 1}
+    assert [layer.type for layer in tree.layers(network)] == ["Delegating", "Linear"]
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    assert tree.freeze(scripted, "1.**") == ["1.0.weight", "1.0.bias"]
+    tree.print_layers(tree.layers(scripted, torch.rand(2, 4)))
+    assert "not called" not in capsys.readouterr().out
+    with (
+        pytest.raises(ValueError, match="1: a ScriptModule, whose parts call no hooks"),
+        tree.statistics(scripted),
+    ):
+        pass
+    with pytest.raises(ValueError, match=r"1\.0: a part of a ScriptModule"):
+        tree.replace(scripted, "1.0", lambda m: m)
+    assert not any(m._forward_hooks for m in scripted.modules() if not isinstance(m, torch.jit.ScriptModule))
+
+
+def test_a_network_that_is_one_module_is_said_to_have_no_places():
+    with pytest.raises(ValueError, match=r"this Linear has no modules inside; put it into an nn\.Sequential"):
+        tree.find(nn.Linear(2, 2))
+
+
+class ByValues(nn.Module):
+    """Whose shapes depend on values, so that it runs itself; it draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(4), nn.Dropout()
+
+    def forward(self, x):
+        return self.dropout(self.norm(x))[torch.rand(len(x)).argsort()][x[:, 0] > 0.5]
+
+
+def test_a_network_that_must_run_itself_is_not_changed_and_draws_no_number():
+    network, x = ByValues(), torch.rand(6, 4)
+    tables = hook_tables(network)
+    before, state = {k: v.clone() for k, v in network.state_dict().items()}, torch.get_rng_state()
+    assert tree.layers(network, x)[1].calls == 1
+    assert all(torch.equal(v, before[k]) for k, v in network.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert network.training
+    assert hook_tables(network) == tables
+    with pytest.raises(ValueError, match="the example does not fit at norm"):
+        tree.layers(network, torch.rand(6, 5))
+    assert hook_tables(network) == tables
+
+
+def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(capsys):
+    network = nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2), "norm": nn.BatchNorm1d(3)})
+    network["right"].weight = network["left"].weight
+    sizes = {layer.name: layer.bytes for layer in tree.layers(network)}
+    assert sizes["norm"] == 4 * (2 * 3 + 2 * 3) + 8  # weight, bias, running mean and variance; a count of batches
+    assert sizes[""] == sizes["norm"] + 4 * (4 + 2 + 2)
+
+    class Held(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside = network
+
+        def forward(self, x):
+            return self.inside["left"](x) + self.inside["right"](x)
+
+    tree.print_layers(tree.layers(Held(), torch.rand(3, 2)))
+    lines = {words[0]: words for line in capsys.readouterr().out.splitlines() if (words := line.split())}
+    assert {"left", "right"} <= lines.keys(), "equal modules with names of their own stand apart"
+    assert "not" not in lines["inside"], "a container is not called, and that is no news"
+    assert lines["norm"][2:4] == ["not", "called"]

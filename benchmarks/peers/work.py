@@ -8,8 +8,9 @@ is compared) and a function. It is run as
 
 `decode`, `prefill` and `first` are functions (work, setting) -> answer, where answer(ids, new) gives so many
 new ids after the others, the likeliest each time. `decode16` and `decode64` are the same for several prompts of
-one length: answer(prompts, new) gives the new ids of each. `train` is a function (work, setting, watch) that
-trains from the folder's weights, tells `watch` each step's loss, and stops when that says so.
+one length: answer(prompts, new) gives the new ids of each. The rate of `decode` is that of the tokens after the
+first one: the time until that, which is the prompt's, is subtracted. `train` is a function (work, setting, watch)
+that trains from the folder's weights, tells `watch` each step's loss, and stops when that says so.
 
 `first` is timed from outside: a new process imports the library, loads the model, prints the first id, and ends.
 """
@@ -69,13 +70,23 @@ def answering(work: Work, answer: Any, task: str) -> dict[str, Any]:
     asked = pieces(work, task)
     start = time.perf_counter()
     output = flatten([answer(*piece) for piece in asked])
-    warm, times = time.perf_counter(), []
+    first = [(asked[0][0], 1)] if task == "decode" else []
+    flatten([answer(*piece) for piece in first])
+    warm, times, firsts = time.perf_counter(), [], []
     while not times or time.perf_counter() - warm < work.seconds:
-        before = time.perf_counter()
-        answer(*asked[len(times) % len(asked)])
-        times.append(time.perf_counter() - before)
+        times.append(seconds_of(answer, *asked[len(times) % len(asked)]))
+        firsts += [seconds_of(answer, *piece) for piece in first]
     tokens = len(work.prompts[0]) if task == "prefill" else len(output)
-    return {"output": output, "rate": tokens / median(times), "warmup": warm - start}
+    row = {"output": output, "rate": tokens / median(times), "warmup": warm - start}
+    if first:
+        row |= {"with_prompt": row["rate"], "rate": (tokens - 1) / (median(times) - median(firsts))}
+    return row
+
+
+def seconds_of(answer: Any, *asked: Any) -> float:
+    before = time.perf_counter()
+    answer(*asked)
+    return time.perf_counter() - before
 
 
 def pieces(work: Work, task: str) -> list[tuple[Any, int]]:

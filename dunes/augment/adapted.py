@@ -268,6 +268,16 @@ def _dtype(base: nn.Module) -> torch.dtype:
     return cast(torch.dtype, base.dtype) if hasattr(base, "dtype") else cast(Tensor, base.weight).dtype
 
 
+def how_to_make_dense(module: nn.Module | None) -> str:
+    """What the user can do where a plain linear layer is expected, for the end of an error."""
+    if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
+        return "a mixture of LoRA experts cannot be merged: make this change before that one"
+    return (
+        "merge adapters (dunes augment merge), and start from the model before it was quantized "
+        "or from its dense weights (dunes export --to hf)"
+    )
+
+
 def dense(module: nn.Module) -> Tensor:
     """The dense matrix (O, I) of a linear layer, or the table of an embedding, also if quantized."""
     make = getattr(module, "dense", None)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment.adapted import how_to_make_dense
 from dunes.ops.experts import one_by_one
 from dunes.ops.gram import add_gram, mirror
 from dunes.parts import Decoder
@@ -256,8 +257,7 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
         if not isinstance(module, nn.Linear):
             kind = "no module" if module is None else type(module).__name__
             raise ValueError(
-                f"{name} is {kind}; calibration needs dense linear layers: merge adapters (dunes augment merge) "
-                "and start from the model that is not quantized"
+                f"{name} is {kind}; calibration needs dense linear layers: {how_to_make_dense(module)}"
             )
         if not name.startswith("blocks.") and name != "head":
             raise ValueError(f"{name}: only layers of blocks and the head are calibrated")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment.adapted import how_to_make_dense
 from dunes.models.mixture import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
 from dunes.steps import each
@@ -34,7 +35,7 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
             if type(layer) not in (MLP, GatedMLP) and not tree.is_dense(layer):
                 raise ValueError(
                     f"{place}{'.' * bool(name)}{name} is {type(layer).__name__}; expected a plain linear layer: "
-                    "merge adapters (dunes augment merge) and dequantize (dunes export --to hf) first"
+                    f"{how_to_make_dense(layer)}"
                 )
     return selected
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import sides
+from dunes.augment.adapted import how_to_make_dense, sides
 from dunes.augment.change import Change
 from dunes.augment.masked import unmask_linears
 from dunes.augment.quantized import Quantized
@@ -63,7 +63,7 @@ def _check_dense(model: nn.Module) -> None:
         if isinstance(tree.innermost(place.module), Quantized):
             raise ValueError(f"{place.name}: quantized; expand the dense model, and quantize the result")
         if tree.innermost(place.module) is not place.module:
-            raise ValueError(f"{place.name}: it has adapters; merge them first, or expand the model without them")
+            raise ValueError(f"{place.name}: it has adapters: {how_to_make_dense(place.module)}")
 
 
 def describe(change: Change) -> str:

@@ -7,14 +7,32 @@ Each row is packed by itself, from the lowest bit of its first byte up (4 bits: 
 # Shapes: I inputs, O outputs, G groups of a row.
 
 import math
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dunes.augment.quantized import Grid, Quantized, Steps, contiguous, nibbles, row_sums
+from dunes.ops import int4_linear
+
+PAIR_OFFSET, DENSE_ROWS = 128, 128
+"""What is added to codes that become bfloat16, and the rows that are dequantized at once."""
+
+
+class _Kept(NamedTuple):
+    """A matrix, identities and versions of the tensors that it was made from, and those of them but the key."""
+
+    matrix: int4_linear.PackedInt4
+    state: list[tuple[int, int]]
+    parts: list[Tensor]
+
+
+PACKED: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()
+"""Matrices by their codes, and gone with them: copies of a model and its folders know nothing of them."""
 
 
 class GroupInt(Quantized):
@@ -50,6 +68,27 @@ class GroupInt(Quantized):
         self.scale.copy_(steps.scale)
         if self.zero is not None:
             self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.codes.is_inference() or not int4_linear.fits(
+            x, self.out_features, self.grid.width(self.in_features)
+        ):
+            return super().product(x)
+        y = int4_linear.int4_linear(x, self._packed())
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def _packed(self) -> int4_linear.PackedInt4:
+        """The matrix as the kernel for few rows reads it, kept as long as the codes, in as much memory."""
+        parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
+        state = [(id(t), t._version) for t in parts]
+        kept = PACKED.get(self.codes)
+        if kept is None or kept.state != state:
+            bits, (scale, zero) = self.grid.bits, self.steps()
+            middle = int4_linear.MIDDLE - 2 ** (bits - 1)  # the nearer to it, the smaller is what is rounded
+            codes = unpack(self.codes, bits, self.in_features) + middle
+            kept = _Kept(int4_linear.pack(codes, scale, zero + middle), state, parts[1:])
+            PACKED[self.codes] = kept
+        return kept.matrix
 
     def _has_pairs(self) -> bool:
         """Whether all groups are equally long and have an even number of codes."""
@@ -100,10 +139,33 @@ class GroupInt(Quantized):
     def dense(self) -> Tensor:
         # A code less a zero point, and its product with a scale before it is rounded, are exact in bfloat16.
         exact = self.dtype == torch.bfloat16 and not self.grid.real_zero
+        eager = self.codes.device.type == "cpu" and not torch.compiler.is_compiling()
+        if eager and exact and self.grid.bits == 4 and self._has_pairs():
+            return self._dense_by_pairs()
         dtype = torch.bfloat16 if exact else torch.float32
         scale, zero = (s.to(dtype)[..., None] for s in self.steps())
         codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).to(dtype))
         return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
+
+    def _dense_by_pairs(self) -> Tensor:
+        """The dense matrix of 4-bit codes in bfloat16, made in rows that stay in the CPU's cache."""
+        scale, zero = (s.to(torch.bfloat16)[..., None] for s in self.steps())
+        zero = zero + PAIR_OFFSET
+        dense = scale.new_empty(*scale.shape[:2], self.in_features // scale.shape[1])
+        for i in range(0, self.out_features, DENSE_ROWS):
+            rows = slice(i, i + DENSE_ROWS)
+            codes = _pairs(self.codes[rows]).view_as(dense[rows])
+            torch.mul(codes.sub_(zero[rows]), scale[rows], out=dense[rows])
+        return dense.flatten(1)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Bytes of two 4-bit codes (O, N) -> these codes and `PAIR_OFFSET` (O, 2 N) in bfloat16.
+
+    The numbers from 128 to 255 are whole in bfloat16, and their last four bits are those of a code: 0x4300 is 128.
+    """
+    words = codes.to(torch.int32)
+    return words.mul_(1 + 2**12).bitwise_and_(0x000F000F).bitwise_or_(0x43004300).view(torch.bfloat16)
 
 
 def packed_bytes(count: int, bits: int) -> int:

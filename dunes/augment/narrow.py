@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change
 from dunes.augment.masked import MaskedLinear
@@ -112,8 +113,7 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
 def _sides(name: str, linear: Any) -> tuple[int, int]:
     if not tree.is_dense(linear):
         raise ValueError(
-            f"{name} has a {type(linear).__name__}; narrow the dense model: before it is quantized, and after "
-            "adapters are merged (dunes augment merge)"
+            f"{name} has a {type(linear).__name__}; expected a plain linear layer: {how_to_make_dense(linear)}"
         )
     return linear.out_features, linear.in_features
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import sparsegpt
-from dunes.augment.adapted import keeps_zeros
+from dunes.augment.adapted import how_to_make_dense, keeps_zeros
 from dunes.augment.calibrate import (
     Gram,
     States,
@@ -95,8 +95,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
             linears[place.name] = place.module
         elif not any(True for _ in tree.innermost(place.module).children()):
             raise ValueError(
-                f"{place.name} is {type(place.module).__name__}; prune the dense model: before it is quantized, "
-                "and after adapters are merged (dunes augment merge)"
+                f"{place.name} is {type(place.module).__name__}; expected a plain linear layer: "
+                f"{how_to_make_dense(place.module)}"
             )
     return linears
 

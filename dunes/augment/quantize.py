@@ -59,7 +59,9 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        if not is_few(x):
+        # In bfloat16 scaled sums are more exact than a matrix rounded to it, with any number of rows. In float32
+        # many rows have the bits of training and of adapters. In float16 a sum over codes could overflow.
+        if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -93,8 +93,9 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
     if wrong := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
-    results, dtypes_and_threads = [], _dtypes_and_threads(name, request)
-    for subject in _subjects(request):
+    subjects, results = [*_subjects(request)], []  # before measurements, which take seconds
+    dtypes_and_threads = _dtypes_and_threads(name, request)
+    for subject in subjects:
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
             raise ValueError(

@@ -4,10 +4,11 @@ from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.forms.adapter import load_adapter, save_adapter
 from dunes.checkpoint.forms.architecture import Architecture
+from dunes.checkpoint.forms.function_import import cards_trusted, trust_cards
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
-from dunes.checkpoint.network import load_network, load_weights, save_weights
+from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "LoadedModel",
     "Snapshot",
     "base_identity",
+    "cards_trusted",
     "describe",
     "hf_config_of",
+    "is_network",
     "latest_state",
     "load",
     "load_adapter",
@@ -30,4 +33,5 @@ __all__ = [
     "save_state",
     "save_weights",
     "snapshot",
+    "trust_cards",
 ]

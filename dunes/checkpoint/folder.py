@@ -344,7 +344,6 @@ def open_verified_source(
     renames: Mapping[str, str] | None = None,
     max_bytes: float = atomic.LARGE,
     build: Build | None = None,
-    trust_code: bool = False,
 ) -> Source:
     """`open_source` for a folder whose files agree with its card, if it has one.
 
@@ -352,7 +351,7 @@ def open_verified_source(
     """
     folder = readable_folder(folder)
     card = verified_card(folder, max_bytes)  # first, since it names the file that was changed
-    return replace(open_source(folder, renames, build, trust_code), card=card)
+    return replace(open_source(folder, renames, build), card=card)
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dunes.checkpoint.folder import (
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.forms.architecture import Build
+from dunes.checkpoint.forms.function_import import trust_cards
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
 from dunes.parts import Decoder
@@ -58,12 +59,13 @@ def load(
     def read(readable: Path) -> LoadedModel:
         if is_adapter(readable):
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
-        loaded = load_source(open_verified_source(readable, build=build, trust_code=trust_code), device)
+        loaded = load_source(open_verified_source(readable, build=build), device)
         if adapters:
             prepare_base(loaded.model, adapters, any_base)
         return loaded
 
-    return read_consistently(Path(folder), read)
+    with trust_cards(trust_code):
+        return read_consistently(Path(folder), read)
 
 
 def load_with_tokenizer(
@@ -71,12 +73,11 @@ def load_with_tokenizer(
     device: torch.device | str = "cpu",
     any_base: bool = False,
     adapters: Sequence[Path] = (),
-    trust_code: bool = False,
 ) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # raises before anything is read
-    return load(folder, device, any_base, adapters=adapters, trust_code=trust_code)
+    return load(folder, device, any_base, adapters=adapters)
 
 
 def tokenizer_folder(folder: Path) -> Path:

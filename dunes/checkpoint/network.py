@@ -21,10 +21,17 @@ from dunes.checkpoint.folder import (
 )
 from dunes.checkpoint.forms import architecture as architectures
 from dunes.checkpoint.forms.architecture import Architecture, Build, has_own_form
-from dunes.checkpoint.forms.card import CARD
+from dunes.checkpoint.forms.card import CARD, read_card
+from dunes.checkpoint.forms.function_import import trust_cards
 from dunes.checkpoint.source import own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, summarize
 from dunes.steps import advance
+
+
+def is_network(folder: Path | str) -> bool:
+    """Whether a folder has a network that is no language model, by its card."""
+    card = read_card(readable_folder(Path(folder)))
+    return has_own_form(card) and card.get("context_length") is None
 
 
 def load_network(
@@ -37,10 +44,11 @@ def load_network(
     """
 
     def read(readable: Path) -> nn.Module:
-        source = open_verified_source(readable_folder(readable), build=build, trust_code=trust_code)
+        source = open_verified_source(readable_folder(readable), build=build)
         return load_decoder(source).to(device).eval()
 
-    return read_consistently(Path(folder), read)
+    with trust_cards(trust_code):
+        return read_consistently(Path(folder), read)
 
 
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:

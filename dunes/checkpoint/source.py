@@ -170,19 +170,18 @@ def open_source(
     folder: Path,
     renames: Mapping[str, str] | None = None,
     build: Build | None = None,
-    trust_code: bool = False,
 ) -> Source:
     """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
 
     `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
-    that builds a model of no family; with `trust_code`, that in the card is imported.
+    that builds a model of no family; inside of `trust_cards`, that in the card is imported.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
     if has_own_form(card := cards.read_card(folder)):
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
-        return _open_own(folder, card, build, trust_code)
+        return _open_own(folder, card, build)
     if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
@@ -204,8 +203,8 @@ def open_source(
     raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
 
 
-def _open_own(folder: Path, card: dict[str, Any], build: Build | None, trust_code: bool) -> Source:
-    architecture = Architecture.of_card(card, folder / cards.CARD, build, trust_code)
+def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
+    architecture = Architecture.of_card(card, folder / cards.CARD, build)
     adapters = [change.request.get("adapter") for change in architecture.changes]
     if (active := card.get("adapter")) is not None and active not in adapters:
         raise ValueError(

@@ -97,6 +97,11 @@ class Unfinished:
         if self._begun:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def remove_if_empty(self) -> None:
+        """Delete the folder if it has no part of any change."""
+        if self._begun and not [*self.folder.glob("part-*")]:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def _record(self, change: Change, ids: Tensor | None) -> dict[str, Any]:
         """All that the parts depend on."""
         text = None if ids is None else sha256(ids.cpu().contiguous().numpy().data).hexdigest()

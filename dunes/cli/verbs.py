@@ -30,12 +30,6 @@ Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dt
 Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
-TrustCode = Annotated[
-    bool,
-    tyro.conf.arg(
-        help="Import the function that the model's card names, which runs code outside of this package."
-    ),
-]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
 CHAT = SamplingOptions(temperature=0.7, tokens=400)
@@ -137,7 +131,6 @@ def generate(
     draft: Annotated[str | None, flag("MODEL", "none")] = None,
     cache: CacheBits = None,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> int:
     """Generate text, streamed.
 
@@ -160,7 +153,7 @@ def generate(
     sample, tokens = sampling.sampler(), sampling.tokens
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     if (format := _cache_format(cache)) is not None:
         generator = TextGenerator(loaded, format=format)
     else:
@@ -292,7 +285,6 @@ def complete(
     place: Annotated[str | None, tyro.conf.Positional, flag("FILE:LINE:COLUMN", "standard input")] = None,
     *,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> None:
     """Complete the current line of code or text.
 
@@ -312,7 +304,7 @@ def complete(
     prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))
 
 
@@ -329,7 +321,6 @@ def evaluate(
     limit: Annotated[int | None, flag("DOCUMENTS", "all")] = None,
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
-    trust_code: TrustCode = False,
 ) -> None:
     """Evaluate on text (loss in nats/token, perplexity, bits/byte), or on tasks of lm-evaluation-harness.
 
@@ -357,7 +348,7 @@ def evaluate(
     from dunes.runs.score import score_folder
     from dunes.units import plural
 
-    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links, "trust_code": trust_code}
+    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
     options = {k: v for k, v in options.items() if v}
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)
     print(
@@ -383,7 +374,6 @@ def inspect(
     values: bool = False,
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
-    trust_code: TrustCode = False,
 ) -> int:
     """Show what a model folder contains, how much memory it needs, and whether it would load, without loading it.
 
@@ -410,7 +400,7 @@ def inspect(
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = open_source(readable_folder(folder), trust_code=trust_code)
+    source = open_source(readable_folder(folder))
     verdict = inspection.judge(source)
     for line in inspection.describe_folder(source, verdict):
         print(line)
@@ -458,6 +448,9 @@ def convert(
     _convert(source, out, dtype, names)
 
 
+Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
+
+
 def export(
     model: Model,
     out: Out,
@@ -466,15 +459,19 @@ def export(
     dtype: Annotated[
         Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
     ] = None,
+    example: Example = (),
 ) -> None:
     """Write a model as a verified plain Hugging Face folder, or in a form for other programs.
 
     Example: dunes export runs/project ~/models/project.gguf --to gguf --dtype q8_0
 
+    Example: dunes export runs/digits digits-native --to cpp --example 1 28 28
+
     Args:
         to: Format: hf (Hugging Face), gguf (llama.cpp), compressed-tensors (a quantized model's codes as they are,
             for transformers and others), cpp (a folder for C and C++ without Python), or onnx (without a cache).
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
+        example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
     """
     if to not in ("hf", *_EXPORTS):
         raise ValueError(
@@ -486,10 +483,30 @@ def export(
     if to in ("compressed-tensors", "onnx") and dtype is not None:
         stored = "codes are written as they are" if to != "onnx" else "weights are written in float32"
         raise ValueError(f"--dtype {dtype}: {stored}; omit it")
-    if to == "hf":
+    if _exports_network(model, to, dtype, example):
+        _NETWORK_EXPORTS[to](model, out, example)
+    elif to == "hf":
         _convert(model, out, dtype)
     else:
         _EXPORTS[to](model, out, dtype)
+
+
+def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
+    """Whether the folder has no language model. Raises ValueError for options that do not fit."""
+    from dunes import checkpoint
+
+    folder = checkpoint.locate_model(model).folder
+    if not checkpoint.is_network(folder):
+        if example:
+            raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
+        return False
+    if to not in _NETWORK_EXPORTS:
+        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(_NETWORK_EXPORTS)}")
+    if dtype is not None:
+        raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
+    if not example or min(example) < 1:
+        raise ValueError("--example is missing: the sizes of the network's input, as in --example 1 28 28")
+    return True
 
 
 def _export_gguf(model: str, out: Path, dtype: str | None) -> None:
@@ -515,10 +532,15 @@ def _export_cpp(model: str, out: Path, dtype: str | None) -> None:
     check_target(out)
     loaded = checkpoint.load(checkpoint.locate_model(model, verify=True).folder)
     line = export_native(loaded, out, getattr(torch, dtype) if dtype else None, partial(print, flush=True))
+    _print_native(out, line, '"..."')
+
+
+def _print_native(out: Path, line: str, arguments: str) -> None:
     print(f"{out}: {line}")
     python = "\"$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')\""
-    print(f"next: cmake -S {out} -B build -DCMAKE_PREFIX_PATH={python} && cmake --build build")
-    print(f'then: build/dunes {out} "..."')
+    folder = quote(str(out))
+    print(f"next: cmake -S {folder} -B build -DCMAKE_PREFIX_PATH={python} && cmake --build build")
+    print(f"then: build/dunes {folder} {arguments}")
 
 
 def _export_onnx(model: str, out: Path, dtype: str | None) -> None:
@@ -528,12 +550,34 @@ def _export_onnx(model: str, out: Path, dtype: str | None) -> None:
     print(f"{out}: {export_onnx(checkpoint.load(checkpoint.locate_model(model, verify=True).folder), out)}")
 
 
+def _export_network_cpp(model: str, out: Path, sizes: tuple[int, ...]) -> None:
+    import torch
+
+    from dunes import checkpoint
+    from dunes.runs.export_native import check_target, export_network
+
+    check_target(out)
+    network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
+    _print_native(out, export_network(network, torch.rand(sizes), out), "--image FILE.pgm")
+
+
+def _export_network_onnx(model: str, out: Path, sizes: tuple[int, ...]) -> None:
+    import torch
+
+    from dunes import checkpoint
+    from dunes.runs.export_onnx import write_onnx
+
+    network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
+    print(f"{out}: {write_onnx(network, torch.rand(sizes), out)}, of an input of {' x '.join(map(str, sizes))}")
+
+
 _EXPORTS: Mapping[str, Callable[[str, Path, str | None], None]] = {
     "gguf": _export_gguf,
     "compressed-tensors": _export_packed,
     "cpp": _export_cpp,
     "onnx": _export_onnx,
 }
+_NETWORK_EXPORTS = {"cpp": _export_network_cpp, "onnx": _export_network_onnx}
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:

@@ -13,6 +13,7 @@ from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler
 from dunes.generate.speculate import Proposal, Proposer, choose
 from dunes.parts import vocabulary_size
+from dunes.parts.quantized_cache import SLACK
 
 GREEDY = Sampler()
 
@@ -133,16 +134,23 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
     if (steps := cache.scores(text, follows=follows)) is None:
         return None
     scores, sample = steps[0], request.sample
-    id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))
+    if sample.returns_best(scores.best):
+        return Token(scores.best, scores.logprob(scores.best))
+    if scores.all_logits is None:  # the sampler is another one since they were computed
+        if (steps := cache.scores(text)) is None:
+            return None
+        (scores,) = steps
+    id = int(sample(scores.logits, request.ids))
     return Token(id, scores.logprob(id))
 
 
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` of the context and into the request's limit.
 
-    It is empty for a model that reads whole texts, whose logits may depend on all ids of a forward.
+    It is empty for a model that reads whole texts, whose logits may depend on all ids of a forward. A cache in few
+    bits gets no more than it can drop without a trace.
     """
-    room = min(room, request.end - len(request.ids) - 1)
+    room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
         return Proposal()
     proposal = request.proposer(request.ids, room, request.sample)

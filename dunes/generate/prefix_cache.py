@@ -24,7 +24,7 @@ CHUNK = 2048
 MAX_STEPPED, IN_FLOAT32 = 16, 8
 """New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M,
 15 at 1.1B; with matrices in float32 16, 9 and 10."""
-AHEAD = 4e-3
+AHEAD = 8e-3
 """Seconds during which the most probable ids may be computed before they are asked for."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
@@ -134,24 +134,25 @@ class PrefixCache:
             if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse
                 return None
             if follows and cache.window is None:
-                self._go_on(held, scores[-1], follows, began + AHEAD)
+                self._go_on(held, scores[-1].best, follows, began + AHEAD)
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
             return None
-        self.ids[0], self.vocab = held, self.vocab or scores[0].all_logits.shape[-1]
+        self.ids[0], self.vocab = held, self.vocab or len(scores[0].logits)
         return scores[-last:]
 
-    def _go_on(self, held: list[int], last: Scores, follows: Callable[[int, int], bool], until: float) -> None:
+    def _go_on(self, held: list[int], best: int, follows: Callable[[int, int], bool], until: float) -> None:
         """Evaluate the most probable id after the ids that are held, and after this one, `until` a time (s)."""
         assert self.step is not None
         assert self.cache is not None
-        while perf_counter() < until and follows(last.best, len(held)):
-            ids = [last.best]
-            (last,) = self.step(ids, self.cache)
-            held += ids
-            self.forwards += 1
-            if math.isnan(last.log_sum):
-                break
-            self._later[len(held)] = last
+
+        def goes_on(id: int, index: int) -> bool:
+            return perf_counter() < until and follows(id, index)
+
+        if goes_on(best, len(held)):
+            for scores in self.step.greedy(best, self.cache, goes_on):
+                held.append(best)
+                best, self._later[len(held)] = scores.best, scores
+                self.forwards += 1
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
         """Whether the step reads a text of so many tokens at once, faster than the model."""

@@ -9,6 +9,7 @@ changed in place.
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
 
 import copy
+import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -153,9 +154,9 @@ def export_text_step(step: TextStep, cache: Cache) -> torch.export.ExportedProgr
 
 
 class Scores(NamedTuple):
-    """Row `row` of the logits (T, V) of next tokens, and of the summary of a `Step`."""
+    """Row `row` of the logits (T, V) of next tokens, if they are kept, and of the summary of a `Step`."""
 
-    all_logits: Tensor
+    all_logits: Tensor | None
     row: int
     best: int
     top: float
@@ -164,6 +165,7 @@ class Scores(NamedTuple):
     @property
     def logits(self) -> Tensor:
         """The logits (V,); a view, which is made when it is needed."""
+        assert self.all_logits is not None
         return self.all_logits[self.row]
 
     def logprob(self, id: int) -> float:
@@ -223,16 +225,47 @@ class CompiledStep:
         slot_view[:] = slot if n == 1 else range(slot, slot + n)
         logits, summary = self._run[n]([*_numbers.tensors[n], slot_positions, *cache.keys, *cache.values])
         cache.advance(_COUNTS[len(ids)])
-        rows = summary.tolist()
-        return [Scores(logits, i, int(rows[i][0]), *rows[i][1:]) for i in range(len(ids))]
+        return _scores(summary, logits.clone())[: len(ids)]
+
+    def greedy(self, id: int, cache: Cache, follows: Callable[[int, int], bool]) -> list[Scores]:
+        """The scores after this token and each most probable one that then `follows`; logits only for the last.
+
+        They are those of one call after another in the only row of a cache that is not rolling, in less time:
+        once the processor has read a model's weights, Python's own code is no longer in its caches. What follows
+        is asked with an id and its position. It ends before NaN.
+        """
+        (id_view, slot_view), tensors, run = _numbers.views[1], _numbers.tensors[1], self._run[1]
+        first, numbers, layers = (
+            int(cache.length),
+            cache.slot_numbers(cache.capacity),
+            [*cache.keys, *cache.values],
+        )
+        found: list[Scores] = []
+        while True:
+            id_view[0], slot_view[0] = id, first + len(found)
+            logits, summary = run([*tensors, numbers[: first + len(found) + 1], *layers])
+            (scores,) = _scores(summary)
+            if math.isnan(scores.log_sum):
+                break
+            found.append(scores)
+            id = scores.best
+            if not follows(id, first + len(found)):
+                found[-1] = scores._replace(all_logits=logits.clone())
+                break
+        cache.start_row(len(found), 0)
+        cache.advance(torch.tensor([len(found)]))
+        return found
 
     def read_text(self, ids: Sequence[int], cache: Cache) -> Scores:
         """The scores after the ids that a text begins with, two or more, in the only row of an empty cache."""
         cache.start(len(ids))
         logits, summary = self._run[TEXT]([torch.tensor(ids), *cache.keys, *cache.values])
         cache.advance(torch.tensor([len(ids)]))
-        best, top, log_sum = summary[0].tolist()
-        return Scores(logits, 0, int(best), top, log_sum)
+        return _scores(summary, logits.clone())[0]
+
+
+def _scores(summary: Tensor, logits: Tensor | None = None) -> list[Scores]:
+    return [Scores(logits, i, int(row[0]), row[1], row[2]) for i, row in enumerate(summary.tolist())]
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
@@ -251,8 +284,8 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants, and in a thread it returns the same memory each time.
-    return lambda inputs: [output.clone() for output in runner.run(inputs)] if constants else []
+    # The runner does not own the constants.
+    return lambda inputs: runner.run(inputs) if constants else []
 
 
 def model_state(model: nn.Module) -> object:
@@ -307,8 +340,10 @@ class _OneRow(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        form = self.forms.get(func, func)
-        return form(*args, **(kwargs or {}))
+        if func in self.forms or not hasattr(func, "__wrapped__"):
+            return self.forms.get(func, func)(*args, **(kwargs or {}))
+        with self:  # what an operation of ours calls
+            return func.__wrapped__(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from dunes.ops import rms_norm, rotary
 
 Run = Callable[[list[Tensor]], list[Tensor]]
+"""What it returns may be overwritten by the next call in the same thread."""
 PACKED = ":packed"
 """After the names of weights, with + between them: the rows of these (O, I) in float16, as FBGEMM reads them."""
 PARALLEL = 400_000
@@ -216,8 +217,8 @@ def load_script(path: Path, weights: Mapping[str, Tensor]) -> Run:
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         with torch.inference_mode():  # each operation takes less time
-            outputs = step(*values, *inputs)
-        return [output.clone() for output in outputs]  # which others may change
+            outputs: list[Tensor] = step(*values, *inputs)
+        return outputs
 
     return run
 

@@ -27,8 +27,9 @@ class ModuleTracker:
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules(remove_duplicate=False):
-            self._hooks.append(module.register_forward_pre_hook(self._begin(name)))
-            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
+            if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
+                self._hooks.append(module.register_forward_pre_hook(self._begin(name)))
+                self._hooks.append(module.register_forward_hook(self._end, always_call=True))
             self._owners |= {id(p): name for p in module.parameters(recurse=False)}
         return self
 

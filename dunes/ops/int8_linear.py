@@ -7,6 +7,8 @@ bfloat16's own product; from 16 rows on it is slower than the plain form, and in
 
 # Shapes: I inputs, O outputs.
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,18 +24,21 @@ ALIGNED = 64
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether x (..., I) has so few rows that a layer scales its outputs.
+    """Whether x (..., I) has few rows. In a graph, rows of unknown number, as an expert's, are many."""
+    few: Any = x.numel() <= ROWS * x.shape[-1]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes a while to import
 
-    More are multiplied by the dense matrix, as in training and under adapters, to the same bits. In float16 a sum
-    over codes could exceed the largest number.
-    """
-    return x.numel() <= ROWS * x.shape[-1] and x.dtype != torch.float16
+        few = guard_or_false(few)
+    return bool(few)
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
-    fits = is_few(x) and x.shape[-1] % WIDTH == 0  # of other widths the packed product reads beyond the end
-    fits = fits and x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    packs = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    fits = (
+        packs and is_few(x) and x.shape[-1] % WIDTH == 0
+    )  # of other widths the packed product reads beyond the end
     return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
 
 
@@ -51,6 +56,6 @@ def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def packed(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    y: Tensor = torch._weight_int8pack_mm(flat, codes, scale.to(x.dtype))
-    return y.view(*x.shape[:-1], len(codes))
+    # Its own scales would be rounded to bfloat16, and a few rows would differ from many by 0.2 %.
+    sums: Tensor = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), codes, x.new_ones(len(codes)))
+    return (sums * scale).to(x.dtype).view(*x.shape[:-1], len(codes))

@@ -16,7 +16,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_origin
 
 import torch
 from torch import Tensor
@@ -63,11 +63,23 @@ class Operation:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
             args = self._bind(*args, **kwargs)
+        if not isinstance(args[self.tensors[0]], Tensor):
+            first = self.parameters[self.tensors[0]]
+            raise ValueError(
+                f"{self.name}: {first!r} is a {type(args[self.tensors[0]]).__name__}; expected a tensor"
+            )
         device = args[self.tensors[0]].device.type
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._call(self._cast(args, torch.get_autocast_dtype(device)), device)
         return self._call(args, device)
+
+    def __repr__(self) -> str:
+        return f"<operation {self.name}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
+        """Itself, as functions are: models that hold one can be copied."""
+        return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
         if torch.compiler.is_compiling():
@@ -120,7 +132,7 @@ class Operation:
     def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of all arguments by the backward, None where there is none.
 
-        Raises ValueError if the backward returns another number of them than the forward has tensors.
+        Raises ValueError if the backward returns another number of them than the forward has tensors, or others.
         """
         assert self.backward is not None
         assert self.saved is not None
@@ -134,6 +146,9 @@ class Operation:
             )
         every: list[Tensor | None] = [None] * len(self.parameters)
         for i, gradient in zip(self.tensors, result, strict=True):
+            if not isinstance(gradient, Tensor | None):
+                kind, name = type(gradient).__name__, self.parameters[i]
+                raise ValueError(f"{self.name}: the backward's gradient for {name!r} is a {kind}, not a tensor")
             every[i] = gradient
         return tuple(every)
 
@@ -231,6 +246,8 @@ def operation(
 
 def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
     annotations = inspect.get_annotations(forward, eval_str=True)
+    if get_origin(annotations.get("return")) is list:
+        raise ValueError(f"{name}: the forward returns a list; return a tuple of tensors, annotated as one")
     hints = [annotations.get(p) for p in inspect.signature(forward).parameters]
     tensors = [i for i, hint in enumerate(hints) if hint in (Tensor, Tensor | None)]
     if not tensors or hints[tensors[0]] is not Tensor:

@@ -87,14 +87,15 @@ def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
     store = Unfinished(folder, out)
     try:
         yield store
-    except (OSError, KeyboardInterrupt):
+    except ValueError:
+        store.remove()
+        raise
+    except BaseException:
         if store.folder.is_dir() and store.kept:
             parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
             message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
             warnings.warn(message, stacklevel=2)
-        raise
-    except ValueError:
-        store.remove()
+        store.remove_if_empty()
         raise
 
 

@@ -90,13 +90,13 @@ class Comparison:
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
     """Measure both folders, their loss on validation ids if there are any; why not, if a process failed."""
-    with TemporaryDirectory() as scratch:
-        if ids is not None:
-            _write_ids(Path(scratch) / "ids.npz", ids)
-        try:
+    try:
+        with TemporaryDirectory() as scratch:
+            if ids is not None:
+                _write_ids(Path(scratch) / "ids.npz", ids)
             first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
-        except ValueError as error:  # the work that is to be reported must not be lost
-            return f"not measured: {error}"
+    except (ValueError, OSError) as error:  # the work that is to be reported must not be lost
+        return f"not measured: {error}"
     top = [np.array(found.pop("top")) for found in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
     return Comparison(Measurement(**first), Measurement(**second), agreement)
@@ -104,8 +104,8 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
-    threads = str(torch.get_num_threads())
-    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), threads]
+    options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
+    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
@@ -181,4 +181,5 @@ def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]))
-    print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))
+    with checkpoint.trust_cards("trust" in sys.argv[4:]):
+        print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))

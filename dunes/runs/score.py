@@ -26,15 +26,15 @@ SELF = "self"
 
 
 def score_folder(
-    folder: Path, sources: Sequence[str] = (), any_base: bool = False, trust_code: bool = False, **options: Any
+    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **options: Any
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and the number of files.
 
-    Without sources, the score on the validation split of the model's own training. `any_base` and `trust_code` are
-    those of `checkpoint.load`, `options` those of `collect_corpus`. Raises ValueError if the model's card does not
+    Without sources, the score on the validation split of the model's own training. `any_base` is
+    that of `checkpoint.load`, `options` those of `collect_corpus`. Raises ValueError if the model's card does not
     record its validation split, or if there is no text.
     """
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base, trust_code=trust_code)
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
         ids, files = evaluation_tokens(loaded, sources, **options)
     except ValueError as error:

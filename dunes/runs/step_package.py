@@ -33,6 +33,7 @@ import dunes
 from dunes import tree
 from dunes.checkpoint.files import atomic
 from dunes.checkpoint.forms.architecture import module_rows
+from dunes.checkpoint.forms.function_import import cards_trusted
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import (
@@ -234,7 +235,7 @@ def _choose(model: nn.Module, dtype: torch.dtype) -> None:
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
-    command = [sys.executable, "-m", "dunes", "compile", str(folder)]
+    command = [sys.executable, "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()]
     quiet: Any = subprocess.DEVNULL
     process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)

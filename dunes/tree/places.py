@@ -88,18 +88,19 @@ def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The module itself, of one that `torch.compile` returned."""
-    original = getattr(model, COMPILED, None)
-    return original if isinstance(original, nn.Module) else model
+    return _child(model, COMPILED) or model
 
 
 def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Module, nn.Module, str]:
-    while (wrapper := next((w for w in (COMPILED, "base") if _is_module(module, w)), None)) is not None:
-        module, parent, key = getattr(module, wrapper), module, wrapper
+    while (wrapper := next((w for w in (COMPILED, "base") if _child(module, w) is not None), None)) is not None:
+        module, parent, key = cast(nn.Module, _child(module, wrapper)), module, wrapper
     return module, parent, key
 
 
-def _is_module(module: nn.Module, name: str) -> bool:
-    return isinstance(getattr(module, name, None), nn.Module)
+def _child(module: nn.Module, name: str) -> nn.Module | None:
+    """Not by getattr, which some networks pass on to what is inside."""
+    children = module._modules
+    return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's have no get)
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -114,6 +115,8 @@ def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[P
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:
+        if not any(True for _ in places(model)):
+            raise ValueError(f"this {type(model).__name__} has no modules inside; put it into an nn.Sequential")
         some = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
         raise ValueError(f"{where!r} selects nothing; the places of that kind are: {some[:300]}")
     return selected
@@ -202,15 +205,15 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
     A tied parameter goes by its first name.
     """
-    names = [name for name, _ in model.named_parameters() if matches(where, name)]
-    if not names:
+    parameters = {name: p for name, p in model.named_parameters() if matches(where, name)}
+    if not parameters:
         first = {id(p): name for name, p in reversed([*model.named_parameters()])}
         others = model.named_parameters(remove_duplicate=False)
         tied = next((f"; {n} is {first[id(p)]}" for n, p in others if matches(where, n)), "")
         raise ValueError(f"{where!r} selects no parameter{tied}")
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return names
+    for parameter in parameters.values():
+        parameter.requires_grad_(False)
+    return [*parameters]
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:

@@ -27,7 +27,7 @@ class Layer:
 
     `bytes` are those of parameters and buffers, `flops` those of matrix products and convolutions in a forward,
     `kept` the bytes that the forward leaves for a backward, its output included. Without an example, both and
-    `calls` are None, and the shapes empty. A `container` has no forward, such as a ModuleList.
+    `calls` are None, and the shapes empty. A `container` has no forward, such as a ModuleList, or shows none.
     """
 
     name: str
@@ -73,13 +73,14 @@ def _layer(name: str, module: nn.Module, run: _Run | None, ran: bool) -> Layer:
     size = sum(t.nbytes for t in tensors.values())
     done = vars(run or _Run()) if ran else {}
     container = getattr(type(module), "forward", None) is nn.Module.forward
+    container |= isinstance(module, torch.jit.ScriptModule)  # whose calls are not seen
     return Layer(name, _type(module), count(module), size, container, **done)
 
 
 def _type(module: nn.Module) -> str:
     """The class, with that inside a wrapper."""
     base = innermost(module)
-    own = getattr(module, "original_name", type(module).__name__)  # of a ScriptModule
+    own = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
     return own if base is module else f"{own}({_type(base)})"
 
 

@@ -8,6 +8,7 @@ argument of `load`, or one of `dunes.models`; any other is imported only where t
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,7 +24,7 @@ from dunes.checkpoint.files.atomic import tensor_digests
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.files.safetensors_writer import CODES
-from dunes.checkpoint.forms.function_import import import_build, is_ours
+from dunes.checkpoint.forms.function_import import cards_trusted, import_build, is_ours
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
@@ -51,10 +52,8 @@ class Architecture:
         return cls(function_name(function), stored, function=function)
 
     @classmethod
-    def of_card(
-        cls, card: Mapping[str, Any], path: Path, function: Build | None = None, trust_code: bool = False
-    ) -> Self:
-        """The architecture in a card, whose function is this one, or imported: any with `trust_code`.
+    def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
+        """The architecture in a card, whose function is this one, or imported: any inside of `trust_cards`.
 
         Raises ValueError if the card is damaged, has a change that is not known, or names a function and none is
         given, or one that cannot be imported.
@@ -75,13 +74,13 @@ class Architecture:
             raise ValueError(
                 f"{path}: family must be a family's name with its config, or a function with its arguments"
             )
-        if function is None and (trust_code or is_ours(name)):
+        if function is None and (cards_trusted() or is_ours(name)):
             return cls(name, arguments, changes, import_build(name, path.parent))
         if function is None:
             raise ValueError(
                 f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
-                "pass --trust-code to inspect, generate, complete or eval, in Python trust_code=True or the "
-                f"function itself: build={name[:200].rpartition(':')[2]}"
+                "pass --trust-code, in Python trust_code=True or the function itself: "
+                f"build={name[:200].rpartition(':')[2]}"
             )
         return cls(function_name(function), arguments, changes, function)
 
@@ -167,7 +166,7 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
     ]
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        listed = "; ".join(str(d)[:200] for d in differences[:SHOWN])
+        listed = "; ".join(" ".join(str(d).split())[:200] for d in differences[:SHOWN])
         raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
     return architecture.record() | {"structure": _structure(rebuilt, tied)}, weights
 
@@ -214,8 +213,9 @@ def function_name(build: Build) -> str:
         build = build.func
     module = getattr(build, "__module__", None) or type(build).__module__
     if module == "__main__":
-        code = getattr(build, "__code__", None)
-        module = module if code is None else Path(code.co_filename).name
+        code = getattr(build, "__code__", None)  # which a class does not have
+        file = getattr(sys.modules[module], "__file__", None) if code is None else code.co_filename
+        module = Path(file).name if file else module
     return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
 
 
@@ -234,7 +234,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
         model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function_name(build)} returned a {type(model).__name__}; expected a module")
-    return model
+    return tree.uncompiled(model)
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:

@@ -1,0 +1,143 @@
+"""--trust-code: every command that opens a model folder has it, and imports nothing without it."""
+
+import json
+import sys
+
+import pytest
+
+from dunes import checkpoint
+from dunes.cli import augment, bench
+from dunes.cli import main as command
+from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
+from dunes.runs import comparison
+from dunes.text import Tokenizer
+from own_parts import OwnMLP
+
+OF_NO_MODEL = ["bench", "bench compare", "bench plot", "bench report", "augment"]
+COMMANDS = [
+    *command.VERBS,
+    *(f"augment {name}" for name in augment.COMMANDS),
+    *(f"bench {name}" for name in bench.commands()),
+]
+ARGUMENTS = {
+    "train": ["{text}", "--from", "{model}", "--out", "{out}"],
+    "finetune": ["{model}", "--data", "{data}", "--out", "{out}"],
+    "complete": ["{model}", "{text}:1:2"],
+    "eval": ["{model}", "{text}"],
+    "bench shrink": ["{model}", "--validation", "{text}"],
+    "augment quantize": ["{model}", "{out}", "--kind", "int8"],
+    "augment prune": ["{model}", "{out}", "--method", "magnitude"],
+    "export": ["{model}", "{out}", "--to", "cpp"],
+} | {name: ["{model}"] for name in ("generate", "chat", "inspect", "compile")}
+SOURCE = "from pathlib import Path\nPath('ran').touch()\n"
+
+
+def build(mlp=OwnMLP, dim=32, vocab=265):
+    blocks = [
+        Block(RMSNorm(dim), Attention(dim, 2, 2, position=Rotary(16)), RMSNorm(dim), mlp(dim)) for _ in range(2)
+    ]
+    return Decoder(Embedding(vocab, dim), blocks, RMSNorm(dim))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A model whose card names `stranger:make`, a text, examples, and a module without that function."""
+    folder = tmp_path_factory.mktemp("kept")
+    architecture = checkpoint.Architecture.of_function(build)
+    tokenizer = Tokenizer.train("bytes", ())
+    checkpoint.save(build(), folder / "model", tokenizer, 64, architecture=architecture)
+    rename(folder / "model", "stranger:make")
+    (folder / "text.txt").write_text("abc def\n" * 200)
+    rows = [{"instruction": f"a {i}", "output": "b"} for i in range(60)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def rename(folder, name):
+    card = json.loads((folder / "dunes.json").read_text())
+    card["family"]["function"] = name
+    (folder / "dunes.json").write_text(json.dumps(card))
+
+
+def dunes(name, kept, tmp_path, monkeypatch, capsys, *options):
+    """Run the command in a folder that has the module; returns its exit status and what it printed as errors."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "stranger", raising=False)
+    usual = ["{model}"] if name.startswith("bench") else ["{model}", "{out}"]
+    places = {
+        "model": kept / "model",
+        "text": kept / "text.txt",
+        "data": kept / "data.jsonl",
+        "out": tmp_path / "out",
+    }
+    arguments = [a.format_map(places) for a in ARGUMENTS.get(name, usual)]
+    monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), *arguments, *options])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_NO_MODEL])
+def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_option(
+    name, kept, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "stranger.py").write_text(SOURCE)
+    status, error = dunes(name, kept, tmp_path, monkeypatch, capsys)
+    assert (status, error.count("\ndunes: ") + error.startswith("dunes: ")) == (2, 1)
+    assert (
+        "built by stranger:make, which is not imported automatically; if you trust it, pass --trust-code" in error
+    )
+    assert not (tmp_path / "ran").exists()
+    status, error = dunes(name, kept, tmp_path, monkeypatch, capsys, "--trust-code")
+    assert status == 2
+    assert error.splitlines()[-1] == (
+        f"dunes: {kept / 'model'}: built by 'stranger:make', which cannot be imported: stranger has no make; "
+        "run in the folder that has its file, or pass the function in Python: build="
+    )
+    assert (tmp_path / "ran").exists()
+    assert not checkpoint.cards_trusted()
+
+
+@pytest.mark.parametrize("name", OF_NO_MODEL[1:4])
+def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), "-h"])
+    with pytest.raises(SystemExit):
+        command.main()
+    shown = capsys.readouterr().out
+    assert f"usage: dunes {name}" in shown
+    assert "--trust-code" not in shown
+
+
+@pytest.mark.slow
+def test_a_trusted_card_is_trusted_by_the_processes_that_measure(kept, tmp_path, monkeypatch, capsys):
+    (tmp_path / "stranger.py").write_text("from test_trust_code import build as make\n")
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    status, error = dunes("bench memory", kept, tmp_path, monkeypatch, capsys, "--trust-code", "--check")
+    assert (status, error) == (0, "")
+    with pytest.raises(ValueError, match="not imported automatically"):
+        comparison._measured(kept / "model", tmp_path)
+    with checkpoint.trust_cards():
+        assert comparison._measured(kept / "model", tmp_path)["decode"] > 0
+
+
+def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(kept, tmp_path, monkeypatch, capsys):
+    (tmp_path / "stranger.py").write_text("from test_trust_code import build as make\n")
+    few = ("--trust-code", "--steps", "2", "--batch", "2", "--context-length", "32", "--quiet")
+    status, error = dunes("train", kept, tmp_path, monkeypatch, capsys, *few)
+    assert status == 0, error
+    loaded = checkpoint.load(tmp_path / "out", trust_code=True)
+    assert loaded.architecture.function is build
+    with pytest.raises(ValueError, match="not imported automatically"):
+        checkpoint.load(tmp_path / "out")
+
+
+def test_trust_ends_where_it_was_given():
+    assert not checkpoint.cards_trusted()
+    with checkpoint.trust_cards():
+        with checkpoint.trust_cards(False):
+            assert checkpoint.cards_trusted()
+        assert checkpoint.cards_trusted()
+    with pytest.raises(KeyError), checkpoint.trust_cards():
+        raise KeyError
+    assert not checkpoint.cards_trusted()
