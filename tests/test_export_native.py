@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,22 @@ class Counting(nn.Module):
         return x * self.calls
 
 
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Made(nn.Module):
+    def forward(self, x):
+        return x + torch.tensor([1.0])
+
+
+def hooked_network(before):
+    network = nn.Linear(1, 1)
+    (network.register_forward_pre_hook if before else network.register_forward_hook)(lambda *args: None)
+    return network
+
+
 class Pair(nn.Module):
     def forward(self, x):
         return x, x
@@ -142,8 +159,10 @@ class Pair(nn.Module):
         (Pair(), torch.rand(1), "one tensor in float32"),
         (nn.Embedding(3, 2), torch.tensor([1]), "one tensor in float32"),
         (nn.Linear(1, 1, device="meta"), torch.rand(1), "weight is on another device"),
+        (hooked_network(before=True), torch.rand(1), "no hooks"),
+        (hooked_network(before=False), torch.rand(1), "no hooks"),
     ],
-    ids=["buffer", "two results", "ids", "device"],
+    ids=["buffer", "two results", "ids", "device", "hook before", "hook"],
 )
 def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
     no_work, tmp_path, network, example, message
@@ -151,6 +170,47 @@ def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
     with pytest.raises(ValueError, match=message):
         export_network(network, example, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [(Branching(), "torch cannot export this network: "), (Made(), "a tensor made in forward; register it")],
+    ids=["branching", "constant"],
+)
+def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
+    monkeypatch.setattr(export_native, "has_compiler", lambda: True)
+    monkeypatch.setattr(export_native, "compile_graph", lambda *args: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match=message) as caught:
+        export_network(network, torch.rand(1), tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [1.001, float("nan")])
+def test_code_that_computes_something_else_is_refused(wrong):
+    expected = torch.tensor([1.0, -2.0])
+    export_native._check_result(expected * (1 + 1e-6), expected)
+    with pytest.raises(ValueError, match=r"compiled, it differs by .* of up to 2"):
+        export_native._check_result(expected * wrong, expected)
+
+
+def test_only_equal_views_of_one_storage_are_stored_once():
+    weight = torch.rand(3, 3)
+    empty = {"empty": torch.rand(0), "none": torch.rand(0, 2)}
+    views = {"first": weight, "tied": weight.detach(), "turned": weight.t(), "part": weight[:2]}
+    aliases, own = export_native._without_aliases(views | empty)
+    assert aliases == {"tied": "first"}
+    assert {name: id(tensor) for name, tensor in own.items()} == {
+        name: id(tensor) for name, tensor in (views | empty).items() if name != "tied"
+    }
+
+
+@pytest.mark.parametrize("ids", [300, 200])
+def test_a_program_writes_only_ids_that_model_and_tokenizer_have(ids):
+    tokenizer, step = Tokenizer.train("bytes", []), SimpleNamespace(example=SimpleNamespace(keys=[], values=[]))
+    expected = min(ids, tokenizer.vocab)
+    card = export_native._decoder_card(loaded(model_of(vocab=ids), tokenizer), step)
+    assert (card["vocabulary"], card["embedded"]) == (expected, ids)
 
 
 def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
@@ -208,6 +268,13 @@ def test_any_changed_byte_changes_the_checksum(tmp_path):
         sums.add(checksum(file))
     file.write_bytes(data + b"\0")  # of which the sum of words alone would not know
     assert len(sums | {checksum(file)}) == len(data) + 2
+
+
+def test_the_checksum_does_not_depend_on_the_size_of_what_is_read_at_once(monkeypatch, tmp_path):
+    (tmp_path / "file").write_bytes(bytes(range(99)))
+    whole = checksum(tmp_path / "file")
+    monkeypatch.setattr(export_native, "CHUNK", 16)
+    assert checksum(tmp_path / "file") == whole
 
 
 def test_instructions_are_of_this_processor():

@@ -36,9 +36,8 @@ def is_few(x: Tensor) -> bool:
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
     packs = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.device.type == "cpu"
-    fits = (
-        packs and is_few(x) and x.shape[-1] % WIDTH == 0
-    )  # of other widths the packed product reads beyond the end
+    # Of other widths the packed product reads beyond the end.
+    fits = packs and is_few(x) and x.shape[-1] % WIDTH == 0
     return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
 
 
