@@ -1,7 +1,8 @@
 """A run's loss compiled while the run trains. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The run begins eagerly. A process of low priority compiles the loss of a model of the same structure, and leaves
-the code in Inductor's cache, from which this process loads it in seconds. The run changes over where the time left
+The run begins eagerly. Another process compiles the loss of a model of the same structure, and leaves the code in
+Inductor's cache, from which this process loads it in seconds. A low priority would take as much of the run's time,
+since its threads wait for each other, and end later. The run changes over where the time left
 times `GAIN` is more than what is left to do: at first all of the compiling, then the loading, as that process
 measured it. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
 record of the training state, as those of the schedule are.
@@ -32,8 +33,8 @@ from dunes.train import Step, Trainer
 from dunes.train.loss import Loss
 from dunes.units import format_seconds
 
-GAIN, COMPILING = 0.1, 30.0
-"""What a compiled loss saves of a step, and the seconds that compiling it takes, before either is measured."""
+GAIN, COMPILING = 0.15, 45.0
+"""What a compiled loss saves of a step, and seconds of the run that compiling takes, before they are measured."""
 
 TIMED = 10
 """Steps of either form that are compared."""
@@ -41,7 +42,6 @@ TIMED = 10
 PROCESS_BYTES = 1.5e9
 """What must be free for the other process; at 10M it took 0.9 GB."""
 
-NICE = 10
 INDICES = 1 << 16
 """Integers that may be indices, which are copied; more of them are codes of quantized weights."""
 
@@ -121,6 +121,7 @@ class LossCompiler:
         samples, self._samples, self._next = self._samples, [], None
         if not self._pays(COMPILING):
             return
+        self.before = median(self.seconds)  # later steps share the processor with the compiler
         if reason := why_eager(self.run.trainer, samples):
             self.detail(f"the loss stays eager: {reason}")
             return
@@ -146,7 +147,7 @@ class LossCompiler:
                 f"the loss stays eager: its code takes {result.loading:.0f} s to load, and {left} are left"
             )
         else:
-            self.result, self.before = result, median(self.seconds)
+            self.result = result
             self._use_compiled()
             self._next = self._after_loading
 
@@ -239,7 +240,6 @@ class _Process:
             self._process = subprocess.Popen(
                 command, stdin=payload, stdout=self._output, stderr=quiet, start_new_session=True
             )
-        os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)
 
     def result(self) -> Compiled | str | None:
         """What it took, or in a line why it failed; None while the process runs."""
