@@ -671,7 +671,7 @@ def forbidden(source):
                 yield f"{node.lineno}: {node.module}"
             names = NAMES.get(node.module, set())
             yield from (f"{node.lineno}: {node.module}.{a.name}" for a in node.names if a.name in names | MODULES)
-        elif isinstance(node, ast.Name) and node.id in CALLS:
+        elif isinstance(node, ast.Name) and node.id in CALLS and isinstance(node.ctx, ast.Load):
             yield f"{node.lineno}: {node.id}"
         elif isinstance(node, ast.Attribute):
             place = ast.unparse(node.value)
@@ -688,7 +688,10 @@ def test_nothing_in_the_package_executes_what_it_reads():
     assert len(files) > 80
     places = {f"{file.name}:{line}" for file in files for line in forbidden(file.read_text())}
     assert {place.rsplit(":", 1)[1].strip() for place in places} <= {"pickle"}
-    assert all(place.startswith("pickle_file.py:") for place in places), "the one that is held to stand-ins"
+    assert {place.split(":", 1)[0] for place in places} == {
+        "pickle_file.py",  # held to stand-ins
+        "compiled_loss.py",  # a process reads what its parent wrote to a file without a name
+    }
 
 
 @pytest.mark.parametrize(
