@@ -223,6 +223,7 @@ def built(family, adapted):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "adapted"), [("arcee", False), ("llama", True), ("mixtral", False)])
 def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, tmp_path, monkeypatch):
@@ -246,6 +247,7 @@ def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
 def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
