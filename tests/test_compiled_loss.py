@@ -241,7 +241,6 @@ def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, 
         model = built(family, adapted)
         steps.append([step.loss for step in Trainer(model, sgd(model, 0.1), loss).run(batches)])
     assert steps[0] == pytest.approx(steps[1], abs=LIMIT)
-    assert steps[0] != steps[1]
     assert counters["inductor"]["fxgraph_cache_hit"] == 2, "forward and backward"
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
 
