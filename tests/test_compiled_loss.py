@@ -2,7 +2,15 @@
 
 import json
 import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +21,13 @@ from dunes.augment import attach
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import compiled_loss as module
-from dunes.runs.compiled_loss import Compiled, Work, compiled_loss, why_eager
+from dunes.runs.child_process import python_command
+from dunes.runs.compiled_loss import Compiled, LossCompiler, Work, compiled_loss, why_eager
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.memory import next_token_loss
-from dunes.runs.run import read_metrics
+from dunes.runs.run import Run, read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
@@ -141,7 +150,15 @@ def failing(loss, backend):
 
 
 def unpicklable(self, work):
-    raise TypeError("cannot pickle this")
+    raise pickle.PickleError("cannot pickle\nthis")  # as a ScriptModule does
+
+
+def busy(patch):
+    """The other process, which does not end, on a machine where nothing is worth waiting for."""
+    patch.setattr(Process, "outcome", None)
+    patch.setattr(Process, "stop", lambda self: None)
+    patch.setattr(module, "PATIENCE", 0.0)
+    patch.setattr(module, "GAIN", 1e9)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +172,10 @@ def unpicklable(self, work):
             "the loss stays eager: no C++ compiler; install",
         ),
         (
-            lambda m: m.setattr(module.measure, "free_memory", lambda device: 10**9),
-            "1.5 GB of memory, and 1.0 are",
+            lambda m: m.setattr(module.measure, "free_memory", lambda device: 8 * 10**8),
+            "GB of memory, and 0.8 are",
         ),
+        (busy, "the loss stays eager: compiling it takes longer than it would save"),
     ],
 )
 def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(change, words, eager, tmp_path, soon):
@@ -166,6 +184,57 @@ def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(change, words, e
     assert said.count("eager") == 1
     assert words in said
     assert [r["loss_hex"] for r in metrics(tmp_path / "run")] == [r["loss_hex"] for r in metrics(eager)]
+
+
+def test_compiling_needs_the_memory_of_a_step_besides_its_own(monkeypatch):
+    trainer = Trainer(model := torch.nn.Linear(2, 2), sgd(model), next_token_loss)
+    monkeypatch.setattr(module.measure, "peak_memory", lambda device: 4e9)
+    monkeypatch.setattr(module.measure, "free_memory", lambda device: 4.6e9)
+    assert why_eager(trainer, []) == "compiling takes up to 4.7 GB of memory, and 4.6 are free"
+    monkeypatch.setattr(module.measure, "free_memory", lambda device: 4.8e9)
+    assert why_eager(trainer, []) == ""
+
+
+def half_done(steps):
+    """A run after 10 steps of 0.1 s, and 100 s of preparation before them."""
+    config = SimpleNamespace(steps=steps, seconds=500.0, compile="auto")
+    trainer = SimpleNamespace(number=10, loss=None, model=None)
+    return SimpleNamespace(
+        config=config, trainer=trainer, compiled=None, elapsed=101.0, pace=deque([0.1] * 9),
+        timings=SimpleNamespace(seconds=Counter({"first step": 9.0, "steps": 2.0})),
+    )  # fmt: skip
+
+
+def test_the_time_left_is_that_of_steps_and_not_of_what_came_before_them():
+    run = half_done(steps=210)
+    assert Run.seconds_left.fget(run) == pytest.approx(20.0)
+    run.pace.clear()
+    assert Run.seconds_left.fget(run) == pytest.approx(200 * 0.2), "of a run that was just resumed"
+    run.timings.seconds["steps"] = 0.0
+    assert Run.seconds_left.fget(run) == pytest.approx(200 * 9.0), "after the first step"
+    run.trainer.number = 300
+    assert Run.seconds_left.fget(run) == 0
+    assert Run.seconds_left.fget(half_done(steps=None)) == 399.0
+
+
+@pytest.mark.parametrize(("steps", "begins"), [(3010, False), (3020, True), (None, True)])
+def test_compiling_begins_where_the_steps_left_pay_for_it(steps, begins):
+    run, begun = half_done(steps), []
+    run.seconds_left = Run.seconds_left.fget(run)
+    compiler = LossCompiler(run, print, print)
+    compiler._start = begun.append
+    for _ in range(module.TIMED):
+        assert not compiler.running
+        compiler.after(SimpleNamespace(seconds=0.1))
+    assert bool(begun) == compiler.running == begins
+
+
+def test_steps_beside_the_compiler_are_not_the_pace(tmp_path, soon):
+    paces = []
+    soon.setattr(Process, "outcome", None)
+    soon.setattr(module.LossCompiler, "__exit__", lambda self, *error: paces.append(len(self.run.pace)))
+    trained(tmp_path / "run")
+    assert paces == [CHANGE - 2], "without the first step, and those after step 4"
 
 
 def test_nothing_is_compiled_where_the_time_left_does_not_pay_for_it(tmp_path, soon):
@@ -257,6 +326,51 @@ def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
     assert "the loss is compiled: " in said or "the loss is eager again: compiled it takes " in said
     trained(tmp_path / "eager", steps=40, size="2x64", compile="off")
     assert losses(tmp_path / "ours") == pytest.approx(losses(tmp_path / "eager"), abs=LIMIT)
+
+
+def test_a_child_has_the_modules_of_its_parent_and_not_of_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "beside.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    command, environment = python_command("-c", "import json, beside")
+    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == 0
+
+
+def test_the_other_process_ends_when_its_parent_does(monkeypatch):
+    ended, parents = [], iter([7, 7, 1])
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "killpg", lambda *arguments: ended.append(arguments))
+    module._end_with(7, interval=0.0)
+    assert ended == [(0, signal.SIGKILL)]
+    assert next(parents, None) is None
+
+
+ORPHAN = """
+import os, sys, torch
+from dunes.runs.compiled_loss import Work, _Process
+process = _Process(Work(torch.nn.Linear(2, 2), torch.zeros(1), torch.float32, 1))
+print(process._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_compiler():
+    done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
+    assert done.returncode == -signal.SIGKILL
+    for _ in range(600):
+        if not _runs(int(done.stdout)):
+            return
+        time.sleep(0.1)
+    pytest.fail("it goes on")
+
+
+def _runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_process_that_is_stopped_leaves_nothing(tmp_path):

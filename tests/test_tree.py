@@ -204,3 +204,22 @@ def test_codes_of_quantized_weights_count_but_are_not_trainable():
     biases = 3 + 2
     assert tree.count(network) == 32 * 3 + 3 * 2 + biases
     assert tree.count(network, trainable=True) == sum(p.numel() for p in network.parameters() if p.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_frozen_script_module_has_no_mode_and_is_left_as_it_was():
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()))
+    assert [row.type for row in tree.layers(frozen, torch.zeros(2, 4))] == ["Sequential"]
+    model = nn.Sequential(nn.Linear(4, 4), frozen)
+    shown = tree.layers(model, torch.zeros(2, 4))
+    assert [(row.name, row.outputs) for row in shown[:2]] == [("", "2x4"), ("0", "2x4")]
+    with tree.watch(model, "0") as outputs, tree.mode(model, False):
+        model(torch.zeros(2, 4))
+    assert [*outputs] == ["0"]
+    assert model.training, "its mode is back"
+    assert not hasattr(frozen, "training")
+    with (
+        pytest.raises(ValueError, match=r"^1: a ScriptModule, whose parts call no hooks"),
+        tree.watch(model, "**"),
+    ):
+        pass

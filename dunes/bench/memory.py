@@ -1,7 +1,6 @@
 """The memory of one step: estimated, and measured."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import FAMILIES
 from dunes.runs import memory
+from dunes.runs.child_process import python_command
 from dunes.runs.memory import Shape
 from dunes.runs.train_config import TrainConfig
 from dunes.units import format_bytes
@@ -79,8 +79,8 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
         "inference": f.inference,
         "trust": checkpoint.cards_trusted(),
     }
-    command = [sys.executable, "-m", "dunes.bench.memory", json.dumps(request)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | TRIMMING_MALLOC)
+    command, environment = python_command("-m", "dunes.bench.memory", json.dumps(request))
+    done = subprocess.run(command, capture_output=True, text=True, env=environment | TRIMMING_MALLOC)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
         raise ValueError(f"{f.subject.name}: the step failed: {reason}")

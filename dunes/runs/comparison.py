@@ -20,6 +20,7 @@ from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import PackedText, TokenIds
 from dunes.generate import PrefixCache, generate
+from dunes.runs.child_process import python_command
 from dunes.runs.evaluate import evaluate
 from dunes.runs.step_package import load_step
 from dunes.units import format_bytes
@@ -105,8 +106,10 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
     options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
-    command = [sys.executable, "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), *options]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command, environment = python_command(
+        "-m", "dunes.runs.comparison", str(folder), str(scratch / "ids.npz"), *options
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
         raise ValueError(f"{folder}: {reason}")

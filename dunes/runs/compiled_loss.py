@@ -2,9 +2,9 @@
 
 The run begins eagerly. Another process compiles the loss of a model of the same structure, and leaves the code in
 Inductor's cache, from which this process loads it in seconds. A low priority would take as much of the run's time,
-since its threads wait for each other, and end later. The run changes over where the time left
+since its threads wait for each other, and end later. The run changes over where the time that its steps still take
 times `GAIN` is more than what is left to do: at first all of the compiling, then the loading, as that process
-measured it. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
+measured it. The other process ends with the run, however that ends. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
 record of the training state, as those of the schedule are.
 """
 
@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from tempfile import TemporaryFile
-from time import perf_counter, thread_time
+from threading import Thread
+from time import perf_counter, sleep, thread_time
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure, tree
+from dunes.runs.child_process import python_command
 from dunes.runs.memory import next_token_loss
 from dunes.runs.run import Run, append_metrics
 from dunes.runs.step_package import has_compiler
@@ -39,8 +41,11 @@ GAIN, COMPILING = 0.15, 45.0
 TIMED = 10
 """Steps of either form that are compared."""
 
-PROCESS_BYTES = 1.5e9
-"""What must be free for the other process; at 10M it took 0.9 GB."""
+PATIENCE = 2.0
+"""The run stops compiling that takes this many times as long as the code is expected to save."""
+
+COMPILER_BYTES = 0.7e9
+"""What must be free for the other process, besides the memory of the run itself, whose steps it makes."""
 
 INDICES = 1 << 16
 """Integers that may be indices, which are copied; more of them are codes of quantized weights."""
@@ -81,6 +86,11 @@ class LossCompiler:
         self._process: _Process | None = None
         self._next: Callable[[], object] | None = self._begin
 
+    @property
+    def running(self) -> bool:
+        """Whether the other process shares the processor with the run."""
+        return self._next == self._change_over
+
     def __enter__(self) -> Self:
         if self.run.config.compile == "off" or self.run.compiled is not None:
             self._next = None
@@ -111,37 +121,49 @@ class LossCompiler:
         form, self._form = self._form, self.run.trainer.loss
         return self._form != form
 
-    def _pays(self, seconds: float) -> bool:
-        """Whether the time left times the expected gain is more than these seconds."""
-        return self.run.seconds_left * GAIN > seconds
+    def _savings(self) -> float:
+        """Seconds that a compiled loss is expected to save: of all steps that are left, or until the time limit."""
+        run = self.run
+        left = (run.config.steps - run.trainer.number) * self.before if run.config.steps else run.seconds_left
+        return left * GAIN
 
     def _begin(self) -> None:
         if len(self.seconds) < TIMED:
             return
         samples, self._samples, self._next = self._samples, [], None
-        if not self._pays(COMPILING):
-            return
         self.before = median(self.seconds)  # later steps share the processor with the compiler
-        if reason := why_eager(self.run.trainer, samples):
+        if not (savings := self._savings()) > COMPILING:
+            return
+        if reason := self._start(samples):
             self.detail(f"the loss stays eager: {reason}")
             return
+        self.detail("compiling the loss in another process; until it is done, steps take longer")
+        self._deadline = perf_counter() + PATIENCE * savings
+        self._next = self._change_over
+
+    def _start(self, samples: list[Any]) -> str:
+        """Start the other process; the result is the reason if there is none."""
         trainer = self.run.trainer
         try:
+            if reason := why_eager(trainer, samples):
+                return reason
             self._process = _Process(Work(trainer.model, samples[0], trainer.dtype, torch.get_num_threads()))
-        except (pickle.PicklingError, AttributeError, TypeError, OSError) as error:
-            self.detail(f"the loss stays eager: {error}")
-            return
-        self._next = self._change_over
+        except Exception as error:  # whatever a user's own modules raise when they are pickled
+            return _first_line(error)
+        return ""
 
     def _change_over(self) -> None:
         assert self._process is not None, "started by _begin"
         result = self._process.result()
-        if result is None:
+        if result is None and perf_counter() < self._deadline:
             return
         self._next = None
-        if isinstance(result, str):
+        if result is None:
+            self._process.stop()
+            self.line("the loss stays eager: compiling it takes longer than it would save")
+        elif isinstance(result, str):
             self.line(f"the loss stays eager: compiling it failed: {result}")
-        elif not self._pays(result.loading):
+        elif not self._savings() > result.loading:
             left = format_seconds(round(self.run.seconds_left))
             self.detail(
                 f"the loss stays eager: its code takes {result.loading:.0f} s to load, and {left} are left"
@@ -201,8 +223,9 @@ def why_eager(trainer: Trainer, samples: list[Any]) -> str:
         return "batches differ in length, and each length would be compiled anew"
     if not has_compiler():
         return "no C++ compiler; install g++"
-    if 0 < (free := measure.free_memory(trainer.device)) < PROCESS_BYTES:
-        return f"compiling takes {PROCESS_BYTES / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
+    needed = COMPILER_BYTES + measure.peak_memory(trainer.device)
+    if 0 < (free := measure.free_memory(trainer.device)) < needed:
+        return f"compiling takes up to {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
     return ""
 
 
@@ -235,10 +258,14 @@ class _Process:
             _Pickler(payload).dump(work)
             payload.seek(0)
             self._output = TemporaryFile()  # noqa: SIM115  (read and closed when the process has ended)
-            command = [sys.executable, "-c", COMMAND]
-            quiet = subprocess.DEVNULL
+            command, environment = python_command("-c", COMMAND, str(os.getpid()))
             self._process = subprocess.Popen(
-                command, stdin=payload, stdout=self._output, stderr=quiet, start_new_session=True
+                command,
+                stdin=payload,
+                stdout=self._output,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
             )
 
     def result(self) -> Compiled | str | None:
@@ -261,12 +288,23 @@ class _Process:
 
 
 def compile_for_parent() -> None:
-    """Compile the `Work` on standard input, and print a `Compiled` or {"error": ...} as JSON."""
+    """Compile the `Work` on standard input, and print a `Compiled` or {"error": ...} as JSON.
+
+    The parent's process id is the first argument.
+    """
+    Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     try:
         record = _compile(pickle.load(sys.stdin.buffer))._asdict()
     except Exception as error:  # whatever the compiler meets
         record = {"error": _first_line(error)}
     print(f"\n{json.dumps(record)}", flush=True)
+
+
+def _end_with(parent: int, interval: float = 1.0) -> None:
+    """End this process, with the C++ compilers that it started, when its parent has ended without a word."""
+    while os.getppid() == parent:
+        sleep(interval)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _compile(work: Work) -> Compiled:

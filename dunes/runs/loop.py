@@ -191,7 +191,9 @@ def train_loop(
     batches = run.timings.each("data", compiler.batches(run.task.batches(run.trainer.consumed)))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
-        run.elapsed = monotonic() - run.start_time
+        before, run.elapsed = run.elapsed, monotonic() - run.start_time
+        if run.warm and not compiler.running:
+            run.pace.append(run.elapsed - before)
         _add_step_time(run, step)
         if compiler.after(step):
             request.save = True  # the record of the change

@@ -2,11 +2,13 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -93,7 +95,8 @@ class Run:
     `start_time` is the present minus the elapsed time of all processes of the run. `timings` cover all of them,
     `data` is the time spent waiting for batches up to the last step, and `warm` tells whether this process has
     made a step. `compiled` tells whether the loss is, None if that is not decided. `checks_since_best` is 0 right
-    after the validation with the best score so far.
+    after the validation with the best score so far. `pace` has the seconds from step to step, without those in
+    which code was loaded or compiled.
     """
 
     folder: Path
@@ -113,6 +116,7 @@ class Run:
     data: float = 0.0
     warm: bool = False
     compiled: bool | None = None
+    pace: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
     @property
     def model(self) -> Decoder:
@@ -129,8 +133,12 @@ class Run:
 
     @property
     def seconds_left(self) -> float:
-        """The time that the run still takes, at its pace so far."""
-        return self.elapsed * (1 / max(self.done(self.trainer.number), 1e-9) - 1)
+        """The time that the run still takes: up to its limit, or all its steps at the pace of the last ones."""
+        if not self.config.steps:
+            return max(0.0, self.config.seconds - self.elapsed)
+        timed, number = self.timings.seconds, self.trainer.number
+        average = timed["steps"] / max(1, number) or timed["first step"]
+        return max(0, self.config.steps - number) * (fmean(self.pace) if self.pace else average)
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""

@@ -52,6 +52,7 @@ from dunes.generate.step import (
 )
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.runs.child_process import python_command
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import json_file
 
@@ -235,9 +236,13 @@ def _choose(model: nn.Module, dtype: torch.dtype) -> None:
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
-    command = [sys.executable, "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()]
+    command, environment = python_command(
+        "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
+    )
     quiet: Any = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
+    )
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
     # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
     threading.Thread(target=process.wait, daemon=True).start()

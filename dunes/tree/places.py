@@ -280,14 +280,20 @@ def move(
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode inside; each module's mode is restored afterwards."""
-    if model.training == training:
+    """Training or evaluation mode inside; each module's mode is restored afterwards.
+
+    A frozen ScriptModule has none: its code is that of evaluation.
+    """
+    if getattr(model, "training", training) == training:
         yield
         return
-    before = [(module, module.training) for module in model.modules()]
+    before = [(module, getattr(module, "training", None)) for module in model.modules()]
     model.train(training)
     try:
         yield
     finally:
         for module, was in before:
-            module.training = was
+            if was is None:
+                vars(module).pop("training", None)  # which `train` set
+            else:
+                module.training = was
