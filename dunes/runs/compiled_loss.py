@@ -4,8 +4,8 @@ The run begins eagerly. Another process compiles the loss of a model of the same
 Inductor's cache, from which this process loads it in seconds. A low priority would take as much of the run's time,
 since its threads wait for each other, and end later. The run changes over where the time that its steps still take
 times `GAIN` is more than what is left to do: at first all of the compiling, then the loading, as that process
-measured it. The other process ends with the run, however that ends. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
-record of the training state, as those of the schedule are.
+measured it. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
+record of the training state, as those of the schedule are. The other process ends with the run, however that ends.
 """
 
 import json
@@ -122,7 +122,7 @@ class LossCompiler:
         return self._form != form
 
     def _savings(self) -> float:
-        """Seconds that a compiled loss is expected to save: of all steps that are left, or until the time limit."""
+        """Seconds that a compiled loss is expected to save: of the steps left, or until the time limit."""
         run = self.run
         left = (run.config.steps - run.trainer.number) * self.before if run.config.steps else run.seconds_left
         return left * GAIN
