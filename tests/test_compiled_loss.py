@@ -347,9 +347,13 @@ def test_the_other_process_ends_when_its_parent_does(monkeypatch):
 
 
 ORPHAN = """
-import os, sys, torch
-from dunes.runs.compiled_loss import Work, _Process
-process = _Process(Work(torch.nn.Linear(2, 2), torch.zeros(1), torch.float32, 1))
+import os, torch
+from dunes.runs import compiled_loss as module
+module.COMMAND = (
+    "import time; from dunes.runs import compiled_loss as module\\n"
+    "module._compile = lambda work: time.sleep(100)\\nmodule.compile_for_parent()"
+)
+process = module._Process(module.Work(torch.nn.Linear(2, 2), torch.zeros(1), torch.float32, 1))
 print(process._process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -359,7 +363,7 @@ os.kill(os.getpid(), 9)
 def test_a_killed_run_leaves_no_compiler():
     done = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
     assert done.returncode == -signal.SIGKILL
-    for _ in range(600):
+    for _ in range(300):
         if not _runs(int(done.stdout)):
             return
         time.sleep(0.1)
