@@ -142,6 +142,10 @@ def test_slower_steps_are_eager_again_also_after_resuming(tmp_path, soon):
     assert len(changes(tmp_path / "run")) == 2
 
 
+def no_cache(loss, backend):
+    raise FileNotFoundError("no folder of the cache")
+
+
 def failing(loss, backend):
     def call(model, batch):
         raise RuntimeError("no such\nkernel")
@@ -165,6 +169,14 @@ def busy(patch):
     ("change", "words"),
     [
         (lambda m: m.setattr(module, "compiled_loss", failing), "the loss is eager again: no such kernel"),
+        (
+            lambda m: m.setattr(module, "compiled_loss", no_cache),
+            "the loss is eager again: no folder of the cache",
+        ),
+        (
+            lambda m: m.setattr(module, "has_compiler", lambda: no_cache(0, 0)),
+            "stays eager: no folder of the cache",
+        ),
         (lambda m: m.setattr(Process, "outcome", "a reason"), "stays eager: compiling it failed: a reason"),
         (lambda m: m.setattr(Process, "__init__", unpicklable), "the loss stays eager: cannot pickle this"),
         (

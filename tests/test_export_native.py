@@ -638,3 +638,21 @@ def test_onnx_refuses_by_name(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="at most 1 kB"):
         export_onnx(loaded(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_of_a_texts_beginning_are_those_that_differ():
+    step = {name: torch.zeros(2) for name in ("same", "shape", "value", "dtype")}
+    text = {
+        "same": torch.zeros(2),
+        "shape": torch.zeros(1, 2),
+        "value": torch.ones(2),
+        "dtype": torch.zeros(2).half(),
+    }
+    differing = export_native._differing(step, text | {"new": torch.zeros(1)})
+    assert {*differing} == {"text.shape", "text.value", "text.dtype", "text.new"}
+
+
+def test_onnx_follows_no_dangling_link(tmp_path):
+    (tmp_path / "model.onnx").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="expected a new file"):
+        export_onnx(loaded(), tmp_path / "model.onnx")

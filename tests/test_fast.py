@@ -1,5 +1,6 @@
 """The loop of compiled units: the plain loop's losses, with every optimizer, and one line where it cannot run."""
 
+import itertools
 import math
 
 import pytest
@@ -192,3 +193,30 @@ def test_compiled_losses_of_200_steps(kind, monkeypatch):
     *_, lines = ours = run("fast", 200, kind)
     assert lines == []
     assert_same(run("plain", 200, kind), ours)
+
+
+def test_buffers_of_a_skipped_step_stay(no_inductor):
+    options = {"kind": "conv", "loss": scored, "optimizer": "momentum", "steps": 16}
+    assert_same(run("plain", **options), run("fast", **options))
+
+
+def test_parameters_that_the_optimizer_lacks_stay(no_inductor):
+    model, lines = build(), []
+    first = next(model.parameters()).detach().clone()
+    trainer, rows = (
+        Trainer(model, train.sgd(model[-1], 0.1), cross_entropy),
+        Rows((DIGITS.images, DIGITS.labels), 20),
+    )
+    indices = [index for index, _ in zip(rows.indices(), range(8), strict=False)]
+    assert len(list(fast_run(trainer, rows.tensors, indices, 2, lines.append))) == 8
+    assert lines == []
+    assert torch.equal(first, next(model.parameters()))
+
+
+def test_a_compiled_loop_that_is_slower_ends(no_inductor, monkeypatch):
+    monkeypatch.setattr(fast, "TIMED_CALLS", 1)
+    monkeypatch.setattr(fast, "perf_counter", itertools.count(0, 1000).__next__)
+    *_, lines = ours = run("fast", steps=12)
+    assert len(lines) == 1
+    assert lines[0].startswith("plain loop: the compiled one takes ")
+    assert_same(run("plain", steps=12), ours)

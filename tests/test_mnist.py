@@ -186,3 +186,12 @@ def test_the_real_files():
     assert test.labels[:5].tolist() == [7, 2, 1, 0, 4]
     mean, std = training.images.float().mean().item(), training.images.float().std().item()
     assert (mean, std) == pytest.approx((mnist.MEAN, mnist.STD), rel=0.01)
+
+
+def test_a_damaged_gzip_is_one_line(tmp_path):
+    content = bytearray(gzip.compress(idx(3, 28, 28)))
+    content[10] = 7  # no type of a block
+    write(tmp_path, gz=True)
+    (tmp_path / f"{IMAGES}.gz").write_bytes(content)
+    with pytest.raises(ValueError, match="cannot be read: .*; copy or download it again"):
+        read_digits(tmp_path)

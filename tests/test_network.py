@@ -319,3 +319,18 @@ def test_a_tensor_that_would_be_lost_is_refused_on_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"builds a different model: the model: last is tensor\(") as caught:
         checkpoint.save(network, tmp_path, architecture=of_class)
     assert "\n" not in str(caught.value)
+
+
+class Angles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.ones(2), persistent=False)
+
+
+def test_a_buffer_without_values_that_no_file_has_is_named(tmp_path):
+    checkpoint.save_weights(Angles(), tmp_path / "w")
+    with torch.device("meta"):
+        meta = Angles()
+    with pytest.raises(ValueError, match="angles has no values, and no file has them"):
+        checkpoint.load_weights(meta, tmp_path / "w")

@@ -223,3 +223,10 @@ def test_a_frozen_script_module_has_no_mode_and_is_left_as_it_was():
         tree.watch(model, "**"),
     ):
         pass
+
+
+def test_gradients_move_with_their_parameters():
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    tree.move(model, dtype=torch.float64)
+    assert model.weight.grad.dtype == torch.float64

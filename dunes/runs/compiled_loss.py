@@ -190,7 +190,7 @@ class LossCompiler:
         self.line(f"the loss is compiled: {times}, after {took}")
 
     def _use_compiled(self) -> None:
-        self.run.trainer.loss = self._attempt(compiled_loss(self.eager, self.backend))
+        self.run.trainer.loss = self._attempt()
         self._record(True)
 
     def _use_eager(self, reason: str) -> None:
@@ -202,11 +202,15 @@ class LossCompiler:
         self.run.compiled, self.run.warm = compiled, False  # the next step loads code
         append_metrics(self.run.folder, {"step": self.run.trainer.number, "compiled": compiled})
 
-    def _attempt(self, compiled: Loss) -> Loss:
+    def _attempt(self) -> Loss:
         """The compiled loss, or the eager one from the first call that fails on."""
+        compiled: Loss | None = None
 
         def loss(model: nn.Module, batch: Any) -> Any:
+            nonlocal compiled
             try:
+                # Here, since importing the compiler may fail, too: it makes the folder of its cache.
+                compiled = compiled or compiled_loss(self.eager, self.backend)
                 return compiled(model, batch)
             except Exception as error:  # whatever the compiler meets; an error of the loss comes again
                 self._use_eager(f"the loss is eager again: {_first_line(error)}")
