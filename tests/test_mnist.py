@@ -193,5 +193,5 @@ def test_a_damaged_gzip_is_one_line(tmp_path):
     content[10] = 7  # no type of a block
     write(tmp_path, gz=True)
     (tmp_path / f"{IMAGES}.gz").write_bytes(content)
-    with pytest.raises(ValueError, match="cannot be read: .*; copy or download it again"):
+    with pytest.raises(ValueError, match=r"cannot be read: .*; copy or download it again"):
         read_digits(tmp_path)
