@@ -1,0 +1,88 @@
+"""Where a text has occurred before: the contexts of all positions of a long text, sorted, and what followed each.
+
+A context is what stands before a position, read backwards. Contexts that end alike lie side by side in their sorted
+order, so the positions whose contexts end with the same n items are a range, and the range for one more item lies
+within it. The order is a suffix array of the reversed text up to some depth, made by prefix doubling.
+https://doi.org/10.1137/0222058
+"""
+
+# Shapes: N items in the index.
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEPTH = 32
+"""Items of a context that are compared, unless it is said otherwise."""
+
+
+class Match(NamedTuple):
+    """The positions `order[first:last]` of an index, whose contexts end with the same `length` items."""
+
+    length: int
+    first: int
+    last: int
+
+
+class ContextIndex:
+    """The contexts of all positions of `items` (N,), unsigned integers below 2^32 - 1.
+
+    `order` (N,), int32, is the sorted order of the positions, if it is known. Besides the items, 8 bytes for each.
+    """
+
+    def __init__(self, items: NDArray[Any], order: NDArray[np.int32] | None = None, depth: int = DEPTH) -> None:
+        self.items, self.depth = items, depth
+        # Zeros stand before the text, which no context of a query has.
+        padded = np.zeros(depth + len(items), np.uint32)
+        padded[depth:] = items
+        padded[depth:] += 1
+        self.order = sorted_contexts(padded, depth) if order is None else order
+        self._padded, self._positions = memoryview(padded), memoryview(self.order)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def matches(self, context: Sequence[int]) -> Iterator[Match]:
+        """The positions after the last item of the context, after its last two, and so on, while there are any."""
+        match = Match(0, 0, len(self))
+        for item in reversed(context[-self.depth :]):
+            match = self._narrow(match, item + 1)
+            if match.first == match.last:
+                return
+            yield match
+
+    def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
+        """The positions of a match: the indices of the items that followed. At most about so many of them, spread
+        evenly over their order."""
+        step = 1 if most is None else max(1, (match.last - match.first) // most)
+        return self.order[match.first : match.last : step]
+
+    def _narrow(self, match: Match, item: int) -> Match:
+        padded, back = self._padded, self.depth - match.length - 1
+        key = lambda position: padded[position + back]
+        first = bisect_left(self._positions, item, match.first, match.last, key=key)
+        return Match(match.length + 1, first, bisect_right(self._positions, item, first, match.last, key=key))
+
+
+def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:
+    """The positions (N,), int32, of a text by the `depth` items before each, the nearest first.
+
+    `padded` (depth + N,) are the items, none of them zero, after as many zeros.
+    """
+    count = len(padded) - depth
+    width = min(63 // max(1, int(padded.max(initial=0)).bit_length()), depth)
+    key = np.zeros(count, np.int64)
+    for back in range(1, width + 1):
+        key = (key << int(padded.max(initial=0)).bit_length()) | padded[depth - back : depth - back + count]
+    order = np.argsort(key, kind="stable")
+    while width < depth:
+        ranks = np.zeros(count, np.int64)
+        ranks[order] = np.cumsum(np.diff(key[order], prepend=key[order[:1]]) != 0)
+        further = np.zeros(count, np.int64)
+        further[width:] = ranks[:-width] if width < count else further[width:]
+        key = (ranks << 32) | further
+        order, width = np.argsort(key, kind="stable"), 2 * width
+    return order.astype(np.int32)

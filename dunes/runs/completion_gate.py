@@ -1,0 +1,110 @@
+"""The gate between a model and what it copies, fitted on files that neither of them has seen."""
+
+# Shapes: N places, C candidates, F features, V vocabulary.
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dunes import tree
+from dunes.checkpoint import LoadedModel
+from dunes.generate.context_index import ContextIndex
+from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, index_ids, mixture_loss
+from dunes.runs.completion_text import TokenizedText
+
+PLACES, STEPS, BATCH, RATE = 20_000, 400, 1024, 5e-3
+"""Places that the gate is fitted on at most, and the settings of the fit by Adam."""
+ROOM = 2 * CANDIDATES
+"""Candidates of a place."""
+
+
+class Places(NamedTuple):
+    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model and
+    whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none) and
+    its log-probability (N,)."""
+
+    features: Tensor
+    logprobs: Tensor
+    known: Tensor
+    best: Tensor
+    target: Tensor
+    other: Tensor
+
+    def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
+        """The negative log-likelihoods (nats) of the targets at these places under the mixture."""
+        part = Places(*(t[rows] for t in self))
+        change = gate(part.features, part.logprobs, part.best)
+        return mixture_loss(change, part.logprobs, part.target, part.known, part.other)
+
+
+def fit_gate(places: Places, seed: int = 0) -> Gate:
+    """A gate that lowers the loss of these places."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        gate = Gate()
+    optimizer = torch.optim.Adam(gate.parameters(), RATE)
+    for step in range(STEPS):
+        rows = torch.randint(len(places.other), (min(BATCH, len(places.other)),), generator=generator)
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.zero_grad()
+        places.loss(gate, rows).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return gate.requires_grad_(False)
+
+
+def places_of(
+    loaded: LoadedModel, texts: Sequence[TokenizedText], far: Sequence[ContextIndex], most: int = PLACES
+) -> Places:
+    """The places of these texts, up to about so many."""
+    rows: list[Places] = []
+    for text in texts:
+        if len(rows) < most:
+            rows += map(_row, *zip(*scored_places(loaded, text, far), strict=True))
+    return Places(*(torch.stack(column) for column in zip(*rows, strict=True)))
+
+
+def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
+    """The place with this target, as a row of `Places`."""
+    count = min(len(candidates.ids), ROOM)
+    features, own = torch.zeros(ROOM, Copies.FEATURES), torch.zeros(ROOM)
+    features[:count], own[:count] = candidates.features[:count], logprobs[candidates.ids[:count]]
+    hits = (candidates.ids[:count] == id).nonzero()
+    target = hits[0, 0] if len(hits) else torch.tensor(-1)
+    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, logprobs[id])
+
+
+def scored_places(
+    loaded: LoadedModel, text: TokenizedText, far: Sequence[ContextIndex]
+) -> Iterator[tuple[int, Tensor, Candidates]]:
+    """Of each id of a text after its header: the id, log-probabilities (V,) of the model, and what can be copied.
+
+    Copied is from the lines above, and from `far`.
+    """
+    logprobs = text_logprobs(loaded, text.ids)
+    for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
+        copies = Copies(index_ids(text.ids[:start], len(loaded.require_tokenizer().token_bytes)), far)
+        for place in range(max(start, 1), stop):
+            yield text.ids[place], logprobs[place - 1], copies.candidates(text.ids[max(0, place - 64) : place])
+
+
+def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
+    """The log-probabilities (T - 1, V) of what follows each of the ids but the last, in windows that overlap by half.
+
+    Each id but those of the first window has at least half of the context length before it.
+    """
+    context, model, parts = loaded.context_length, loaded.model, list[Tensor]()
+    half = max(1, context // 2)
+    device = next(model.parameters()).device
+    data = torch.tensor(ids, device=device)
+    with torch.no_grad(), tree.mode(model, False):
+        done = 0
+        while done < len(ids) - 1:
+            start = max(0, done - half)
+            logits = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
+            parts.append(logits[done - start :])
+            done = start + len(logits)
+    return torch.cat(parts)[: len(ids) - 1]
