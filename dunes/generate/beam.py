@@ -33,17 +33,20 @@ def beam_search(
     process: Processor,
     ends: Callable[[Sequence[int]], bool],
 ) -> Beam:
-    """The most probable continuation of the prompt that `ends`, of those found with so many beams of up to `limit` ids.
+    """The most probable continuation that `ends`, of those that `width` beams of up to `limit` ids find; if none
+    does, the best that does not.
 
-    `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. Without one that ends, the
-    best that does not. The cache holds the prompt afterwards, and has room for the ids.
+    `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. The cache holds the prompt
+    afterwards.
     """
     cache.reserve(len(prompt) + limit)
     logits = [cache.logits({0: prompt})[0][-1]]
     rows, beams = forked(cache, width), [Beam()]
     finished: list[Beam] = []
     for _ in range(limit):
-        candidates = [b for beam, row in zip(beams, logits, strict=True) for b in _grown(beam, row, prompt, process, width)]
+        candidates = [
+            b for beam, row in zip(beams, logits, strict=True) for b in _grown(beam, row, prompt, process, width)
+        ]
         candidates.sort(key=lambda beam: -beam.total)
         beams = []
         for beam in candidates[:width]:
@@ -75,7 +78,7 @@ def forked(cache: PrefixCache, width: int) -> Callable[[Sequence[int], Sequence[
                 made[0].cache = cache.cache.select_rows(torch.zeros(width, dtype=torch.long))
                 made[0].ids = [list(cache.ids[0]) for _ in range(width)]
         texts = assigned(made[0].ids, [[*prompt, *beam.ids] for beam in beams])
-        found = made[0].logits({row: text for row, text in texts.items()})
+        found = made[0].logits(texts)
         by_text = {tuple(text): found[row][-1] for row, text in texts.items()}
         return [by_text[(*prompt, *beam.ids)] for beam in beams]
 

@@ -1,8 +1,8 @@
-"""Where a text has occurred before: the contexts of all positions of a long text, sorted, and what followed each.
+"""Where a text has occurred before: the contexts of all positions of a text, sorted, and what followed each.
 
-A context is what stands before a position, read backwards. Contexts that end alike lie side by side in their sorted
-order, so the positions whose contexts end with the same n items are a range, and the range for one more item lies
-within it. The order is a suffix array of the reversed text up to some depth, made by prefix doubling.
+A context is what stands before a position, read backwards. Contexts that end alike lie side by side in their
+sorted order, so the positions whose contexts end with the same n items are a range, and the range for one more
+item lies within it. The order is a suffix array of the reversed text up to some depth, made by prefix doubling.
 https://doi.org/10.1137/0222058
 """
 
@@ -10,6 +10,7 @@ https://doi.org/10.1137/0222058
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,12 +48,22 @@ class ContextIndex:
 
     def matches(self, context: Sequence[int]) -> Iterator[Match]:
         """The positions after the last item of the context, after its last two, and so on, while there are any."""
-        match = Match(0, 0, len(self))
+        match = Match(0, 0, len(self.order))
         for item in reversed(context[-self.depth :]):
             match = self._narrow(match, item + 1)
             if match.first == match.last:
                 return
             yield match
+
+    def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
+        """The same index without the positions in these ranges; items are shared."""
+        kept = np.ones(len(self), bool)
+        for first, stop in ranges:
+            kept[first:stop] = False
+        other = copy(self)
+        other.order = self.order[kept[self.order]]
+        other._positions = memoryview(other.order)
+        return other
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
         """The positions of a match: the indices of the items that followed. At most about so many of them, spread

@@ -1,30 +1,36 @@
-"""Copying: what followed the same ids before, mixed with a language model by a gate that is fitted.
+"""Copying: what followed the same text before, mixed with a language model by a gate that is fitted.
 
-For each source of text, what followed its longest match with the context, and shorter ones, is blended as in
-prediction by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are
-different ids. A gate then changes the log-probability of each id that a source proposes by what it knows of it: how
-long the match is, how sure the sources and the model are. The result is a distribution again.
+Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction by
+partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different ids.
+Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate then
+changes the log-probability of each proposed id by what is known of it: how long the matches are, how sure the
+sources and the model are. The result is a distribution again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
 # Shapes: C candidates, F features, V vocabulary, N places.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dunes.generate.context_index import ContextIndex
+from dunes.generate.context_index import ContextIndex, Match
 from dunes.generate.sampling import Sampler
 from dunes.generate.speculate import Proposal
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
-FOLLOWERS, CANDIDATES = 256, 24
+FOLLOWERS, CANDIDATES = 256, 16
 """Positions of a match that are looked at, and ids that a source proposes, at most."""
+DEPTH_BYTES, CONTEXT_IDS = 64, 48
+"""Bytes that are matched at most, and ids of the text that have them."""
+CONTINUATIONS, AHEAD, LINE, PROPOSED = 8, 24, 120, 16
+"""Positions behind a match of bytes that are looked at, bytes of each that are encoded, bytes and ids proposed."""
 LEAST = 1e-4
 """The probability that stands for none in a feature."""
 
@@ -44,38 +50,127 @@ NONE = Followers(np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0, 0)
 
 
 class Candidates(NamedTuple):
-    """Ids (C,) that sources propose, int64, and what these know of each: (C, F), float32."""
+    """Ids (C,) that sources propose, int64, ascending, and what these know of each: (C, F), float32."""
 
     ids: Tensor
     features: Tensor
 
 
+class TextSource(NamedTuple):
+    """A text of bytes and where its contexts are; without an index, it is searched from its end."""
+
+    text: bytes
+    index: ContextIndex | None = None
+
+    def longest(self, context: bytes) -> tuple[int, list[int]]:
+        """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
+        if self.index is None:
+            return last_match(self.text, context)
+        *_, match = Match(0, 0, 0), *self.index.matches(context)
+        return match.length, sorted(self.index.positions(match, CONTINUATIONS).tolist(), reverse=True)
+
+
+@dataclass(frozen=True)
+class Far:
+    """Texts besides the file that is completed, as ids and as bytes."""
+
+    ids: Sequence[ContextIndex] = ()
+    texts: Sequence[TextSource] = ()
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Texts to copy from, as ids and as bytes.
+
+    `near` is the text above the cursor, `far` are others. `encode` gives the ids of a part of a line, `pieces` the
+    bytes of each id.
+    """
+
+    near: Sequence[ContextIndex]
+    far: Sequence[ContextIndex]
+    near_text: Sequence[TextSource]
+    far_text: Sequence[TextSource]
+    pieces: Sequence[bytes]
+    encode: Callable[[bytes], Sequence[int]]
+
+
+@dataclass(frozen=True)
 class Copies:
-    """The text near the place that is completed, such as the file above it, and others: indexes of ids."""
+    """What can be copied after the ids of a text. `typed` are bytes that stand after its first `start` ids: those
+    that the next ids have to begin with."""
 
-    FEATURES = 10
+    sources: Sources
+    typed: bytes = b""
+    start: int = 0
 
-    def __init__(self, near: ContextIndex | None, far: Sequence[ContextIndex] = ()) -> None:
-        self.near, self.far = near, far
+    FEATURES: ClassVar[int] = 18
 
-    def candidates(self, context: Sequence[int]) -> Candidates:
-        """What may follow a context by all sources."""
-        near = followers(self.near, context) if self.near is not None else NONE
-        far = max((followers(index, context) for index in self.far), key=lambda f: f.length, default=NONE)
-        ids = np.union1d(near.ids, far.ids)
-        columns = [column for source in (near, far) for column in _columns(source, ids)]
-        features = np.stack(columns, 1) if len(ids) else np.zeros((0, self.FEATURES))
-        return Candidates(torch.from_numpy(ids), torch.from_numpy(features.astype(np.float32)))
+    def candidates(self, ids: Sequence[int]) -> Candidates:
+        """What may follow the ids by all sources."""
+        sources, rest = self.sources, self._rest(ids)
+        context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
+        known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
+        known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
+        union = np.unique(np.concatenate([each.ids for each in known]))
+        columns = [column for each in known for column in _columns(each, union)]
+        features = np.stack([*columns[:5], *columns[5:10], *columns[11:15], *columns[16:]], 1)
+        return Candidates(torch.from_numpy(union), torch.from_numpy(features.astype(np.float32)))
 
-    def propose(self, ids: Sequence[int], limit: int, sample: Sampler, *, count: int = 12) -> Proposal:
-        """Propose what followed the longest match; of equal ones, the near and the last."""
-        indexes = [index for index in (self.near, *self.far) if index is not None]
-        matches = [(match, index) for index in indexes for match in [*index.matches(ids)][-1:]]
-        if not matches:
+    def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
+        """Propose the rest of the line after the longest match; of equal ones, the near and the last."""
+        sources, rest = self.sources, self._rest(ids)
+        context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
+        found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
+        found = [(match, text) for match, text in found if match[0]]
+        if not found:
             return Proposal()
-        match, index = max(matches, key=lambda pair: pair[0].length)
-        start = int(index.positions(match, FOLLOWERS).max())
-        return Proposal(index.items[start : start + min(count, limit)].tolist())
+        (_, positions), text = max(found, key=lambda pair: pair[0][0])
+        return Proposal(sources.encode(rest + line_at(text, positions[0], LINE))[: min(PROPOSED, limit)])
+
+    def _rest(self, ids: Sequence[int]) -> bytes:
+        """The typed bytes that the ids do not have yet."""
+        done = sum(len(self.sources.pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
+        return self.typed[done:]
+
+    def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
+        """The ids that begin the lines behind the longest match of the text."""
+        found = [(source.longest(context), source.text) for source in part]
+        if not found:
+            return NONE
+        (length, positions), text = max(found, key=lambda pair: pair[0][0])
+        if length <= len(rest):
+            return NONE
+        lines = [line_at(text, position, AHEAD) for position in positions]
+        begun = [encoded[0] for line in lines if (encoded := self.sources.encode(rest + line))]
+        ids, counts = np.unique(np.array(begun, np.int64), return_counts=True)
+        last = (ids == begun[0]).astype(float) if begun else np.zeros(0)
+        return Followers(ids, counts / max(1, len(begun)), last, length, len(positions))
+
+
+def line_at(text: bytes, position: int, size: int) -> bytes:
+    """The rest of the line at a position, with its end, of at most `size` bytes."""
+    line = text[position : position + size]
+    end = line.find(b"\n")
+    return line if end < 0 else line[: end + 1]
+
+
+def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
+    """The length of the longest match in `text` of the end of `context`, and the last position behind one."""
+    longest, position, low, high = 0, 0, 1, min(DEPTH_BYTES, len(context))
+    while low <= high:
+        middle = low if not longest else (low + high) // 2
+        start = text.rfind(context[len(context) - middle :])
+        if start < 0:
+            high = middle - 1
+        else:
+            longest, position, low = middle, start + middle, middle + 1
+        if not longest:
+            break
+    return longest, [position] if longest else []
+
+
+def _best(found: Iterable[Followers]) -> Followers:
+    return max(found, key=lambda each: each.length, default=NONE)
 
 
 def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:

@@ -1,122 +1,185 @@
 """Completion of lines: a model that learned the code, and what the code at hand has that can be copied.
 
-Both are one distribution over the next id (`generate/copying.py`). The line is decoded greedily from it: what can be
-copied is proposed, and verified by one forward of the model. The last ids of the typed line are generated again,
-since a token may go on where the typing ended (token healing).
+Both are one distribution over the next id (`generate/copying.py`), and the line is the most probable that a beam
+search finds in it. The last ids of the typed line are generated again, since a token may go on where the typing
+ended (token healing). The text behind the cursor comes first in the prompt, as in training, so that a typed
+character costs about one id.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Sampler, force_prefix, generate
-from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import Copies, Gate, index_ids
+from dunes.generate.beam import Beam, beam_search
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
 from dunes.generate.step import CompiledStep
+from dunes.runs.completion_cuts import first_line, first_word
 from dunes.runs.completion_gate import scored_places
-from dunes.runs.completion_protocol import Suggestion, first_word
-from dunes.runs.completion_text import FileTokenizer, window
+from dunes.runs.completion_protocol import Suggestion
+from dunes.runs.completion_index import TextIndex, index_texts
+from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.runs.score import trained_text
 from dunes.runs.write import split_last_tokens
 
 LIMIT = 48
 """Tokens of a suggestion at most."""
+WIDTH = 4
+"""Beams."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
 
 
 class CompletionEngine:
-    """Completes lines with a model, and by copying from the file above the cursor and from `far`.
+    """Completes lines with a model and by copying: from the file, from files that are open, and from an index.
 
-    `gate` mixes the two; without one, the model is alone. `find_step` is asked for a compiled step.
+    `gate` mixes the two; without one, the model is alone. `header` tells whether the model knows the paths of
+    files. `find_step` is asked for a compiled step. Raises ValueError if the model has no tokenizer.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        far: Sequence[ContextIndex] = (),
+        index: TextIndex | None = None,
         gate: Gate | None = None,
         header: bool = False,
         find_step: Callable[[], CompiledStep | None] = lambda: None,
     ) -> None:
-        self.loaded, self.far, self.gate, self.header = loaded, far, gate, header
-        self.tokenizer = loaded.require_tokenizer()
-        self.files = FileTokenizer(self.tokenizer, header)
+        self.loaded, self.index, self.gate = loaded, index, gate
+        self.files = FileTokenizer(loaded.require_tokenizer(), header)
         self.cache, self._find_step = PrefixCache(loaded.model), find_step
-        self._near: tuple[list[int], ContextIndex] | None = None
+        self._changed: dict[str, Far] = {}
+        self._near: tuple[list[int], list[int], str, Sources] | None = None
+        self._far: tuple[str, Far] | None = None
+        self._form = fim_form(loaded.require_tokenizer())
 
-    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        text = self.files.tokenize(before, name)
+    def update(self, name: str, text: str | None) -> None:
+        """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
+        self._changed[name] = index_texts([(name, text)], self.files).without(()) if text else Far()
+        self._near = self._far = None
+
+    def complete(self, before: str, after: str = "", name: str = "", width: int = WIDTH) -> Suggestion:
+        """The rest of the line, the most probable that so many beams find; 1 is greedy."""
+        text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
-        kept, healed = split_last_tokens(line, self.files.pieces)
-        copies = Copies(self.index_of(above), self.far)
-        chosen = Chosen()
-        prompt = window([*above, *kept], self.loaded.context_length - LIMIT)
-        ids = self._decode(prompt, copies, healed, chosen)
-        data = b"".join(self.files.pieces[i] for i in ids)[len(healed) :]
-        text_ = data.decode(errors="ignore")
-        cut = min((text_.index(end) for end in "\r\n" if end in text_), default=len(text_))
-        return self._suggestion(text_[:cut], chosen.logprobs, ids, healed)
-
-    def index_of(self, above: list[int]) -> ContextIndex:
-        """The index of the lines above the cursor, which is that of the last call if they are the same."""
-        if self._near is None or self._near[0] != above:
-            self._near = above, index_ids(above, len(self.files.pieces))
-        return self._near[1]
-
-    def _decode(self, prompt: Sequence[int], copies: Copies, healed: bytes, chosen: "Chosen") -> list[int]:
-        """The ids from the prompt to the end of the line, which begin with the `healed` bytes."""
-        pieces, start = self.files.pieces, len(prompt)
-        processors = [partial(self.gate.mix, copies)] if self.gate else []
-        sample = Sampler((*processors, partial(force_prefix, pieces, healed, start), chosen), chosen.choose)
-        self.cache.step = self._find_step()
-        ids: list[int] = []
-        for token in generate(
-            self.loaded.model,
-            prompt,
-            limit=LIMIT,
-            context_length=self.loaded.context_length,
-            sample=sample,
-            stop=self.tokenizer.stops,
-            cache=self.cache,
-            proposer=copies.propose if self.gate else None,
-        ):
-            ids.append(token.id)
-            done = b"".join(pieces[i] for i in ids)[len(healed) :]
-            if b"\n" in done or b"\r" in done or not pieces[token.id]:
-                break
-        return ids
-
-    def _suggestion(self, text: str, logprobs: list[float], ids: list[int], healed: bytes) -> Suggestion:
-        end, total, word = len(first_word(text).encode()) + len(healed), 0.0, 0.0
-        size = 0
-        for id, logprob in zip(ids, logprobs, strict=False):
-            word = total + logprob if size < end else word
-            total, size = total + logprob, size + len(self.files.pieces[id])
-        return Suggestion(text, math.exp(word), math.exp(total))
+        kept, typed = split_last_tokens(line, self.files.pieces)
+        below = self.files.plain(after[:BELOW])
+        prompt = self._prompt([*above, *kept], below)
+        copies = Copies(self._sources(above, below, name), typed, len(prompt))
+        room = self.loaded.context_length - len(prompt)
+        found = self._decode(prompt, copies, room) if width == 1 else self._search(prompt, copies, width, room)
+        data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :]
+        rest = without_overlap(first_line(data.decode(errors="ignore")), after)
+        end = len(typed) + len(first_word(rest).encode())
+        return Suggestion(rest, math.exp(self._until(found, end)), math.exp(found.total))
 
     def bits(self, text: str, name: str = "") -> float:
-        """The information content of a file's text in bits."""
-        total = 0.0
-        for id, logprobs, candidates in scored_places(self.loaded, self.files.tokenize(text, name), self.far):
+        """The information content of a file's text in bits, each id predicted from those above it."""
+        total, sources = 0.0, partial(self._sources, below=[], name=name)
+        for id, logprobs, candidates in scored_places(self.loaded, self.files.tokenize(text, name), sources):
             mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
             total -= float(mixed[id])
         return total / math.log(2)
 
+    def _prompt(self, text: Sequence[int], below: Sequence[int]) -> list[int]:
+        """The ids of a prompt that ends with the text above the cursor, behind what is below it, if there is any."""
+        room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
+        if self._form is None or not any(self.files.pieces[i].strip() for i in below):
+            return [*window(text, room)]
+        prefix, suffix, middle = self._form
+        below = below[: int(SUFFIX * room)]
+        above = window(text, room - len(below) - 3)
+        if self.suffix_first:
+            return [prefix, suffix, *below, middle, *above]
+        return [prefix, *above, suffix, *below, middle]
+
+    @property
+    def suffix_first(self) -> bool:
+        """Whether the model learned prompts that end with the text above the cursor: those trained here did."""
+        return bool(trained_text(self.loaded.card).get("complete"))
+
+    def _sources(self, above: list[int], below: list[int], name: str) -> Sources:
+        """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
+        if self._near is None or self._near[:3] != (above, below, name):
+            pieces, parts = self.files.pieces, [part for part in (above, below) if part]
+            texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
+            near, far = [index_ids(part, len(pieces)) for part in parts], self._far_from(name)
+            sources = Sources(near, far.ids, texts, far.texts, pieces, self._encode)
+            self._near = above, below, name, sources
+        return self._near[3]
+
+    def _far_from(self, name: str) -> Far:
+        """All files but this one: those in the index that have not changed, and those that have."""
+        if self._far is None or self._far[0] != name:
+            parts = [far for changed, far in self._changed.items() if changed != name]
+            if self.index is not None:
+                parts.insert(0, self.index.without({name, *self._changed}))
+            ids, texts = ([each for part in parts for each in getattr(part, kind)] for kind in ("ids", "texts"))
+            self._far = name, Far(ids, texts)
+        return self._far[1]
+
+    def _encode(self, line: bytes) -> tuple[int, ...]:
+        return self.files.line(line.decode(errors="ignore"))
+
+    def _process(self, copies: Copies, logits: Tensor, ids: Sequence[int]) -> Tensor:
+        """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
+        logits = logits[: len(self.files.pieces)].float()
+        mixed = self.gate.mix(copies, logits, ids) if self.gate else logits
+        return force_prefix(self.files.pieces, copies.typed, copies.start, mixed, ids).log_softmax(-1)
+
+    def _ends(self, typed: bytes, ids: Sequence[int]) -> bool:
+        """Whether these ids have a line end, or end the text."""
+        data = b"".join(self.files.pieces[i] for i in ids)[len(typed) :]
+        return b"\n" in data or b"\r" in data or not self.files.pieces[ids[-1]]
+
+    def _decode(self, prompt: Sequence[int], copies: Copies, limit: int) -> Beam:
+        """The most probable ids one by one, where possible several by a forward."""
+        chosen, found = Chosen(), list[int]()
+        self.cache.step = self._find_step()
+        for token in generate(
+            self.loaded.model,
+            prompt,
+            limit=limit,
+            context_length=self.loaded.context_length,
+            sample=Sampler((partial(self._process, copies),), chosen),
+            cache=self.cache,
+            proposer=copies.propose if self.gate else None,
+        ):
+            found.append(token.id)
+            if self._ends(copies.typed, found):
+                break
+        return Beam(tuple(found), tuple(chosen.logprobs[: len(found)]))
+
+    def _search(self, prompt: Sequence[int], copies: Copies, width: int, limit: int) -> Beam:
+        """The most probable line of those that beam search finds."""
+        return beam_search(
+            self.cache,
+            prompt,
+            width=width,
+            limit=limit,
+            process=partial(self._process, copies),
+            ends=partial(self._ends, copies.typed),
+        )
+
+    def _until(self, found: Beam, end: int) -> float:
+        """The log-probability of the ids that have the first `end` bytes."""
+        total, size = 0.0, 0
+        for id, logprob in zip(found.ids, found.logprobs, strict=True):
+            if size < end:
+                total, size = total + logprob, size + len(self.files.pieces[id])
+        return total
+
 
 class Chosen:
-    """A processor and a choice that note the log-probability of each id that is chosen."""
+    """The choice of the most probable id, which notes the log-probability of each."""
 
     def __init__(self) -> None:
         self.logprobs: list[float] = []
 
-    def __call__(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        return logits.log_softmax(-1)
-
-    def choose(self, logits: Tensor) -> Tensor:
-        best = logits.argmax(-1)
-        self.logprobs.append(float(logits[best]))
+    def __call__(self, logprobs: Tensor) -> Tensor:
+        best = logprobs.argmax(-1)
+        self.logprobs.append(float(logprobs[best]))
         return best

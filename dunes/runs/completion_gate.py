@@ -2,7 +2,7 @@
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +11,17 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import LoadedModel
-from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, index_ids, mixture_loss
+from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, Sources, mixture_loss
 from dunes.runs.completion_text import TokenizedText
 
 PLACES, STEPS, BATCH, RATE = 20_000, 400, 1024, 5e-3
 """Places that the gate is fitted on at most, and the settings of the fit by Adam."""
-ROOM = 2 * CANDIDATES
+ROOM = 3 * CANDIDATES
 """Candidates of a place."""
+
+
+SourcesOf = Callable[[list[int]], Sources]
+"""The sources to copy from below these ids of a file."""
 
 
 class Places(NamedTuple):
@@ -57,13 +60,13 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel, texts: Sequence[TokenizedText], far: Sequence[ContextIndex], most: int = PLACES
+    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
 ) -> Places:
     """The places of these texts, up to about so many."""
     rows: list[Places] = []
     for text in texts:
         if len(rows) < most:
-            rows += map(_row, *zip(*scored_places(loaded, text, far), strict=True))
+            rows += map(_row, *zip(*scored_places(loaded, text, sources_of), strict=True))
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
@@ -78,15 +81,15 @@ def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
 
 
 def scored_places(
-    loaded: LoadedModel, text: TokenizedText, far: Sequence[ContextIndex]
+    loaded: LoadedModel, text: TokenizedText, sources_of: SourcesOf
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
     """Of each id of a text after its header: the id, log-probabilities (V,) of the model, and what can be copied.
 
-    Copied is from the lines above, and from `far`.
+    Copied is from the sources for the lines above.
     """
     logprobs = text_logprobs(loaded, text.ids)
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
-        copies = Copies(index_ids(text.ids[:start], len(loaded.require_tokenizer().token_bytes)), far)
+        copies = Copies(sources_of(text.ids[:start]))
         for place in range(max(start, 1), stop):
             yield text.ids[place], logprobs[place - 1], copies.candidates(text.ids[max(0, place - 64) : place])
 

@@ -1,59 +1,45 @@
-"""What a run keeps to complete with, in RUN/completion: the index of the training text, the gate, the thresholds.
+"""What a run keeps to complete with, in RUN/completion: the training text with its indexes, the gate, thresholds.
 
-`index.safetensors` has the ids of the training files and their sorted contexts, `files.json` which file is where,
-with its digest; both are there seconds after a run has begun. `gate.safetensors` and `gate.json` follow at its end.
+`index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` says which
+file is where, with its digest; both are there seconds after a run has begun. `gate.safetensors` and `gate.json`
+follow at its end.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 from safetensors.torch import load_file as load_tensors
 from safetensors.torch import save as save_tensors
 
 from dunes.checkpoint.files.atomic import write_file
-from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import Gate
+from dunes.generate.context_index import DEPTH, ContextIndex
+from dunes.generate.copying import DEPTH_BYTES, Gate
+from dunes.runs.completion_index import IndexedFile, TextIndex
 from dunes.text import json_file
 
-FOLDER = "completion"
-FORMAT = 1
-MOST = 8_000_000
-"""Ids in an index at most: sorting the contexts of more takes longer than ten seconds."""
+FOLDER, FORMAT = "completion", 1
+REMEDY = "remove this folder to complete without what it has, or train again"
 
 
-@dataclass(frozen=True)
-class IndexedFile:
-    """A file in an index: its path in its source, its digest, and the index of its first id."""
-
-    name: str
-    digest: str
-    start: int
-
-
-@dataclass(frozen=True)
-class StoredIndex:
-    """An index and the files in it."""
-
-    index: ContextIndex
-    files: Sequence[IndexedFile]
-
-
-def write_index(run: Path, stored: StoredIndex) -> None:
+def write_index(run: Path, index: TextIndex) -> None:
     """Write the index of a run."""
     folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
-    write_file(folder / "index.safetensors", save({"ids": stored.index.items, "order": stored.index.order}))
-    record = {"format": FORMAT, "files": [[f.name, f.digest, f.start] for f in stored.files]}
-    write_file(folder / "files.json", json.dumps(record).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"ids": index.ids.items, "order": index.ids.order}
+    tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
+    write_file(folder / "index.safetensors", save({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
+    files = [[f.name, f.digest, f.start, f.first_byte] for f in index.files]
+    write_file(folder / "files.json", json.dumps({"format": FORMAT, "files": files}).encode())
 
 
-def read_index(run: Path) -> StoredIndex | None:
+def read_index(run: Path) -> TextIndex | None:
     """The index of a run; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
     if not (folder / "files.json").is_file():
@@ -61,37 +47,35 @@ def read_index(run: Path) -> StoredIndex | None:
     record = _record(folder / "files.json")
     try:
         tensors = load_file(folder / "index.safetensors")
-        ids, order = tensors["ids"], tensors["order"]
-        files = [IndexedFile(str(name), str(digest), int(start)) for name, digest, start in record["files"]]
+        ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
+        contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
+        files = [IndexedFile(str(a), str(b), int(c), int(d)) for a, b, c, d in record["files"]]
+        bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
+        if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
+            raise ValueError("files that overlap")
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder}: a damaged index ({error}); {REMEDY}") from None
-    if (
-        ids.dtype not in (np.uint16, np.uint32)
-        or order.dtype != np.int32
-        or ids.shape != order.shape
-        or ids.ndim != 1
-    ):
-        raise ValueError(
-            f"{folder}: an index of {ids.dtype} {ids.shape} and {order.dtype} {order.shape}; {REMEDY}"
-        )
-    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(ids):
-        raise ValueError(f"{folder}: positions outside of the index's {len(ids)} ids; {REMEDY}")
-    return StoredIndex(ContextIndex(ids, order), files)
+        raise ValueError(f"{folder}: a damaged index ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
+    return TextIndex(files, ids, contexts.items.tobytes(), contexts)
 
 
-REMEDY = "remove this folder to complete without what it has, or train again"
+def _context_index(items: NDArray[Any], order: NDArray[Any], dtypes: Collection[Any], depth: int) -> ContextIndex:
+    if items.dtype not in dtypes or order.dtype != np.int32 or items.shape != order.shape or items.ndim != 1:
+        raise ValueError(f"{items.dtype} {items.shape} with an order of {order.dtype} {order.shape}")
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(items):
+        raise ValueError(f"positions outside of {len(items)} items")
+    return ContextIndex(items, order, depth)
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
-    """Write the gate of a run, with the thresholds and figures that were fitted with it."""
+    """Write the gate of a run, with what was fitted and measured with it."""
     folder = run / FOLDER
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "gate.safetensors", save_tensors(gate.state_dict()))
     write_file(folder / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
-    """The gate of a run and what `write_gate` got with it; None if it has none. Raises ValueError for a damaged one."""
+    """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
     if not (folder / "gate.json").is_file():
         return None

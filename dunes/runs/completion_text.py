@@ -2,12 +2,21 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
+from dunes.data.fim import FILE
+from dunes.runs.completion_cuts import first_line
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
 
-FILE_SEPARATOR = "<|file_sep|>"
+NEAR, BELOW, LINE = 200_000, 20_000, 4096
+"""Characters above and below the cursor that are looked at, and of a line that are encoded at once."""
+FORMS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+)
+"""Sentinels of fill-in-the-middle as Qwen and StarCoder spell them."""
 CACHED_LINES = 1 << 16
 """Lines whose ids are remembered: after a keystroke, all but one are the same."""
 
@@ -25,23 +34,38 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
-        self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode(line)))
+        self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
+
+    @property
+    def end(self) -> int:
+        """The id after a file."""
+        return self.tokenizer.eos
+
+    def line(self, text: str) -> tuple[int, ...]:
+        """The ids of a line or of a part of one; of a very long one, as of several."""
+        if len(text) <= LINE:
+            return self._line(text)
+        return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
+
+    def plain(self, text: str) -> list[int]:
+        """The ids of a text that is no beginning of a file."""
+        if self.tokenizer.line_separable:
+            return [i for line in split_lines(text) for i in self.line(line)]
+        return self.tokenizer.encode_continuation(text)
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, where the model knows paths, else those of a document."""
+        """The ids before the first line of a file: its path, where the model knows paths, else a document's start."""
         if not self.header:
             return list(self.tokenizer.document_start)
-        path = f"{name}\n" if name else ""
-        return [self.tokenizer.token_id(FILE_SEPARATOR), *(self._line(path) if path else ())]
+        return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
         """The ids of a text from its beginning, in lines; a part of a line at its end counts as one."""
-        ids = self.start(name)
+        ids, starts = self.start(name), list[int]()
         if self.tokenizer.line_separable:
-            starts = []
             for line in split_lines(text):
                 starts.append(len(ids))
-                ids += self._line(line)
+                ids += self.line(line)
             return TokenizedText(ids, starts)
         starts = [len(ids)]
         for id in self.tokenizer.encode(text):
@@ -49,6 +73,36 @@ class FileTokenizer:
             if b"\n" in self.pieces[id]:
                 starts.append(len(ids))
         return TokenizedText(ids, starts)
+
+
+def fim_form(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
+    """The ids of the sentinels before prefix, suffix and middle; None if the tokenizer has none."""
+    for names in FORMS:
+        prefix, suffix, middle = map(tokenizer.inner.token_to_id, names)
+        if prefix is not None and suffix is not None and middle is not None:
+            return prefix, suffix, middle
+    return None
+
+
+def near_text(before: str) -> str:
+    """The last part of the text above the cursor, from the beginning of a line where there is one."""
+    if len(before) <= NEAR:
+        return before
+    part = before[-NEAR:]
+    return part[part.find("\n") + 1 :]
+
+
+def without_overlap(suggestion: str, after: str) -> str:
+    """The suggestion without its end that stands behind the cursor already; empty if all of it is the next line."""
+    rest = first_line(after)
+    following = after[len(rest) :].lstrip("\r\n").partition("\n")[0].strip()
+    if following and not rest.strip() and suggestion.strip() == following:
+        return ""
+    if rest.strip():
+        sizes = range(min(len(suggestion), len(rest.rstrip())), 0, -1)
+        size = next((n for n in sizes if suggestion.endswith(rest[:n])), 0)
+        return suggestion[: len(suggestion) - size]
+    return suggestion
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:

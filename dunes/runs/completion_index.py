@@ -1,0 +1,80 @@
+"""Files at hand, indexed so that what is in them can be copied."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from dunes.data import Document
+from dunes.generate.context_index import ContextIndex
+from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
+from dunes.runs.completion_text import FileTokenizer
+
+MOST = 12_000_000
+"""Bytes of text in an index at most: more take longer than ten seconds to sort."""
+
+
+@dataclass(frozen=True)
+class IndexedFile:
+    """A file in an index: its path in its source, its digest, and where its ids and its bytes begin."""
+
+    name: str
+    digest: str
+    start: int
+    first_byte: int
+
+
+@dataclass(frozen=True)
+class TextIndex:
+    """Files as ids and as bytes, each with the index of its contexts."""
+
+    files: Sequence[IndexedFile]
+    ids: ContextIndex
+    text: bytes
+    contexts: ContextIndex
+
+    def without(self, names: Collection[str]) -> Far:
+        """What can be copied from the files but those with these names."""
+        if not any(file.name in names for file in self.files):
+            return Far([self.ids], [TextSource(self.text, self.contexts)])
+        ends = [*self.files, IndexedFile("", "", len(self.ids), len(self.text))]
+        hidden = [(a, b) for a, b in pairwise(ends) if a.name in names]
+        ids = self.ids.without([(a.start, b.start) for a, b in hidden])
+        contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in hidden])
+        return Far([ids], [TextSource(self.text, contexts)])
+
+    def texts(self) -> list[tuple[str, str]]:
+        """The name and the text of each file."""
+        bounds = pairwise([*(file.first_byte for file in self.files), len(self.text)])
+        parts = (self.text[a : b - 1].decode() for a, b in bounds)
+        return [(file.name, text) for file, text in zip(self.files, parts, strict=True)]
+
+
+def index_documents(documents: Sequence[Document], files: FileTokenizer, most: int = MOST) -> TextIndex:
+    """The index of these files, or of the first ones with at most so many bytes.
+
+    Raises ValueError if a file changed since it was collected.
+    """
+    texts, digests, size = list[tuple[str, str]](), list[str](), 0
+    for document in documents:
+        size += document.size
+        if size > most and texts:
+            break
+        texts.append((document.header.rstrip("\n"), "".join("".join(part) for part in document.texts())))
+        digests.append(document.digest)
+    return index_texts(texts, files, digests)
+
+
+def index_texts(
+    texts: Sequence[tuple[str, str]], files: FileTokenizer, digests: Sequence[str] | None = None
+) -> TextIndex:
+    """The index of files by their paths and texts, with their digests, if these are known."""
+    indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
+    for (name, text), digest in zip(texts, digests or [""] * len(texts), strict=True):
+        indexed.append(IndexedFile(name, digest, len(ids), len(data)))
+        ids += [*files.tokenize(text, name).ids, files.end]
+        data += text.encode() + b"\0"
+    dtype = np.uint16 if len(files.pieces) <= 1 << 16 else np.uint32
+    contexts = ContextIndex(np.frombuffer(bytes(data), np.uint8), depth=DEPTH_BYTES)
+    return TextIndex(indexed, ContextIndex(np.array(ids, dtype)), bytes(data), contexts)
