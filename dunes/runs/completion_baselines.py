@@ -1,10 +1,11 @@
-"""Completers without a neural network, which a model must beat: none, the nearest copy, and n-grams with a cache."""
+"""Completers without a neural network, which a model must beat: nothing, nearest copy, n-grams with a cache."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -65,10 +66,7 @@ class CopyNearest:
         return len(data[len(data) - places.length :].decode(errors="ignore")) if places else 0
 
     def _longest(self, data: bytes) -> Places | None:
-        longest = None
-        for longest in self._index.matches(data[-LONGEST:]):
-            pass
-        return longest
+        return max(self._index.matches(data[-LONGEST:]), key=attrgetter("length"), default=None)
 
 
 def _last_match(data: bytes, least: int) -> tuple[int, int]:

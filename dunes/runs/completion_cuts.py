@@ -54,22 +54,17 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors, uniform over the characters of the lines, and a third as many at line starts.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
 
-    No cursor is inside the indentation, and none at a line's end. They are sorted, those at characters first.
+    A line is drawn first, each at most once, and then one of its characters: a cursor is behind at least one
+    character that is no indentation, and before at least one. Long lines have no more cursors than short ones.
     """
-    if not lines:
-        return []
     random = _generator(name, text, seed)
-    sums = np.cumsum([len(line.text) for line in lines])
-    drawn = np.sort(random.choice(sums[-1], min(count, sums[-1]), replace=False))
-    owners = np.searchsorted(sums, drawn, side="right")
-    cuts = [
-        _cut(text, lines[owner], int(position - sums[owner]) + len(lines[owner].text), "character")
-        for position, owner in zip(drawn, owners, strict=True)
-    ]
+    longer = [line for line in lines if len(line.text) > 1]
+    drawn = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
+    cuts = [_cut(text, line, int(random.integers(1, len(line.text))), "character") for line in drawn]
     starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
-    return cuts + [_cut(text, lines[number], 0, "line start") for number in starts]
+    return cuts + [_cut(text, lines[i], 0, "line start") for i in starts]
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:

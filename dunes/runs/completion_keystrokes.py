@@ -123,11 +123,11 @@ def visible_text(suggestion: Suggestion, policy: Policy, threshold: float) -> st
 
 
 def acceptable(text: str, rest: str, policy: Policy) -> int:
-    """The number of characters that a key accepts of a suggestion: 0 if it is not right."""
+    """The number of characters that a key accepts of a suggestion: 0 if they are not those that follow."""
     if policy == "line":
         return len(text) if text == rest else 0
     word = first_word(text)
-    return len(word) if word == first_word(rest) else 0
+    return len(word) if rest.startswith(word) else 0
 
 
 def type_file(file: TypedFile, policy: Policy, threshold: float = 0.0) -> Typing:

@@ -27,9 +27,9 @@ class SuffixIndex:
         self.depth = depth
         padded = np.concatenate([np.zeros(depth, np.int64), items.astype(np.int64)])
         small = np.uint8 if not items.size or items.max() < 256 else np.uint32
-        self._items = memoryview(padded.astype(small))
+        self._items = memoryview(padded.astype(small).data)
         self.places = _sorted_places(padded, depth) + depth
-        self._places = memoryview(self.places)
+        self._places = memoryview(self.places.data)
 
     def matches(self, query: Sequence[int]) -> Iterator[Places]:
         """The places after the last item of the query, after its last two, and so on, as long as there are any."""
