@@ -1,6 +1,7 @@
 """The evaluation of line completion: tables, and a page of examples."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -29,6 +30,7 @@ from dunes.runs.completion_score import (
 from dunes.runs.completion_sources import ScoredFile, ScoredFiles, document_texts, scored_files
 from dunes.runs.progress import Display
 from dunes.tables import print_table
+from dunes.text.lines import split_lines
 
 EXAMPLES = 40
 """Cursors that the page shows: as many where the model was right as where it was wrong, if there are enough."""
@@ -58,7 +60,7 @@ class Table:
 def evaluate_completion(
     folder: Path,
     sources: Sequence[str] = (),
-    options: CompletionOptions = CompletionOptions(),
+    options: CompletionOptions | None = None,
     *,
     out: Path = Path("completion.md"),
     files: int | None = None,
@@ -69,16 +71,17 @@ def evaluate_completion(
     """Score the completion of a model and of the baselines, print tables, and write a page with examples.
 
     Without sources, on the files that the model's training left for scoring; on at most `files` of them. Files and
-    lines that the model has seen are left out. `corpus_options` are those of `collect_corpus`. Raises ValueError for
-    an invalid folder or setting, and if there is nothing to score.
+    lines that the model has seen are left out. `corpus_options` are those of `collect_corpus`. Raises ValueError
+    for an invalid folder or setting, and if there is nothing to score.
     """
+    options = options or CompletionOptions()
     _check(options, out, files)
     engine: TrainedCompleter = import_module("dunes.runs.completion").load_completer(folder, any_base=any_base)
     documents = _documents(sources, corpus_options) if sources else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))[:files]
     training = list(engine.training_files)
     try:
-        scored = scored_files(document_texts(documents), training)
+        scored = scored_files(document_texts(documents), training, options.all_lines)
     except ValueError as error:
         raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
     name = folder.resolve().name
@@ -148,11 +151,10 @@ def summary(scores: Sequence[CompleterScore]) -> Table:
 def kinds(scores: Sequence[CompleterScore], lengths: Sequence[int]) -> Table:
     """Exact match by the place of the cursor, and by how many of the 64 characters before it were trained on."""
     points = scores[0].points
-    match = {id(cut): length for cut, length in zip((point.cut for point in points), lengths, strict=True)}
-    found = {(p.file, p.cut.offset, p.cut.kind): match[id(p.cut)] for p in points}
+    matched = {(p.file, p.cut.offset): length for p, length in zip(points, lengths, strict=True)}
 
     def length(point: Point) -> int:
-        return found[point.file, point.cut.offset, point.cut.kind]
+        return matched[point.file, point.cut.offset]
 
     groups: dict[str, Callable[[Point], bool]] = {
         "inside a line": is_inside,
@@ -180,19 +182,8 @@ def kinds(scores: Sequence[CompleterScore], lengths: Sequence[int]) -> Table:
 
 def keystrokes(scores: Sequence[CompleterScore]) -> Table:
     """Keys saved with each policy, of all suggestions and of those from the threshold on."""
-    columns = (
-        "completer",
-        "a key accepts",
-        "saved %",
-        "reading costs a key",
-        "shown/line",
-        "accepted %",
-        "threshold",
-        "saved %",
-        "reading costs a key",
-        "shown/line",
-        "accepted %",
-    )
+    shown = "saved %", "reading costs a key", "shown/line", "accepted %"
+    columns = "completer", "a key accepts", *shown, "threshold", *(f"then {name}" for name in shown)
     rows = [
         [
             score.name,
@@ -204,7 +195,7 @@ def keystrokes(scores: Sequence[CompleterScore]) -> Table:
         for score in scores
         for policy in POLICIES
     ]
-    title = "Keys saved by a user who knows the line (an upper bound); threshold: fitted on other files to 35 % accepted"
+    title = "Keys saved by a user who knows the line (an upper bound); thresholds fitted on other files"
     return Table(title, columns, rows)
 
 
@@ -212,7 +203,7 @@ def _typed(score: CompleterScore, policy: Any, threshold: float) -> list[str]:
     typed = score.typing(policy, threshold)
     return [
         _percent(score.saved(policy, threshold)),
-        _percent(typed.saved_reading),
+        _percent(score.saved(policy, threshold, reading=True)),
         _number(typed.shown_per_line),
         _percent(typed.acceptance),
     ]
@@ -260,11 +251,11 @@ def _spread(points: Sequence[Point], count: int, seed: int) -> list[Point]:
 
 
 def _example(file: ScoredFile, point: Point) -> str:
-    before = file.text[: point.cut.offset].splitlines(keepends=True)
+    before = split_lines(file.text[: point.cut.offset])
     lines = "".join(before[-1 - ABOVE :]).replace("\r\n", "\n")
     text = f"{lines}{CURSOR}\nsaid: {point.text}"
     if not point.agreement.exact:
         text += f"\nwas:  {point.cut.rest}"
-    fence = "```" + "`" * max((len(run) for run in text.split("\n") if run and not run.strip("`")), default=0)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     number = file.text.count("\n", 0, point.cut.offset) + 1
     return f"{file.name}:{number}\n\n{fence}\n{text}\n{fence}"

@@ -35,13 +35,14 @@ Metric = Literal["exact", "similarity", "word", "prefix"]
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """At most `cuts` cursors and `lines` typed lines a file. With `below`, completers also get the text from the next
-    line on."""
+    """At most `cuts` cursors and `lines` typed lines a file. With `below`, completers also get the text from the
+    next line on; with `all_lines`, lines like one of the training are scored too."""
 
     cuts: int = 60
     lines: int = 12
     seed: int = 0
     below: bool = False
+    all_lines: bool = False
 
 
 class TrainedCompleter(Completer, Protocol):
@@ -101,9 +102,11 @@ class CompleterScore:
         """All lines typed with a policy and a threshold."""
         return sum(self.typed.get((policy, threshold), ()), Typing())
 
-    def saved(self, policy: Policy, threshold: float = 0.0) -> float:
-        """The mean over files of the share of keys saved; NaN without a threshold."""
-        shares = [file.saved for file in self.typed.get((policy, threshold), ()) if file.characters]
+    def saved(self, policy: Policy, threshold: float = 0.0, reading: bool = False) -> float:
+        """The mean over files of the share of keys saved; NaN without a threshold. With `reading`, each new
+        suggestion costs a key."""
+        typed = self.typed.get((policy, threshold), ())
+        shares = [file.saved_reading if reading else file.saved for file in typed if file.characters]
         return float(np.mean(shares)) if shares else math.nan
 
 
@@ -153,7 +156,7 @@ def gate_thresholds(
     gate = order[: min(GATE, len(order) // 2)]
     rest = order[len(gate) :]
     try:
-        files = scored_files(gate, rest).files
+        files = scored_files(gate, rest, options.all_lines).files
     except ValueError:
         return {}
     completer = make(rest)

@@ -96,15 +96,17 @@ def document_texts(documents: Iterable[Document]) -> list[NamedText]:
     ]
 
 
-def scored_files(texts: Sequence[NamedText], training: Sequence[NamedText]) -> ScoredFiles:
+def scored_files(
+    texts: Sequence[NamedText], training: Sequence[NamedText], all_lines: bool = False
+) -> ScoredFiles:
     """The files and lines that are scored of a model that was trained on the training files.
 
-    Files with the text of a training file are left out whatever white space is around it. Raises ValueError if
-    nothing is left.
+    Files with the text of a training file are left out whatever white space is around it, and lines that are
+    near-duplicates of a training line unless `all_lines`. Raises ValueError if nothing is left.
     """
     digests = {text_digest([text]) for _, text in training}
     unseen = [(name, text) for name, text in texts if text_digest([text]) not in digests]
-    index = LineIndex(text for _, text in training)
+    index = LineIndex(() if all_lines else (text for _, text in training))
     files, line_count = [], 0
     for name, text in unseen:
         lines = file_lines(text)
