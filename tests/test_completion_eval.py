@@ -32,17 +32,16 @@ OTHER = "class Shape:\n    def area(self):\n        result = self.width * self.h
 
 
 class Oracle:
-    """Knows the files by name; `mistake` is appended to all it says."""
+    """Knows the files by name."""
 
-    def __init__(self, texts, mistake="", word=1.0, line=1.0):
-        self.texts, self.mistake, self.word, self.line = dict(texts), mistake, word, line
-        self.asked = []
+    def __init__(self, texts):
+        self.texts, self.asked = dict(texts), []
 
     def complete(self, before, after="", name=""):
         self.asked.append((before, after, name))
         assert self.texts[name].startswith(before)
         rest = self.texts[name][len(before) :].splitlines()[0]
-        return Suggestion(rest + self.mistake, self.word, self.line)
+        return Suggestion(rest)
 
 
 # cursors
@@ -357,7 +356,7 @@ def test_baselines_have_scores_of_the_same_cursors():
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """A module dunes.runs.completion whose engine knows the scored files."""
+    """A module dunes.runs.completion whose engine knows the scored files, and errs in c.py."""
     for name, text in {"a.py": CODE, "b.py": OTHER, "c.py": OTHER.replace("height", "ähöhe")}.items():
         (tmp_path / "sources" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "sources" / name).write_text(text)
@@ -365,6 +364,10 @@ def engine(monkeypatch, tmp_path):
 
     class Engine(Oracle):
         training_files = (("a.py", CODE), ("z.py", "import os\nimport sys\nprint(os.name)\n"))
+
+        def complete(self, before, after="", name=""):
+            right = super().complete(before, after, name)
+            return Suggestion(right.text + "!" * (name == "c.py"))
 
         def threshold(self, policy):
             return 0.5
@@ -388,17 +391,17 @@ def test_the_verb_prints_tables_and_writes_a_page(engine, capsys):
     verbs.evaluate("model", completion=True, lines=2)
     printed = capsys.readouterr().out
     assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
-    rows = [line.split() for line in printed.splitlines() if line.startswith("model ")]
-    assert rows[0][1:3] == ["100.0", "[100.0,"]
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("model ", "copy nearest "))]
+    assert [row[0] for row in rows] == ["model", "copy"] * 2 + ["model", "model", "copy", "copy"]
+    assert rows[0][1:4] == ["50.0", "[0.0,", "100.0]"]
     assert "2.000" in rows[0]
-    assert [line.split("  ")[0] for line in printed.splitlines() if "copy nearest  " in line][:1] == [
-        "copy nearest"
-    ]
     assert "examples: completion.md" in printed
     page = (engine / "completion.md").read_text()
-    assert "▏\nsaid: " in page
-    assert "## Wrong" in page
-    assert "| model | 100.0 [100.0, 100.0] |" in page
+    assert "| model | 50.0 [0.0, 100.0] |" in page
+    right, wrong = page.split("## Right")[1].split("## Wrong")
+    assert right.count("b.py:") == right.count("▏\nsaid: ") == 4
+    assert wrong.count("c.py:") == wrong.count("!\nwas:  ") == 4
+    assert "class Shape:\n    def area(self):\n        res" in right, "two lines above"
 
 
 def test_the_verb_scores_sources_and_at_most_limit_files(engine, capsys):
