@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -319,12 +320,17 @@ def evaluate(
     tasks: Annotated[tuple[str, ...], flag("TASK", "none")] = (),
     task_folder: Annotated[Path | None, flag("FOLDER", "none")] = None,
     limit: Annotated[int | None, flag("DOCUMENTS", "all")] = None,
-    out: Annotated[Path | None, flag("FILE", "none")] = None,
+    completion: bool = False,
+    lines: Annotated[int | None, flag("LINES", "12")] = None,
+    all_lines: bool = False,
+    out: Annotated[Path | None, flag("FILE", "none; completion.md of --completion")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Evaluate on text (loss in nats/token, perplexity, bits/byte), or on tasks of lm-evaluation-harness.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-evaluation-harness, or lines.
 
     Example: dunes eval runs/project ~/code/other
+
+    Example: dunes eval runs/project --completion
 
     Example: dunes eval runs/project --tasks hellaswag,lambada_openai
 
@@ -334,27 +340,52 @@ def evaluate(
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
-        limit: Maximum number of documents per task.
-        out: JSON file for the full results of the tasks, including every sample.
+        limit: Maximum number of documents per task, or of files with --completion.
+        completion: Complete lines of files that the model has not seen, beside baselines: exact match, keys saved,
+            latency.
+        lines: Lines of each file that are typed key by key with --completion.
+        all_lines: With --completion, also complete lines like one of the training, which are left out otherwise.
+        out: JSON file for the full results of the tasks, including every sample; with --completion, a page
+            (Markdown) of tables and examples.
     """
     names = [name for part in tasks for name in part.split(",") if name]
+    text: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
+    text = {k: v for k, v in text.items() if v}
+    if completion:
+        if names or task_folder is not None:
+            raise ValueError(f"--{'tasks' if names else 'task-folder'}: not with --completion; omit one of them")
+        page = out or Path("completion.md")
+        _completion(model, sources, lines, all_lines, out=page, files=limit, any_base=any_base, **text)
+        return
+    if all_lines or lines is not None:
+        unused = "lines" if lines is not None else "all-lines"
+        raise ValueError(f"--{unused} applies to line completion; pass --completion too")
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
     of_tasks = {"task-folder": task_folder, "limit": limit, "out": out}
-    if unused := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
-        raise ValueError(f"{unused[0]} applies to tasks; select them with --tasks")
+    if given := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
+        raise ValueError(f"{given[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.runs.score import score_folder
     from dunes.units import plural
 
-    options: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
-    options = {k: v for k, v in options.items() if v}
-    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **options)
+    score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **text)
     print(
         f"{plural(files, 'file')}, {plural(score.tokens, 'token')}: {score.loss:.4f} nats/token, "
         f"perplexity {score.perplexity:.2f}, {score.bits_per_byte:.4f} bits/byte"
     )
+
+
+def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lines: bool, **options: Any) -> None:
+    from dunes import checkpoint
+    from dunes.runs.completion_report import evaluate_completion
+    from dunes.runs.completion_score import CompletionOptions
+
+    chosen = CompletionOptions(all_lines=all_lines)
+    chosen = chosen if lines is None else replace(chosen, lines=lines)
+    evaluate_completion(checkpoint.locate_model(model).folder, sources, chosen, **options)
+    print(f"examples: {options['out']}")
 
 
 def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: Any) -> None:

@@ -126,10 +126,11 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
 
 def _digests(document: Document) -> Iterator[bytes]:
     """The digest of each text in a document, without the white space around it."""
-    return map(_digest, document.texts())
+    return map(text_digest, document.texts())
 
 
-def _digest(blocks: Iterable[str]) -> bytes:
+def text_digest(blocks: Iterable[str]) -> bytes:
+    """The digest of a text in blocks, without the white space around it."""
     hashed, space = blake2b(digest_size=16), None  # white space that ends the text, unless more follows
     for block in blocks:
         text = block.lstrip() if space is None else space + block

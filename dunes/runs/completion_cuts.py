@@ -1,0 +1,96 @@
+"""Where lines are cut to be completed: seeded positions in the lines of a file.
+
+The positions are a pure function of the seed, the file's name and its text, so that every completer is asked the
+same and a new file moves no position in another.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from dunes.text.lines import split_lines
+
+WORD = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
+"""A word: the next run of identifier characters, or one other character, with the spaces before it."""
+_IDENTIFIER = re.compile(r"\w\w")
+_LINE_END = re.compile(r"[\r\n]")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank: `text` is without indentation and trailing white space, `start` its offset in the
+    file in characters, `end` the offset of the line's end."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """A cursor in a line of a file. `offset` and `end` (of the line) are in characters from the start of the file,
+    `rest` is what stands between them, without trailing white space and never empty."""
+
+    offset: int
+    end: int
+    rest: str
+    kind: Literal["character", "line start"]
+    mid_identifier: bool
+
+
+def file_lines(text: str) -> list[Line]:
+    """The lines of a file that are not blank."""
+    lines, start = [], 0
+    for line in split_lines(text):
+        if content := line.strip():
+            body = line.rstrip("\r\n")
+            lines.append(Line(start + len(line) - len(line.lstrip()), start + len(body), content))
+        start += len(line)
+    return lines
+
+
+def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
+
+    A line is drawn first, each at most once, and then one of its characters: a cursor is behind at least one
+    character that is no indentation, and before at least one. Long lines have no more cursors than short ones.
+    """
+    random = _generator(name, text, seed)
+    longer = [line for line in lines if len(line.text) > 1]
+    drawn = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
+    cuts = [_cut(text, line, int(random.integers(1, len(line.text))), "character") for line in drawn]
+    starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
+    return cuts + [_cut(text, lines[i], 0, "line start") for i in starts]
+
+
+def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
+    """At most `count` of the lines, in their order."""
+    drawn = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
+    return [lines[number] for number in np.sort(drawn)]
+
+
+def first_line(text: str) -> str:
+    """The text up to its first line end."""
+    return _LINE_END.split(text, maxsplit=1)[0]
+
+
+def first_word(text: str) -> str:
+    """The first word of a text with the spaces before it; empty if there is none."""
+    word = WORD.match(text)
+    return word[0] if word else ""
+
+
+def _cut(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
+    offset = line.start + column
+    inside = column > 0 and bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
+    return CutPoint(offset, line.end, line.text[column:], kind, inside)
+
+
+def _generator(name: str, text: str, seed: int) -> np.random.Generator:
+    hashed = blake2b(f"{seed}\0{name}\0".encode(errors="surrogatepass"), digest_size=16)
+    hashed.update(text.encode(errors="surrogatepass"))
+    return np.random.default_rng(int.from_bytes(hashed.digest()))

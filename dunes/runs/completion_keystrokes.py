@@ -1,0 +1,162 @@
+"""Keys that completion saves: lines are typed with a suggestion after every key.
+
+The user of the simulation is greedy and knows the line: a suggestion is accepted as soon as it saves a key. Keys
+saved are thus an upper bound. A second user also spends a key on reading each new suggestion. Indentation is free,
+and Enter is not counted.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+
+from dunes.runs.completion_cuts import Line, first_line, first_word
+from dunes.runs.completion_protocol import LineCompleter, Suggestion
+
+Policy = Literal["word", "line"]
+ACCEPTANCE = 0.35
+"""The share of shown suggestions that users of JetBrains' completion accept: https://arxiv.org/abs/2405.08704."""
+GRID = 33
+"""Thresholds that are tried."""
+
+
+@dataclass(frozen=True)
+class Typing:
+    """Typed lines: their characters, the keys that were needed, and how many different suggestions were shown and
+    accepted (at least in part)."""
+
+    characters: int = 0
+    keys: int = 0
+    shown: int = 0
+    accepted: int = 0
+    lines: int = 0
+
+    def __add__(self, other: "Typing") -> "Typing":
+        return Typing(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def saved(self) -> float:
+        """The share of keys that is saved; NaN without characters."""
+        return 1 - self.keys / self.characters if self.characters else math.nan
+
+    @property
+    def saved_reading(self) -> float:
+        """The share that is saved if each new suggestion costs a key to read; may be negative."""
+        return 1 - (self.keys + self.shown) / self.characters if self.characters else math.nan
+
+    @property
+    def acceptance(self) -> float:
+        """The share of shown suggestions that is accepted; NaN if none was shown."""
+        return self.accepted / self.shown if self.shown else math.nan
+
+    @property
+    def shown_per_line(self) -> float:
+        """Different suggestions shown on a line."""
+        return self.shown / self.lines if self.lines else math.nan
+
+
+class FileSuggestions:
+    """The suggestions of a completer in a file, each asked once.
+
+    `cold` has the seconds of the first request, `warm` those of requests after a key on the line of the request
+    before. The text behind the cursor is given from the next line on with `below`, else not at all.
+    """
+
+    def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
+        self.name, self.text = name, text
+        self.cold: list[float] = []
+        self.warm: list[float] = []
+        self._completer, self._below = completer, below
+        self._known: dict[int, Suggestion] = {}
+
+    def ask(self, end: int, offset: int, warm: bool = False) -> Suggestion:
+        """The suggestion at an offset of a line that ends at `end`, both in characters of the file."""
+        if offset not in self._known:
+            after = self.text[end:] if self._below else ""
+            start = perf_counter()
+            self._known[offset] = self._completer.complete(self.text[:offset], after, self.name)
+            seconds = perf_counter() - start
+            if warm:
+                self.warm.append(seconds)
+            elif not self.cold:
+                self.cold.append(seconds)
+        return self._known[offset]
+
+    def in_line(self, line: Line, column: int) -> Suggestion:
+        """The suggestion after `column` characters of a line."""
+        return self.ask(line.end, line.start + column, warm=column > 0)
+
+
+TypedFile = tuple[FileSuggestions, Sequence[Line]]
+"""A file, and the lines that are typed in it."""
+
+
+def type_line(
+    content: str, suggest: Callable[[int], Suggestion], policy: Policy, threshold: float = 0.0
+) -> Typing:
+    """A line typed with suggestions after each column, shown from a probability of `threshold` on.
+
+    `content` is without indentation. With the policy `line` a key accepts all of a suggestion, with `word` its
+    first word.
+    """
+    column = keys = shown = accepted = 0
+    standing, is_accepted = "", False
+    while column < len(content):
+        text = visible_text(suggest(column), policy, threshold)
+        if (whole := content[:column] + text if text else "") != standing:
+            standing, is_accepted = whole, False
+            shown += bool(text)
+        saving = acceptable(text, content[column:], policy)
+        accepted += saving > 1 and not is_accepted
+        is_accepted |= saving > 1
+        column, keys = column + max(saving, 1), keys + 1
+    return Typing(len(content), keys, shown, accepted, 1)
+
+
+def visible_text(suggestion: Suggestion, policy: Policy, threshold: float) -> str:
+    """The text that is shown of a suggestion; empty below the threshold."""
+    return first_line(suggestion.text).rstrip() if getattr(suggestion, policy) >= threshold else ""
+
+
+def acceptable(text: str, rest: str, policy: Policy) -> int:
+    """The number of characters that a key accepts of a suggestion: 0 if they are not those that follow."""
+    if policy == "line":
+        return len(text) if text == rest else 0
+    word = first_word(text)
+    return len(word) if rest.startswith(word) else 0
+
+
+def type_file(file: TypedFile, policy: Policy, threshold: float = 0.0) -> Typing:
+    """The lines of a file typed with suggestions."""
+    suggestions, lines = file
+    typed = (type_line(line.text, partial(suggestions.in_line, line), policy, threshold) for line in lines)
+    return sum(typed, Typing())
+
+
+def fit_threshold(files: Sequence[TypedFile], policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+    """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none has.
+
+    The files must be others than those that are scored, and unseen by the completer.
+    """
+    asked = [
+        getattr(s.in_line(line, c), policy) for s, lines in files for line in lines for c in range(len(line.text))
+    ]
+    if not asked:
+        return math.inf
+    best, chosen = 0.0, math.inf
+    for threshold in np.unique(np.quantile(asked, np.linspace(0, 1, GRID))):
+        typed = [type_file(file, policy, float(threshold)) for file in files]
+        saved = mean_saved(typed)
+        if sum(typed, Typing()).acceptance >= acceptance and saved > best:
+            best, chosen = saved, float(threshold)
+    return chosen
+
+
+def mean_saved(typed: Iterable[Typing]) -> float:
+    """The mean over files of the share of keys saved; NaN without typed files."""
+    shares = [file.saved for file in typed if file.characters]
+    return sum(shares) / len(shares) if shares else math.nan

@@ -1,0 +1,73 @@
+"""How right a completed line is, and intervals over files.
+
+Files are the clusters of the bootstrap: cursors in one file are alike, and one large file must not decide.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from dunes.runs.completion_cuts import first_line, first_word
+
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How much of a suggestion is right: all of it (`exact`, without trailing white space), its first `word`, its
+    edit `similarity` (difflib's ratio, 0 to 1), and the share of the line that it starts with (`prefix`)."""
+
+    exact: float
+    similarity: float
+    word: float
+    prefix: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over files, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def percent(self, sign: str = "") -> str:
+        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; `sign` "+" writes signs."""
+        return f"{100 * self.mean:{sign}.1f} [{100 * self.low:{sign}.1f}, {100 * self.high:{sign}.1f}]"
+
+
+def agreement(suggested: str, rest: str) -> Agreement:
+    """How much of a suggestion agrees with the rest of a line, which is not empty."""
+    suggested, rest = first_line(suggested).rstrip(), rest.rstrip()
+    return Agreement(
+        exact=float(suggested == rest),
+        similarity=SequenceMatcher(None, suggested, rest, autojunk=False).ratio(),
+        word=float(first_word(suggested) == first_word(rest)),
+        prefix=_common_prefix(suggested, rest) / len(rest),
+    )
+
+
+def _common_prefix(one: str, other: str) -> int:
+    same = (number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(same, min(len(one), len(other)))
+
+
+def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
+    """The mean of the values of each file (F,); `files` has the file's number for each value."""
+    _, owners = np.unique(np.asarray(files, int), return_inverse=True)
+    means: np.ndarray = np.bincount(owners, np.asarray(values, float)) / np.bincount(owners)
+    return means
+
+
+def interval(means: np.ndarray, seed: int = 0) -> Interval:
+    """The mean over files of their means (F,), with the interval of a bootstrap that resamples files.
+
+    Of paired differences, pass the differences (F,). Raises ValueError without files.
+    """
+    if not len(means):
+        raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
+    drawn = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    low, high = np.percentile(means[drawn].mean(1), [2.5, 97.5])
+    return Interval(float(means.mean()), float(low), float(high))

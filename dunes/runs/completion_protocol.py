@@ -1,0 +1,30 @@
+"""What completes lines, and its answer."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The rest of a line; `word` and `line` are the probabilities (0 to 1) that its first word, and all of it, are
+    right."""
+
+    text: str
+    word: float = 1.0
+    line: float = 1.0
+
+
+class LineCompleter(Protocol):
+    """Completes lines. Its answers depend on the arguments alone, not on what was asked before."""
+
+    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
+        """The rest of the line, of the text before and behind the cursor, and of the file's path."""
+        ...
+
+
+class Completer(LineCompleter, Protocol):
+    """Completes lines, and has a probability for any text."""
+
+    def bits(self, text: str, name: str = "") -> float:
+        """Information content of a file's text, in bits, each character predicted from those above it."""
+        ...

@@ -1,0 +1,439 @@
+"""The evaluation of line completion: cursors, agreement, keystrokes, baselines, what is left out, and the verb."""
+
+import math
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from dunes.cli import verbs
+from dunes.data import collect_corpus
+from dunes.runs.completion_baselines import BASELINES, CopyNearest, Empty, NGram
+from dunes.runs.completion_cuts import cut_points, file_lines, first_word, sample_lines
+from dunes.runs.completion_keystrokes import (
+    FileSuggestions,
+    Typing,
+    fit_threshold,
+    type_file,
+    type_line,
+)
+from dunes.runs.completion_metrics import agreement, file_means, interval
+from dunes.runs.completion_protocol import Suggestion
+from dunes.runs.completion_report import evaluate_completion
+from dunes.runs.completion_score import CompletionOptions, gate_thresholds, score_baselines, score_completer
+from dunes.runs.completion_sources import LineIndex, scored_files
+from dunes.runs.suffix_index import SuffixIndex
+
+CODE = "".join(
+    f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
+)
+OTHER = "class Shape:\n    def area(self):\n        result = self.width * self.height\n        return result\n"
+
+
+class Oracle:
+    """Knows the files by name."""
+
+    def __init__(self, texts):
+        self.texts, self.asked = dict(texts), []
+
+    def complete(self, before, after="", name=""):
+        self.asked.append((before, after, name))
+        assert self.texts[name].startswith(before)
+        rest = self.texts[name][len(before) :].splitlines()[0]
+        return Suggestion(rest)
+
+
+# cursors
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_have_their_offsets(end):
+    text = end.join(["  one = 'ä😀'  ", "", "\t", "\ttwo\u2028x", "three"])
+    lines = file_lines(text)
+    assert [line.text for line in lines] == ["one = 'ä😀'", "two\u2028x", "three"]
+    for line in lines:
+        assert text[line.start : line.end].rstrip() == line.text
+        assert text[line.end : line.end + len(end)] == (end if line.text != "three" else "")
+
+
+def test_cursors_stand_behind_and_before_a_character_of_a_line():
+    text = "  ab = 1  \r\n\r\nx\n\tlonger_name(ä)\n"
+    lines = file_lines(text)
+    cuts = [c for seed in range(40) for c in cut_points("f", text, lines, seed)]
+    inside = {(c.offset, c.rest) for c in cuts if c.kind == "character"}
+    whole = {line.start: line.text for line in lines}
+    assert {c.rest for c in cuts if c.kind == "line start"} == set(whole.values())
+    assert {rest for _, rest in inside} >= {"b = 1", " = 1", "= 1", " 1", "1", ")", "ä)"}
+    assert all(text[offset:].startswith(rest) and rest and offset not in whole for offset, rest in inside)
+    assert all(text[c.offset : c.end].rstrip() == c.rest and text[c.end] in "\r\n" for c in cuts)
+    assert {c.rest for c in cuts if c.mid_identifier and c.offset < 5} == {"b = 1"}
+
+
+def test_cursors_and_lines_are_a_function_of_seed_name_and_text():
+    lines = file_lines(CODE)
+    assert cut_points("a", CODE, lines) == cut_points("a", CODE, file_lines(CODE))
+    assert len(cut_points("a", CODE, lines, count=8)) == 8 + 3
+    assert len({tuple(cut_points(n, CODE, lines, s, 8)) for n, s in [("a", 0), ("b", 0), ("a", 1)]}) == 3
+    assert sample_lines("a", CODE, lines) == sample_lines("a", CODE, lines)
+    assert len(sample_lines("a", CODE, lines)) == 12
+    assert sample_lines("a", CODE, lines) != sample_lines("b", CODE, lines)
+
+
+def test_files_of_one_line_or_none_have_cursors():
+    assert [c.rest for c in cut_points("f", "ab", file_lines("ab"))] == ["b", "ab"]
+    assert [c.kind for c in cut_points("f", "a", file_lines("a"))] == ["line start"]
+    assert cut_points("f", "\n \n", file_lines("\n \n")) == []
+
+
+# agreement and intervals
+
+
+def test_trailing_white_space_and_further_lines_are_no_mistakes():
+    assert agreement("x)  \r\nnext", "x)").exact == 1
+    assert agreement("x)", "x) ").exact == 1
+    assert agreement(" x)", "x)").exact == 0
+    assert agreement("", "x)") == type(agreement("", "x"))(0, 0, 0, 0)
+
+
+def test_parts_of_a_suggestion_are_compared():
+    part = agreement("foo(bar)", "foo(bat)")
+    assert (part.exact, part.word, part.prefix) == (0, 1, 6 / 8)
+    assert part.similarity == pytest.approx(2 * 7 / 16)
+    assert agreement("foobar", "foo").word == 0
+    assert agreement("foo", "foobar").prefix == 0.5
+    assert agreement("foobar", "foo").prefix == 1
+
+
+def test_words():
+    assert [first_word(t) for t in ("  ab_1(x", "(x", " +=", "äb c", "", "  ")] == [
+        "  ab_1",
+        "(",
+        " +",
+        "äb",
+        "",
+        "",
+    ]
+
+
+def test_the_bootstrap_resamples_files_not_cursors():
+    values, files = [0.0] * 3000 + [1.0] * 30, [0] * 3000 + [7] * 30
+    means = file_means(values, files)
+    assert means.tolist() == [0, 1]
+    found = interval(means)
+    assert (found.mean, found.low, found.high) == (0.5, 0, 1), "two files; over cursors it were 0.01 wide"
+    many = interval(np.tile([0.0, 1.0], 200))
+    assert 0.04 < many.high - many.mean < 0.06
+    assert interval(means) == found
+    assert interval(np.array([0.1, 0.2]) - np.array([0.1, 0.2])).percent("+") == "+0.0 [+0.0, +0.0]"
+    with pytest.raises(ValueError, match="no file to take a mean over"):
+        interval(np.array([]))
+
+
+# keystrokes
+
+
+def suggest(content, until=None):
+    return lambda column: Suggestion(content[column:until])
+
+
+def test_an_oracle_saves_what_is_counted_by_hand():
+    content = "foo(bar, x)"  # foo ( bar , x: with its space ): 6 words
+    assert type_line(content, suggest(content), "line") == Typing(11, 1, 1, 1, 1)
+    assert type_line(content, suggest(content), "word") == Typing(11, 6, 1, 1, 1)
+    assert type_line(content, suggest(content), "word").saved == pytest.approx(5 / 11)
+    assert type_line(content, suggest(content), "line").saved_reading == pytest.approx(9 / 11)
+    nothing = type_line(content, lambda column: Suggestion(""), "word")
+    assert nothing == Typing(11, 11, 0, 0, 1)
+    assert math.isnan(nothing.acceptance)
+
+
+def test_wrong_suggestions_are_shown_and_cost_only_the_reader():
+    typed = type_line("abc", lambda column: Suggestion("xyz"), "word")
+    assert typed == Typing(3, 3, 3, 0, 1), "each key makes it another suggestion"
+    assert typed.saved == 0
+    assert typed.saved_reading == -1
+    one = type_line("ab(c", lambda column: Suggestion("ab(d"[column:]), "line")
+    assert one == Typing(4, 4, 1, 0, 1), "it stands while the keys agree"
+
+
+def test_a_word_that_begins_the_next_one_is_accepted():
+    assert type_line("foobar", lambda column: Suggestion("foo" if not column else ""), "word").keys == 4
+    assert type_line("foobar", lambda column: Suggestion("foo" if not column else ""), "line").keys == 6
+    assert type_line("foo", lambda column: Suggestion("foobar"[column:]), "word").keys == 3
+
+
+def test_suggestions_below_the_threshold_are_not_shown():
+    unsure = lambda column: Suggestion("abc"[column:], word=0.3, line=0.2)
+    assert type_line("abc", unsure, "word", 0.3).keys == 1
+    assert type_line("abc", unsure, "line", 0.3) == Typing(3, 3, 0, 0, 1)
+    assert type_line("abc", unsure, "word", math.inf) == Typing(3, 3, 0, 0, 1)
+
+
+def test_trailing_white_space_of_suggestions_is_not_typed():
+    assert type_line("abc", lambda column: Suggestion("abc  \nnext"[column:]), "line") == Typing(3, 1, 1, 1, 1)
+
+
+def test_a_file_is_typed_without_indentation_and_each_place_asked_once():
+    text = "if x:\r\n    return x\r\n"
+    oracle = Oracle({"a.py": text})
+    suggestions = FileSuggestions(oracle, "a.py", text)
+    file = suggestions, file_lines(text)
+    assert type_file(file, "line") == Typing(5 + 8, 2, 2, 2, 2)
+    assert [before for before, _, _ in oracle.asked] == ["", "if x:\r\n    "]
+    assert type_file(file, "word") == Typing(13, 5, 2, 2, 2)
+    assert len({before for before, _, _ in oracle.asked}) == len(oracle.asked) == 5
+    assert (len(suggestions.cold), len(suggestions.warm)) == (1, 3)
+    assert {(after, name) for _, after, name in oracle.asked} == {("", "a.py")}
+
+
+def test_the_text_behind_the_cursor_never_has_the_answer():
+    oracle = Oracle({"f": "one\ntwo\n"})
+    FileSuggestions(oracle, "f", "one\ntwo\n", below=True).ask(3, 1)
+    assert oracle.asked == [("o", "\ntwo\n", "f")]
+
+
+def test_the_threshold_is_the_one_that_saves_most_at_the_acceptance():
+    class Sure:
+        """Right and sure at the first word, else wrong and unsure."""
+
+        def complete(self, before, after="", name=""):
+            first = before.endswith("\n") or not before
+            return Suggestion("alpha" if first else "!!!", 0.9 if first else 0.1)
+
+    text = "alpha beta gamma\nalpha delta\n"
+    file = FileSuggestions(Sure(), "f", text), file_lines(text)
+    assert type_file(file, "word").acceptance < 0.35
+    threshold = fit_threshold([file], "word")
+    assert 0.1 < threshold <= 0.9
+    assert type_file(file, "word", threshold).acceptance == 1
+    assert fit_threshold([file], "line") == math.inf, "no threshold reaches it"
+    assert fit_threshold([], "word") == math.inf
+
+
+# baselines
+
+
+def test_the_suffix_index_finds_what_a_search_finds():
+    random = np.random.default_rng(0)
+    for depth in (1, 3, 8, 40):
+        items = random.integers(1, 4, 60)
+        items[random.random(60) < 0.1] = 0
+        index = SuffixIndex(items, depth)
+        query = [*items[20:30].tolist(), 1, 2]
+        found = [sorted(index.positions(places).tolist()) for places in index.matches(query)]
+        expected = [
+            [p for p in range(k, 61) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)
+        ]
+        assert found == [e for e in expected[: len(query)] if e][: len(found)]
+        assert len(found) == sum(map(bool, expected[: len(query)]))
+    assert not [*SuffixIndex(np.array([], np.int64), 4).matches([1])]
+    assert len([*SuffixIndex(np.full(5000, 70_000), 100).matches([70_000] * 300)]) == 100
+
+
+def test_copies_follow_the_longest_match_the_nearest_on_ties():
+    copy = CopyNearest([("a", "first_name = one\nsecond_name = two\n"), ("b", "third_name = three")])
+    assert copy.complete("x\nfirst_name = ").text == "one"
+    assert copy.complete("first_name = mine\nfirst_name = ").text == "mine", "the file wins a tie"
+    assert copy.complete("_name = mine\nfirst_name = ").text == "one", "the longer match wins"
+    assert copy.complete("_name = ").text == "three", "the last one of the training wins a tie"
+    assert copy.complete("_name = mine\r\n_name = his\r\n_name = ").text == "his"
+    assert copy.complete("third_name = three").text == "", "files end"
+    assert copy.complete("").text == copy.complete("ß").text == ""
+    assert copy.complete("ßü = 'äöü😀'\nßü = ").text == "'äöü😀'"
+    assert copy.match_length("ä first_name") == 1 + len("first_name") - 1
+    assert copy.complete("x\nfirst_name = ").word > copy.complete("?_name = ").word
+
+
+def test_n_grams_write_the_most_probable_line():
+    model = NGram([("a", CODE)])
+    assert model.complete("def area_3(width, hei").text == "ght):"
+    assert model.complete("def area_3(width, height):\n    result = ").text == "width * height + 0"
+    assert model.complete("qux = zap(1)\r\n" * 3 + "x\nqux = ").text == "zap(1)", "of the file above"
+    assert model.complete("unknown_word_xyz").text is not None
+    assert 0 < model.complete("def area_3(width, hei").line <= 1
+    assert NGram([("a", "x")]).complete("").text == ""
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_depend_on_their_arguments_alone(name):
+    one, other = (BASELINES[name]([("a", CODE), ("b", OTHER)]) for _ in range(2))
+    places = [CODE[:n] for n in range(40, 240, 23)]
+    assert [one.complete(p) for p in places] == [other.complete(p) for p in reversed(places)][::-1]
+
+
+# what is left out
+
+
+def test_near_duplicate_lines():
+    index = LineIndex(["    total = first + second\nreturn None\na b c d e f g h i j\n"])
+    assert index.has_similar("total = first + second  ")
+    assert index.has_similar("total = (first + second"), "5 of 6 tokens"
+    assert not index.has_similar("total = (first + second)"), "5 of 7 tokens"
+    assert not index.has_similar("return None"), "two tokens"
+    assert index.has_similar("a b c d e f g h i")
+    assert not index.has_similar("a b c d e f g h x y")
+    assert not index.has_similar("total = first * second"), "4 of 6 tokens"
+
+
+def test_what_is_left_out_is_counted():
+    training = [("t.py", "alpha = beta + 1\n"), ("u.py", "gamma = 2\n")]
+    texts = [
+        ("copy.py", "\nalpha = beta + 1\n\n"),
+        ("part.py", "    alpha = beta + 1\nnew line here\n\nreturn\n"),
+        ("none.py", "alpha = beta + 1\ngamma = 2\n"),
+        ("own.py", "own words only"),
+    ]
+    scored = scored_files(texts, training)
+    assert [(f.name, [line.text for line in f.lines]) for f in scored.files] == [
+        ("part.py", ["new line here", "return"]),
+        ("own.py", ["own words only"]),
+    ]
+    assert (scored.trained_files, scored.line_count, scored.near_duplicates, scored.files_without_lines) == (
+        1,
+        6,
+        3,
+        1,
+    )
+    assert scored.report() == (
+        "2 files, 3 lines; left out: 1 file that the model was trained on, 3 lines like one of the training, "
+        "1 file without other lines"
+    )
+    every = scored_files(texts, training, all_lines=True)
+    assert (len(every.files), every.trained_files, every.near_duplicates, every.line_count) == (3, 1, 0, 6)
+    with pytest.raises(ValueError, match=r"no line to complete \(0 files, .* 1 file that") as caught:
+        scored_files(texts[:1], training)
+    assert "\n" not in str(caught.value)
+
+
+# scores
+
+
+def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
+    files = scored_files([("a.py", CODE), ("b.py", OTHER.replace("\n", "\r\n"))], []).files
+    options = CompletionOptions(cuts=10, lines=4)
+    oracle = score_completer(
+        "oracle", Oracle((file.name, file.text) for file in files), files, options, {"word": 0.5, "line": 2}
+    )
+    empty = score_completer("empty", Empty(), files, options)
+    assert oracle.exact_match().mean == 1
+    assert oracle.means("exact", lambda p: p.cut.kind == "line start").tolist() == [1, 1]
+    assert oracle.difference(empty).percent("+") == "+100.0 [+100.0, +100.0]"
+    assert empty.exact_match().mean == empty.saved("word") == 0
+    assert [p.cut for p in oracle.points] == [p.cut for p in empty.points]
+    assert oracle.saved("line") > 0.9
+    assert oracle.saved("word") == oracle.saved("word", 0.5) > 0.3
+    assert oracle.saved("line", 2) == 0
+    assert len(oracle.cold) == len(files)
+    assert math.isnan(oracle.bits_per_character)
+
+
+def test_thresholds_are_fitted_without_the_files_that_fit_them():
+    made = []
+
+    class Spy(Oracle):
+        def __init__(self, files):
+            super().__init__(texts)
+            made.append({name for name, _ in files})
+
+    texts = {f"{n}.py": f"value_{n} = make_{n}(argument_{n})\n" for n in range(6)}
+    assert gate_thresholds(Spy, [*texts.items()]) == {"word": 1.0, "line": 1.0}
+    assert len(made[0]) == 3
+    assert gate_thresholds(Spy, [("a", "x = 1")]) == {}
+
+
+def test_baselines_have_scores_of_the_same_cursors():
+    files = scored_files([("b.py", OTHER), ("c.py", OTHER.replace("Shape", "Circle"))], []).files
+    scores = score_baselines(
+        [("a.py", CODE), ("d.py", CODE.replace("area", "size"))], files, CompletionOptions(9, 3)
+    )
+    assert [score.name for score in scores] == [*BASELINES]
+    assert len({tuple(p.cut for p in score.points) for score in scores}) == 1
+
+
+# the verb
+
+
+@pytest.fixture
+def engine(monkeypatch, tmp_path):
+    """A module dunes.runs.completion whose engine knows the scored files, and errs in c.py."""
+    for name, text in {"a.py": CODE, "b.py": OTHER, "c.py": OTHER.replace("height", "ähöhe")}.items():
+        (tmp_path / "sources" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "sources" / name).write_text(text)
+    (tmp_path / "model").mkdir()
+
+    class Engine(Oracle):
+        training_files = (("a.py", CODE), ("z.py", "import os\nimport sys\nprint(os.name)\n"))
+
+        def complete(self, before, after="", name=""):
+            right = super().complete(before, after, name)
+            return Suggestion(right.text + "!" * (name == "c.py"))
+
+        def threshold(self, policy):
+            return 0.5
+
+        def test_documents(self):
+            corpus = collect_corpus([tmp_path / "sources"])
+            return corpus.valid + corpus.train
+
+        def bits(self, text, name=""):
+            return 2.0 * len(text)
+
+    module = ModuleType("dunes.runs.completion")
+    texts = {name: (tmp_path / "sources" / name).read_text() for name in ("a.py", "b.py", "c.py")}
+    module.load_completer = lambda folder, any_base=False: Engine(texts)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_verb_prints_tables_and_writes_a_page(engine, capsys):
+    verbs.evaluate("model", completion=True, lines=2)
+    printed = capsys.readouterr().out
+    assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("model ", "copy nearest "))]
+    assert [row[0] for row in rows] == ["model", "copy"] * 2 + ["model", "model", "copy", "copy"]
+    assert rows[0][1:4] == ["50.0", "[0.0,", "100.0]"]
+    assert "2.000" in rows[0]
+    assert "examples: completion.md" in printed
+    page = (engine / "completion.md").read_text()
+    assert "| model | 50.0 [0.0, 100.0] |" in page
+    right, wrong = page.split("## Right")[1].split("## Wrong")
+    assert right.count("b.py:") == right.count("▏\nsaid: ") == 4
+    assert wrong.count("c.py:") == wrong.count("!\nwas:  ") == 4
+    assert "class Shape:\n    def area(self):\n        res" in right, "two lines above"
+
+
+def test_the_verb_scores_sources_and_at_most_limit_files(engine, capsys):
+    verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, limit=1, out=engine / "page.md")
+    assert "1 file, 4 lines" in capsys.readouterr().out
+    assert (engine / "page.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((), {"lines": 0}, "--lines is 0; it must be at least 1"),
+        ((), {"limit": 0}, "--limit is 0"),
+        ((), {"tasks": ("x",)}, "--tasks: not with --completion"),
+        ((("sources/a.py",),), {}, "sources/a.py: no line to complete"),
+        ((("empty",),), {}, "empty: no text"),
+        ((("nowhere",),), {}, "nowhere"),
+    ],
+)
+def test_the_verb_refuses_in_one_line(engine, arguments, options, message):
+    (engine / "empty").mkdir()
+    with pytest.raises(ValueError, match=message) as caught:
+        verbs.evaluate("model", *arguments, completion=True, **options)
+    assert "\n" not in str(caught.value)
+    assert not (engine / "completion.md").exists()
+
+
+def test_a_page_needs_a_folder_before_any_work(engine):
+    with pytest.raises(ValueError, match="--out: none is not a folder"):
+        evaluate_completion(engine / "model", out=engine.relative_to(engine) / "none" / "page.md")
+
+
+def test_lines_belong_to_completion():
+    with pytest.raises(ValueError, match="--lines applies to line completion"):
+        verbs.evaluate("model", lines=3)
