@@ -16,7 +16,7 @@ from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.rows import Rows
-from dunes.data.shards import Shard, TokenFile, default_cache, open_shard, token_shard
+from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus, hold_out_test
 from dunes.data.windows import PackedText, TokenIds, Windows
 
@@ -43,6 +43,7 @@ __all__ = [
     "default_cache",
     "drawn_digits",
     "fetch_digits",
+    "file_header",
     "hold_out_test",
     "missing_sentinels",
     "open_shard",

@@ -13,7 +13,7 @@ extended by each typed character, where in the first form the suffix after it ha
 # Shapes: N ids of a window.
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -170,6 +170,26 @@ def _line_end(text: str, start: int, lines: int) -> int:
 def _before_line_end(text: str, index: int) -> int:
     """The index, moved out of a \\r\\n."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
+
+
+def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
+    """A function that tells which ids (B, N) are of headers of files: <|file_sep|> to the first line end after it.
+
+    Of a tokenizer without <|file_sep|>, none are.
+    """
+    file = tokenizer.inner.token_to_id(FILE)
+    has_line_end = np.array([b"\n" in piece for piece in tokenizer.token_bytes])
+
+    def headers(ids: NDArray[Any]) -> NDArray[np.bool_]:
+        if file is None:
+            return np.zeros(ids.shape, np.bool_)
+        places = np.arange(ids.shape[1])
+        begin = np.maximum.accumulate(np.where(ids == file, places, -1), 1)
+        end = np.maximum.accumulate(np.where(has_line_end[ids], places, -1), 1)
+        end_before = np.pad(end[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        return begin > end_before
+
+    return headers
 
 
 def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str, str, str]:
