@@ -73,7 +73,7 @@ def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     """The documents of a training that a card records, whatever its split."""
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)
-    return hold_out_test(corpus) if trained.get("complete") else corpus
+    return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
