@@ -130,7 +130,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
 
 def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
     """A tokenizer trained on the documents, or the cached one of an earlier run."""
-    request = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
+    request = f"2 {config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     if config.tokenizer == "chars" and config.with_headers:
         request += repr([d.header for d in documents])
     key = _digest(request.encode())
