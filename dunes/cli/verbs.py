@@ -17,7 +17,7 @@ import tyro
 from dunes.runs.config import Dtype, Hardware, RunConfig, RunOptions, flag
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
 from dunes.runs.sampling import SamplingOptions
-from dunes.runs.train_config import ModelShape, TextData, TrainConfig, TrainOptimization
+from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 
 if TYPE_CHECKING:
     from dunes.checkpoint.source import Source
@@ -39,11 +39,13 @@ CHAT = SamplingOptions(temperature=0.7, tokens=400)
 def train(
     data: TextData,
     model: ModelShape,
+    completion: Completion,
     optimization: TrainOptimization,
     hardware: Hardware,
     run: RunOptions,
     *,
     out: RunFolder = None,
+    no_complete: bool = False,
     quiet: Quiet = False,
 ) -> int:
     """Train a model on files and folders, from scratch or from a model.
@@ -56,8 +58,14 @@ def train(
 
     Args:
         out: Output folder for the model, its metrics and its training state.
+        no_complete: Train on plain text, left to right, although it is source code.
     """
-    config = TrainConfig(**vars(data), **vars(model), **vars(optimization), **vars(hardware))
+    if no_complete and completion.complete:
+        raise ValueError("--complete and --no-complete exclude each other; set one of them")
+    complete = {"complete": False} if no_complete else {}
+    config = TrainConfig(
+        **vars(data), **vars(model), **vars(completion) | complete, **vars(optimization), **vars(hardware)
+    )
     from dunes.runs.train import train as work
 
     return _run(work, config, out, quiet, run)

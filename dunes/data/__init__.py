@@ -10,12 +10,14 @@ from dunes.data.examples import (
     tokenize_records,
     trained_spans,
 )
+from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
+from dunes.data.languages import code_fraction
 from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.rows import Rows
-from dunes.data.shards import Shard, TokenFile, default_cache, open_shard, token_shard
-from dunes.data.sources import Corpus, collect_corpus
+from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard
+from dunes.data.sources import Corpus, collect_corpus, hold_out_test
 from dunes.data.windows import PackedText, TokenIds, Windows
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Digits",
     "Document",
     "Example",
+    "FillInMiddle",
     "PackedText",
     "Record",
     "Records",
@@ -34,14 +37,19 @@ __all__ = [
     "TokenIds",
     "Windows",
     "check_report",
+    "code_fraction",
     "collect_corpus",
     "data_report",
     "default_cache",
     "drawn_digits",
     "fetch_digits",
+    "file_header",
+    "hold_out_test",
+    "missing_sentinels",
     "open_shard",
     "read_digits",
     "read_records",
+    "rejoin",
     "split_records",
     "token_shard",
     "tokenize_records",

@@ -48,6 +48,11 @@ class RecordDocument(Document):
     def texts(self) -> Iterator[Iterable[str]]:
         return ((text,) for text in self.text())
 
+    @property
+    def header(self) -> str:
+        """Records are no files: none."""
+        return ""
+
 
 def holds_records(file: SourceFile) -> bool:
     """Whether a file has records, by its name, or if that is ambiguous, by its first row.

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
+from dunes.data.fim import FILE
 from dunes.staging import cache_home, folder_lock, staging_folder
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
@@ -99,19 +100,22 @@ def token_shard(
     tokenizer: Tokenizer,
     cache: Path | None = None,
     progress: Callable[[int], None] = lambda size: None,
+    *,
+    headers: bool = False,
 ) -> Shard:
     """The shard of these documents, from the cache or written now; `progress` is called with the bytes done.
 
-    Raises ValueError if a document changes meanwhile.
+    With `headers`, each file begins with `file_header`. Raises ValueError if a document changes meanwhile, or for
+    headers with a tokenizer that has no token for them.
     """
-    card = _card(documents, tokenizer)
+    card = _card(documents, tokenizer, headers)
     folder = (cache or default_cache()) / str(card["key"])
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder) as staged:
         staged.chmod(0o700)
-        _write(staged, documents, tokenizer, card, progress)
+        _write(staged, documents, tokenizer, card, progress, headers)
         with folder_lock(folder.parent):
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
@@ -121,22 +125,33 @@ def token_shard(
     return shard
 
 
-def _card(documents: Sequence[Document], tokenizer: Tokenizer) -> dict[str, str | int]:
+def file_header(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """The ids that begin a file in a stream of files: <|file_sep|>, and its path with a line end; of records none.
+
+    Raises ValueError if the tokenizer has no such token.
+    """
+    header = document.header
+    return [tokenizer.token_id(FILE), *tokenizer.encode_continuation(header)] if header else []
+
+
+def _card(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> dict[str, str | int]:
     """The content of shard.json that is known before tokenizing."""
     return {
         "format": FORMAT,
-        "key": _key(documents, tokenizer),
+        "key": _key(documents, tokenizer, headers),
         "size": sum(d.size for d in documents),
         "documents": len(documents),
         "vocab": tokenizer.vocab,
     }
 
 
-def _key(documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+def _key(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> str:
     specials = f"{tokenizer.text_start} {tokenizer.eos}"  # which a tokenizer.json does not have
     seen = blake2b(f"{FORMAT} {specials}\n{tokenizer.json()}".encode(), digest_size=20)
     for document in documents:
         seen.update(document.digest.encode())
+        if headers:
+            seen.update(repr(document.header).encode())  # a digest has no quotation mark
     return seen.hexdigest()
 
 
@@ -150,12 +165,14 @@ def _write(
     tokenizer: Tokenizer,
     card: dict[str, str | int],
     progress: Callable[[int], None],
+    headers: bool,
 ) -> None:
     dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
     path = folder / "tokens.bin"
     with path.open("wb") as file:
         for document in documents:
-            for group in _groups(document, begin, tokenizer):
+            header = file_header(document, tokenizer) if headers else []
+            for group in _groups(document, begin, header, tokenizer):
                 ids: list[int] = []
                 for (_, after), part in zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True):
                     starts += [length + len(ids)] if after is begin else []
@@ -174,16 +191,16 @@ def _write(
 
 
 def _groups(
-    document: Document, begin: list[int], tokenizer: Tokenizer
+    document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
 ) -> Iterator[list[tuple[str, Sequence[int]]]]:
     """The document's texts in parts, each with the ids after it, in groups of about BLOCK characters.
 
-    Each text begins with an empty part and `begin`.
+    Each text begins with an empty part and `begin`, then one with `header` if there are such ids.
     """
     group: list[tuple[str, Sequence[int]]] = []
     size = 0
     for text in document.texts():
-        group.append(("", begin))
+        group += [("", begin), *([("", header)] if header else [])]
         lines = (part for block in text for part in line_parts(block))
         for part in lines if tokenizer.line_separable else ["".join(lines)]:
             group.append((part, ()))

@@ -6,7 +6,7 @@ and after edits to other files; records for validation are selected by their own
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
@@ -16,13 +16,15 @@ from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.units import plural
 
+SHARE = 0.05
+"""The share of the files that are for validation, and of those for a test."""
 SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""
 
 
 @dataclass
 class Corpus:
-    """The documents of a corpus for training and validation, and the names of skipped files by reason.
+    """The documents of a corpus for training, validation and a test, and the names of skipped files by reason.
 
     `notes` describe which records were read and skipped. `split` is how validation data is selected: whole `files`
     and records, or the `tails` of all.
@@ -30,20 +32,27 @@ class Corpus:
 
     train: list[Document] = field(default_factory=list)
     valid: list[Document] = field(default_factory=list)
+    test: list[Document] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     split: Literal["files", "tails"] = "files"
 
     def report(self) -> str:
         """One line: the amount of text and the number of skipped files."""
-        size = sum(d.size for d in self.train + self.valid) / 1e6
-        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation, {size:.1f} MB"
-        return f"{files}; {skipped_line(self.skipped)}"
+        size = sum(d.size for d in self.documents) / 1e6
+        tested = f", {len(self.test)} for the test" if self.test else ""
+        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation{tested}"
+        return f"{files}, {size:.1f} MB; {skipped_line(self.skipped)}"
+
+    @property
+    def documents(self) -> list[Document]:
+        """All documents, those for training first."""
+        return self.train + self.valid + self.test
 
 
 def collect_corpus(
     sources: Sequence[str | Path],
-    share: float = 0.05,
+    share: float = SHARE,
     *,
     follow_links: bool = False,
     text_field: Sequence[str] = (),
@@ -76,6 +85,27 @@ def collect_corpus(
     corpus.notes[:0] = describe_records([*documents.values()])
     _divide(corpus, [*documents.values()], share)
     return corpus
+
+
+def hold_out_test(corpus: Corpus, share: float = SHARE) -> Corpus:
+    """The corpus with about `share` of its files for a test, which neither training nor validation reads.
+
+    They are training files whose hashes are in [share, 2 * share): of three or more files at least one, never all.
+    Files are then in the order of their paths. Records are not divided again.
+    """
+    files = [d for d in corpus.documents if not isinstance(d, RecordDocument)]
+    validated = {d.digest for d in corpus.valid}
+    order = sorted((d for d in files if d.digest not in validated), key=lambda d: (d.split_hash, d.name))
+    count = max(sum(d.split_hash < 2 * share for d in order), len(files) > 2)
+    test = order[: max(0, min(count, len(order), len(corpus.train) - 1))]
+    tested = {d.digest for d in test}
+    train = [d for d in corpus.train if d.digest not in tested]
+    train, valid, test = ([*sorted(documents, key=_file_order)] for documents in (train, corpus.valid, test))
+    return replace(corpus, train=train, valid=valid, test=test)
+
+
+def _file_order(document: Document) -> tuple[str, bool]:
+    return str(document.path), isinstance(document, RecordDocument) and document.validation
 
 
 def _documents(

@@ -25,6 +25,14 @@ Transform = Callable[[NDArray[np.int64], np.random.Generator], NDArray[np.int64]
 """A document's ids and a random generator -> as many ids."""
 
 
+class Arrange(Protocol):
+    """Rearranges the ids (N,) of a window, and tells which ids are targets."""
+
+    def __call__(self, ids: NDArray[np.int64], random: np.random.Generator, /) -> NDArray[np.int64]: ...
+
+    def is_target(self, ids: NDArray[np.int64], /) -> NDArray[np.bool_]: ...
+
+
 class TokenIds(Protocol):
     """A long sequence of ids: an array or a `TokenFile`."""
 
@@ -93,16 +101,26 @@ class Windows:
 
     Of `PackedText` a batch has positions too.
 
+    `arrange`, if any, is applied to each window; its generator is keyed by (seed, epoch, position in the epoch's
+    order). A batch then has targets of its own, with IGNORE where `arrange.is_target` is false.
+
     Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
-    epochs. Raises ValueError if there are fewer tokens than one window needs.
+    epochs. Raises ValueError if there are fewer tokens than one window needs, and for `arrange` on text whose
+    documents are transformed, and so are no text that could be cut.
     """
 
     tokens: TokenIds
     length: int
     batch_size: int
     seed: int = 0
+    arrange: Arrange | None = None
 
     def __post_init__(self) -> None:
+        if self.arrange is not None and isinstance(self.tokens, PackedText) and self.tokens.transform is not None:
+            raise ValueError(
+                "windows of transformed documents cannot be rearranged for completion; omit the transformation, "
+                "or --complete"
+            )
         if len(self.tokens) < self.length + 1:
             raise ValueError(
                 f"{plural(len(self.tokens), 'token')}, and one window needs {self.length + 1}; give more text"
@@ -127,7 +145,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and positions, (B, T)."""
+        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and maybe positions, (B, T)."""
         positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
         index = self.starts(positions)[:, None] + np.arange(self.length + 1)
         text = self.tokens
@@ -136,14 +154,38 @@ class Windows:
             window = np.stack([text.transformed(*row) for row in zip(index, keys, strict=True)])
         else:
             window = text[index]
-        ids = torch.from_numpy(window.astype(np.int64))
-        return text.batch(ids, index) if isinstance(text, PackedText) else ids
+        window = window.astype(np.int64)
+        if self.arrange is not None:
+            window = self._arranged(window, positions, self.arrange)
+        ids = torch.from_numpy(window)
+        batch: Tensor | tuple[Tensor, ...] = text.batch(ids, index) if isinstance(text, PackedText) else ids
+        return batch if self.arrange is None else _mask_targets(batch, self.arrange)
+
+    def _arranged(
+        self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
+    ) -> NDArray[np.int64]:
+        """The windows (B, T + 1) at these positions of the endless order, each one rearranged."""
+        rows = []
+        for window, position in zip(windows, positions.tolist(), strict=True):
+            epoch, within = divmod(position, self.windows_per_epoch)
+            random = np.random.default_rng(_hash(self.seed, epoch, within, "arrange"))
+            rows.append(arrange(window, random))
+            if rows[-1].shape != window.shape:
+                raise ValueError(f"a window of {plural(len(window), 'id')}: rearranged to {len(rows[-1])}")
+        return np.stack(rows)
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
         """Endless batches from number `start` on."""
         while True:
             yield self.batch(start)
             start += 1
+
+
+def _mask_targets(batch: Tensor | tuple[Tensor, ...], arrange: Arrange) -> tuple[Tensor, ...]:
+    """Ids, targets and maybe positions (B, T), with IGNORE for targets that are not to be learned."""
+    ids, targets, *rest = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    learned = torch.from_numpy(arrange.is_target(targets.numpy()))
+    return ids, targets.masked_fill(~learned, IGNORE), *rest
 
 
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
@@ -173,5 +215,5 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _hash(*numbers: int) -> int:
+def _hash(*numbers: int | str) -> int:
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=7).digest())

@@ -11,7 +11,20 @@ import tokenizers
 from numpy.typing import NDArray
 
 from dunes.checkpoint.files.atomic import write_file
-from dunes.data import Corpus, Document, PackedText, Shard, TokenIds, collect_corpus, default_cache, token_shard
+from dunes.data import (
+    Corpus,
+    Document,
+    PackedText,
+    Shard,
+    TokenIds,
+    code_fraction,
+    collect_corpus,
+    default_cache,
+    hold_out_test,
+    missing_sentinels,
+    token_shard,
+)
+from dunes.data.fim import sentinels
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -50,7 +63,46 @@ def gather(config: TrainConfig) -> Corpus:
         return corpus
     if config.split is None:
         corpus.notes.append(f"a single text: its last {TAIL:.0%} is used for validation")
-    return replace(corpus, train=corpus.train + corpus.valid, valid=[], split="tails")
+    return without_files(corpus)
+
+
+def without_files(corpus: Corpus) -> Corpus:
+    """The corpus with the tails of all documents for validation."""
+    return replace(corpus, train=corpus.documents, valid=[], test=[], split="tails")
+
+
+def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
+    """The corpus with files for a test, if the config trains completion and whole files are for validation."""
+    return hold_out_test(corpus) if config.complete and corpus.split == "files" else corpus
+
+
+def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
+    """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
+
+    Raises ValueError if completion is asked for and that has no sentinels, and for --fim-rate where it is off.
+    """
+    asked = config.complete is not None
+    chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
+    if chosen and base is not None:
+        sentinels(base)
+    if not chosen and config.fim_rate != TrainConfig.fim_rate:
+        raise ValueError(
+            f"--fim-rate is {config.fim_rate}, but completion is off ({reason}); pass --complete, or omit it"
+        )
+    rate = f"; {config.fim_rate:.0%} of windows are cut into prefix, suffix and middle" if chosen else ""
+    return replace(config, complete=chosen), f"completion of lines: {'on' if chosen else 'off'}, {reason}{rate}"
+
+
+def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
+    """Whether to complete where nothing is asked for, and why."""
+    fraction = code_fraction(corpus.documents)
+    if fraction <= 0.5:
+        return False, f"{fraction:.0%} of the text is source code (--complete turns it on)"
+    if base is None and config.tokenizer != "bpe":
+        return False, f"since the tokenizer is of {config.tokenizer} (--complete turns it on)"
+    if base is not None and (missing := missing_sentinels(base)):
+        return False, f"since the model's tokenizer has no {missing[0]}"
+    return True, f"{fraction:.0%} of the text is source code (--no-complete turns it off)"
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
@@ -58,8 +110,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
 
     Raises ValueError if there are too few tokens for one training window, or for validation.
     """
-    tokenizer = tokenizer or _tokenizer(config, corpus.train, display)
-    shards = [_shard(documents, tokenizer, display) for documents in (corpus.train, corpus.valid) if documents]
+    tokenizer, headers = tokenizer or _tokenizer(config, corpus.train, display), config.with_headers
+    sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
+    shards = [_shard(documents, tokenizer, headers, display) for documents in sides_documents]
     # A document begins with its BOS, or the EOS of the one before it.
     before = 0 if tokenizer.text_start else 1
     whole: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
@@ -77,7 +130,9 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
 
 def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
     """A tokenizer trained on the documents, or the cached one of an earlier run."""
-    request = f"{config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
+    request = f"2 {config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
+    if config.tokenizer == "chars" and config.with_headers:
+        request += repr([d.header for d in documents])
     key = _digest(request.encode())
     folder = default_cache().parent / "tokenizers"
     for path in folder.glob(f"{key}-*.json"):
@@ -99,6 +154,8 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
     texts["the training text"] = "".join(d.digest for d in corpus.train)
     texts["the validation text"] = "".join(d.digest for d in corpus.valid)
+    if corpus.test:
+        texts["the test text"] = "".join(d.digest for d in corpus.test)
     return {name: _digest(text.encode()) for name, text in texts.items()}
 
 
@@ -108,6 +165,8 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
         left = SAMPLE
+        if config.tokenizer == "chars" and config.with_headers:
+            yield document.header
         for block in document.text():
             yield block
             left -= len(block)
@@ -115,7 +174,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
                 break
 
 
-def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display) -> Shard:
+def _shard(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool, display: Display) -> Shard:
     total, done = sum(d.size for d in documents), 0
 
     def report(size: int) -> None:
@@ -123,7 +182,7 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, display: Display
         done += size
         display.state("tokenizing", done / max(1, total))
 
-    return token_shard(documents, tokenizer, progress=report)
+    return token_shard(documents, tokenizer, progress=report, headers=headers)
 
 
 def _tails(shard: Shard) -> list[Side]:

@@ -3,7 +3,7 @@
 # Shapes: B batch, T tokens.
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import PackedText, TokenIds
+from dunes.data.fim import find_headers
 from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
 from dunes.units import plural
 
 BATCH = 16
+LONGEST_HEADER = 512
+"""How many tokens before a window are searched for the header that it begins in."""
+FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ def evaluate(
     """Score the tokens in windows of the context length; each token is predicted from those before it in its
     window, and of `PackedText` in its document.
 
+    In a stream of files, headers are read but not scored: their bytes count neither as loss nor as size. What a
+    model knows from the path of a file does help it.
+
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
     """
@@ -59,8 +66,9 @@ def evaluate(
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
-    batches = (_rectangle(tokens, starts[i : i + BATCH], context) for i in range(0, len(starts), BATCH))
-    return score_batches(loaded, batches, dtype)
+    chunks = (starts[i : i + BATCH] for i in range(0, len(starts), BATCH))
+    headers = find_headers(loaded.require_tokenizer())
+    return score_batches(loaded, (_rectangle(tokens, chunk, context, headers) for chunk in chunks), dtype)
 
 
 def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> Score:
@@ -77,12 +85,21 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...
     return Score(loss_sum, count, size)
 
 
-def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int) -> tuple[torch.Tensor, ...]:
-    """Ids, targets and perhaps positions (B, T) of windows; targets past the end of the text are ignored."""
+def _rectangle(
+    tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders
+) -> tuple[torch.Tensor, ...]:
+    """Ids, targets and perhaps positions (B, T) of windows.
+
+    Targets past the end of the text and those in headers of files are ignored.
+    """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
     batch: tuple[torch.Tensor, ...] = window[:, :-1], window[:, 1:]
     if isinstance(tokens, PackedText):
         batch = tokens.batch(window, index)
     ids, targets, *positions = batch
-    return ids, targets.masked_fill(torch.from_numpy(index[:, 1:] >= len(tokens)), IGNORE), *positions
+    # A header may begin before the window.
+    before = np.maximum(starts[:, None] + np.arange(-LONGEST_HEADER, 0), 0)
+    longer = np.concatenate([tokens[before], window.numpy()], 1)
+    ignored = (index[:, 1:] >= len(tokens)) | headers(longer)[:, LONGEST_HEADER + 1 :]
+    return ids, targets.masked_fill(torch.from_numpy(ignored), IGNORE), *positions

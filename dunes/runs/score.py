@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.data import Document, PackedText, TokenIds, collect_corpus
+from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, file_header, hold_out_test
 from dunes.runs.config import STDLIB
-from dunes.runs.corpus import join_texts, tail_start
+from dunes.runs.corpus import join_texts, tail_start, without_files
 from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.written_text import write_ids
 from dunes.text import Tokenizer
@@ -46,17 +46,34 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     """The token ids of all text in the sources, and the number of files; without sources, of the validation split
     recorded in the card. Raises ValueError if the card does not record one."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
-    separate = bool(trained.get("separate_documents"))
     if sources:
         corpus = collect_corpus(sources, **options)
-        return _ids(tokenizer, corpus.valid + corpus.train, "all", separate), len(corpus.valid + corpus.train)
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained), len(corpus.documents)
+    corpus = split_documents(loaded.card, **options)
+    tails = corpus.split == "tails"
+    documents = corpus.train if tails else corpus.valid
+    return _ids(tokenizer, documents, "tail" if tails else "all", trained), len(documents)
+
+
+def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
+
+    With a `split` of tails, all are for training, and their last tenths for validation. `card` is the model's
+    card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
+    the documents, or if the sources are gone.
+    """
+    trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
         raise ValueError("does not record its validation files; pass the sources to score")
+    corpus = _trained_corpus(trained, **options)
+    return without_files(corpus) if trained["split"] == "tails" else corpus
+
+
+def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents of a training that a card records, whatever its split."""
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)
-    full = trained["split"] == "files"
-    documents = corpus.valid if full else corpus.train + corpus.valid
-    return _ids(tokenizer, documents, "all" if full else "tail", separate), len(documents)
+    return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
@@ -75,17 +92,16 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
                 "--calibration self is text that the model writes; pass it alone, or ./self for a file"
             )
         return write_ids(loaded, sequences, width)
-    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     if not (sources or trained):
         raise ValueError(
             "the model's card does not record its training text; pass one with --calibration FILE, or self"
         )
-    corpus = collect_corpus(sources) if sources else collect_corpus(trained["sources"], **recorded)
+    corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
     tails = not sources and trained.get("split") == "tails"
-    documents = corpus.train + corpus.valid if tails else corpus.train or corpus.valid
+    documents = corpus.documents if tails else corpus.train or corpus.valid
     # Of documents that the user names, the last tenths may be what is scored.
     part: Literal["all", "head"] = "head" if sources or tails else "all"
-    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, False))
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}))
     if (last := len(ids) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
@@ -112,11 +128,10 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
         or (not validation and trained.get("split") != "files")
     ):
         return
-    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
-    scored = collect_corpus(validation) if validation else collect_corpus(trained["sources"], **recorded)
-    used = collect_corpus(calibration) if calibration else collect_corpus(trained["sources"], **recorded)
-    digests = {digest for d in [*scored.valid, *(scored.train if validation else [])] for digest in _digests(d)}
-    for document in [*used.train, *(used.valid if calibration else [])]:
+    scored = collect_corpus(validation) if validation else _trained_corpus(trained)
+    used = collect_corpus(calibration) if calibration else _trained_corpus(trained)
+    digests = {digest for d in (scored.documents if validation else scored.valid) for digest in _digests(d)}
+    for document in used.documents if calibration else used.train:
         if not digests.isdisjoint(_digests(document)):
             raise ValueError(
                 f"{document.path}: it calibrates the change and would score it; pass other text with "
@@ -151,13 +166,21 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ids(
-    tokenizer: Tokenizer, documents: Sequence[Document], part: Literal["all", "head", "tail"], separate: bool
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    part: Literal["all", "head", "tail"],
+    trained: Mapping[str, Any],
 ) -> TokenIds:
-    """The token ids of the documents, of their last tenths (`tail`) as in training, or of the rest (`head`)."""
-    begin, parts = tokenizer.text_start, []
-    for text in (text for document in documents for text in document.texts()):
+    """The token ids of the documents, of their last tenths (`tail`) as in training, or of the rest (`head`).
+
+    They are joined as in the training that is recorded in `trained`: plain text if that is empty.
+    """
+    begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
+    headers = bool(trained.get("complete") and trained.get("file_headers", True))
+    for document, text in ((d, text) for d in documents for text in d.texts()):
+        header = file_header(document, tokenizer) if headers else []
         pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
-        ids = np.concatenate([np.array(begin, np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
+        ids = np.concatenate([np.array([*begin, *header], np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
         tail = tail_start(0, len(ids))
         parts.append(ids if part == "all" else ids[tail:].copy() if part == "tail" else ids[:tail].copy())
     ids, starts = join_texts(parts or [np.array([], np.int32)])

@@ -12,7 +12,7 @@ from torch import Tensor
 from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
-from dunes.data import Corpus, Windows
+from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.runs.augment import save_changed
@@ -25,7 +25,7 @@ from dunes.runs.autosize import (
     size_warning,
 )
 from dunes.runs.config import RunOptions
-from dunes.runs.corpus import Tokens, gather, tokenize
+from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
@@ -53,8 +53,12 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         return 0
     with display:
         with timings("reading data"):
-            base, corpus = load_base(ready) if ready.base else None, gather(ready)
-        for line in (corpus.report(), *corpus.notes):
+            base, corpus, reasons = load_base(ready) if ready.base else None, gather(ready), []
+            if not run_options.resume:  # then it is chosen; also None, of a run from before there was a choice
+                ready, reason = choose_completion(ready, corpus, base.tokenizer if base else None)
+                reasons.append(reason)
+            corpus = with_test_files(ready, corpus)
+        for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
         with timings("choosing the size"):
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display)
@@ -136,9 +140,12 @@ class TrainTask:
         return len(self.text.valid)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
-        return Windows(self.text.train, self.config.context_length, self.config.batch, self.config.seed).batches(
-            start
+        config = self.config
+        arrange = (
+            FillInMiddle(self.text.tokenizer, config.fim_rate) if config.complete and config.fim_rate else None
         )
+        windows = Windows(self.text.train, config.context_length, config.batch, config.seed, arrange)
+        return windows.batches(start)
 
     @property
     def _windowed(self) -> LoadedModel:

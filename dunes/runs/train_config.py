@@ -84,7 +84,18 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
+class Completion:  # without `file_headers`, files do not begin with their paths: to compare
+    complete: tyro.conf.DisallowNone[
+        Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
+    ] = None
+    """Train to complete lines between the text before and after them, in a stream of files with their paths."""
+    fim_rate: Annotated[float, flag("RATE")] = 0.5
+    """With --complete, the share of windows that are cut into prefix, suffix and middle."""
+    file_headers: Annotated[bool, tyro.conf.Suppress] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
     """Options of training from scratch (`runs/autosize.py` chooses open ones)."""
 
     OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
@@ -106,6 +117,12 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
             raise ValueError(
                 f"--experts-per-token is {self.top_k} and --experts {self.expert_count}; expected at most as many "
                 f"per token as there are, and at most {MAX_EXPERTS}"
+            )
+        if not 0 <= self.fim_rate <= 1:
+            raise ValueError(f"--fim-rate is {self.fim_rate}; it must be from 0 to 1")
+        if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
+            raise ValueError(
+                f"--fim-rate is {self.fim_rate}, but --no-complete leaves it unused; omit one of them"
             )
         names = (*EXPERT_OPTIONS, "family", "size", "tokenizer", "vocab_size")
         shaped = [name for name in names if name in self.changed()]
@@ -145,6 +162,11 @@ class TrainConfig(TextData, ModelShape, TrainOptimization, RunConfig):
         raise ValueError(
             f"--{options[0]}: {self.family} has no experts; use --family {' or '.join(MIXTURES)}, or omit it"
         )
+
+    @property
+    def with_headers(self) -> bool:
+        """Whether each file begins with its path."""
+        return bool(self.complete) and self.file_headers
 
     @property
     def about(self) -> str:

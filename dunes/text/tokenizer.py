@@ -7,6 +7,7 @@ result; inside a line they merge across spaces, which saves a fifth of the token
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -37,6 +38,9 @@ SPECIAL = (
     "<|im_end|>",
 )
 """Special tokens, spelled as Qwen spells them: editors' plugins know these."""
+
+_SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
+"""Inside of a special token in a text, after its first two characters."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
@@ -98,7 +102,8 @@ class Tokenizer:
             special_tokens=[],
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        # A special token in a text would become a token of the text, and then the special one.
+        inner.train_from_iterator((part for text in texts for part in _SPELLED.split(text)), trainer)
         add_special(inner, SPECIAL)  # which get the last ids
         return cls(inner)
 

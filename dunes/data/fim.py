@@ -1,0 +1,214 @@
+"""Fill-in-the-middle: a window of tokens rearranged so that a model learns to insert text before a suffix.
+
+Applied to windows, after documents are joined ("context level"), as https://arxiv.org/abs/2207.14255 recommends.
+The sentinels are spelled and placed as Qwen2.5-Coder does, https://arxiv.org/abs/2409.12186:
+
+    prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
+    suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
+
+In the second form prefix and middle are one text, encoded together: a cache of the suffix and the prefix is
+extended by each typed character, where in the first form the suffix after it has to be evaluated again.
+"""
+
+# Shapes: N ids of a window.
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dunes.text import Tokenizer
+from dunes.text.tokenizer import END
+
+FILE = "<|file_sep|>"
+LEAST = 16
+"""The fewest tokens of text that are rearranged."""
+SPAN_LINES = 4
+"""The most line ends in a middle that does not end with its line."""
+TRIES = 8
+"""Cuts that are tried before a window is left as it is."""
+
+
+class Sentinels(NamedTuple):
+    """The ids around prefix, suffix and middle, and of the separator before a file."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    end: int
+    file: int
+
+
+NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", END, FILE)
+
+
+def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
+    """The sentinels that a tokenizer lacks, or has as plain text."""
+    ids = {name: tokenizer.inner.token_to_id(name) for name in NAMES}
+    return [name for name, i in ids.items() if i is None or tokenizer.token_bytes[i]]
+
+
+def sentinels(tokenizer: Tokenizer) -> Sentinels:
+    """The ids of the sentinels. Raises ValueError that names those that the tokenizer lacks."""
+    if missing := missing_sentinels(tokenizer):
+        raise ValueError(
+            f"{tokenizer.config_path.parent}: completion needs the special tokens {', '.join(missing)}, which "
+            "this tokenizer lacks; use --no-complete, or a tokenizer trained here"
+        )
+    return Sentinels(*map(tokenizer.token_id, NAMES))
+
+
+@dataclass(frozen=True)
+class FillInMiddle:
+    """Rearranges a window with probability `rate`, half of the time in each form; ids (N,) -> ids (N,).
+
+    Only the longest text of one document in the window is rearranged, without the header that names its file; all
+    other ids stay where they are. Cuts are between characters. Half of the middles are the rest of a line from a
+    uniformly chosen character on, the others spans of up to a few lines. The end of the suffix is dropped, so that
+    the length stays. A window is left as it is if its text is short, or if no cut that was tried fits: if the
+    middle ends in the last tokens.
+
+    Raises ValueError for a tokenizer without the sentinels.
+    """
+
+    tokenizer: Tokenizer
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"the rate of fill-in-the-middle is {self.rate}; expected 0 to 1")
+        assert self.sentinels  # raises for a tokenizer without them
+
+    @cached_property
+    def sentinels(self) -> Sentinels:
+        return sentinels(self.tokenizer)
+
+    def __call__(self, ids: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
+        if random.random() >= self.rate:
+            return ids
+        start, stop = self._longest_text(ids)
+        if stop - start < LEAST:
+            return ids
+        text = _decode([self._pieces[i] for i in ids[start:stop]])
+        stop += stop < len(ids) and ids[stop] == self.sentinels.end
+        arranged = self._arrange(text, stop - start, random)
+        return ids if arranged is None else np.concatenate([ids[:start], arranged, ids[stop:]])
+
+    def is_target(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether to learn to predict these ids: all but the sentinels that an editor writes and no model does.
+
+        A model that is never shown them as targets does not sample them in plain text.
+        """
+        return ~np.isin(ids, self.sentinels[:3])
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        return self.tokenizer.token_bytes
+
+    @cached_property
+    def _is_text(self) -> NDArray[np.bool_]:
+        return np.array([bool(piece) for piece in self._pieces])
+
+    def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
+        """The bounds of the longest run of ids with text, without a file's header and a character's last bytes."""
+        edges = np.flatnonzero(np.diff(self._is_text[ids], prepend=False, append=False))
+        texts = [(self._text_start(ids, start, stop), stop) for start, stop in edges.reshape(-1, 2).tolist()]
+        return max(texts, key=lambda text: text[1] - text[0], default=(0, 0))
+
+    def _text_start(self, ids: NDArray[np.int64], start: int, stop: int) -> int:
+        if start and ids[start - 1] == self.sentinels.file:
+            return next((i + 1 for i in range(start, stop) if b"\n" in self._pieces[ids[i]]), stop)
+        return next((i for i in range(start, stop) if self._pieces[ids[i]][0] & 0xC0 != 0x80), stop)
+
+    def _arrange(self, text: str, size: int, random: np.random.Generator) -> list[int] | None:
+        """`size` ids of the text cut in three, or None if no cut that was tried fits."""
+        ends_line, prefix_first = (random.random(2) < 0.5).tolist()
+        for _ in range(TRIES if text else 0):
+            start, end = draw_middle(text, ends_line, random)
+            if ids := self._join((text[:start], text[start:end], text[end:]), prefix_first, size):
+                return ids
+        return None
+
+    def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
+        """The parts with sentinels in `size` ids, with as much of the suffix as fits; None if nothing does."""
+        encode, marks = self.tokenizer.encode_continuation, self.sentinels
+        prefix, middle, suffix = parts
+        first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))
+        rest, room = encode(suffix), size - 4 - len(first) - len(last)
+        if not 0 <= room <= len(rest):
+            return None
+        return [marks.prefix, *first, marks.suffix, *rest[:room], marks.middle, *last, marks.end]
+
+
+def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
+    """The bounds of a middle in a text with at least one character, never between \\r and \\n.
+
+    It is the rest of a line without the line end, or a span that ends at most a few lines after its start.
+    """
+    start = _before_line_end(text, int(random.integers(len(text))))
+    lines = 1 if ends_line else int(random.integers(1, 1 + SPAN_LINES))
+    limit = _line_end(text, start, lines)
+    if ends_line or limit == start:
+        return start, limit
+    return start, max(start, _before_line_end(text, int(random.integers(start, limit)) + 1))
+
+
+_LINE_END = re.compile(r"\r\n|[\r\n]")
+
+
+def _line_end(text: str, start: int, lines: int) -> int:
+    """Where this many lines from `start` on end, before the line end; the end of the text if there are fewer."""
+    ends = (match.start() for match in _LINE_END.finditer(text, start))
+    return next((end for number, end in enumerate(ends, 1) if number == lines), len(text))
+
+
+def _before_line_end(text: str, index: int) -> int:
+    """The index, moved out of a \\r\\n."""
+    return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
+
+
+def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
+    """A function that tells which ids (B, N) are of headers of files: <|file_sep|> to the first line end after it.
+
+    Of a tokenizer without <|file_sep|>, none are.
+    """
+    file = tokenizer.inner.token_to_id(FILE)
+    has_line_end = np.array([b"\n" in piece for piece in tokenizer.token_bytes])
+
+    def headers(ids: NDArray[Any]) -> NDArray[np.bool_]:
+        if file is None:
+            return np.zeros(ids.shape, np.bool_)
+        places = np.arange(ids.shape[1])
+        begin = np.maximum.accumulate(np.where(ids == file, places, -1), 1)
+        end = np.maximum.accumulate(np.where(has_line_end[ids], places, -1), 1)
+        end_before = np.pad(end[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+        return begin > end_before
+
+    return headers
+
+
+def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str, str, str]:
+    """Prefix, middle and suffix of a rearranged window (N,): their texts in this order are those of the document.
+
+    Where the suffix comes first, prefix and middle are one text, returned as the middle. Raises ValueError for a
+    window that is not rearranged.
+    """
+    marks, plain, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
+    places = [plain.index(mark) for mark in marks[:3] if mark in plain]
+    if len(places) < 3 or places != sorted(places) or marks.end not in plain[places[2] :]:
+        raise ValueError(
+            f"a window of {len(plain)} ids without <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>, {END}"
+        )
+    bounds = [*places, plain.index(marks.end, places[2])]
+    prefix, suffix, middle = (_decode([pieces[i] for i in plain[a + 1 : b]]) for a, b in pairwise(bounds))
+    return prefix, middle, suffix
+
+
+def _decode(pieces: Sequence[bytes]) -> str:
+    """The text of tokens, without characters that are cut at either end."""
+    return b"".join(pieces).decode(errors="ignore")

@@ -1,0 +1,489 @@
+"""Training for completion: windows with a middle cut out, streams of files with their paths, files for a test."""
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import display, metaspace_tokenizer, toy
+from dunes import checkpoint
+from dunes.checkpoint import LoadedModel
+from dunes.data import (
+    FillInMiddle,
+    PackedText,
+    Windows,
+    code_fraction,
+    collect_corpus,
+    file_header,
+    hold_out_test,
+    missing_sentinels,
+    open_shard,
+    rejoin,
+    token_shard,
+)
+from dunes.data.fim import draw_middle, find_headers, sentinels
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.ops.cross_entropy import IGNORE
+from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
+from dunes.runs.evaluate import evaluate
+from dunes.runs.memory import next_token_loss
+from dunes.runs.score import calibration_ids, evaluation_tokens, score_folder, split_documents
+from dunes.runs.text_generator import TextGenerator
+from dunes.runs.train import TrainTask, train
+from dunes.runs.train_config import TrainConfig
+from dunes.runs.write import complete_line, sample_text
+from dunes.text import Tokenizer
+from dunes.text.tokenizer import SPECIAL
+
+WINDOWS = 10_000
+WORDS = [
+    "value", "return ", "self.", "limit=", "(", "):", "\u00e9", "gr\u00f6\u00dfe", "\u65e5\u672c\u8a9e",
+    "\U0001f642", "\U0001f469\u200d\U0001f467", "e\u0301", "\u2028", "\x0c", "\t", "    ", "0x1f",
+    "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|endoftext|>", "<|file_sep|>", "\ufeff",
+]  # fmt: skip
+
+
+def made_up_text(lines, seed=0):
+    """Lines of some twenty characters of all kinds, with all three line ends."""
+    chance = random.Random(seed)
+    return "".join(
+        "".join(chance.choices(WORDS, k=chance.randrange(8))) + chance.choice(["\n", "\n", "\r\n", "\r"])
+        for _ in range(lines)
+    )
+
+
+TEXT = made_up_text(3000)
+BPE = Tokenizer.train("bpe", [made_up_text(300, 1)], 700)
+BYTES = Tokenizer.train("bytes", [])
+CHARS = Tokenizer.train("chars", [TEXT, "a/01234.py"])
+TOKENIZERS = {"bpe": BPE, "bytes": BYTES, "chars": CHARS}
+
+
+def window(tokenizer, number):
+    """A window of made-up text in the middle of one document."""
+    ids, chance = stream(tokenizer), np.random.default_rng(number)
+    length = chance.integers(60, 140)
+    start = chance.integers(len(ids) - length)
+    return ids[start : start + length]
+
+
+STREAMS = {}
+
+
+def stream(tokenizer):
+    if id(tokenizer) not in STREAMS:
+        STREAMS[id(tokenizer)] = np.array(tokenizer.encode(TEXT))
+    return STREAMS[id(tokenizer)]
+
+
+def text_of(tokenizer, ids):
+    return b"".join(tokenizer.token_bytes[i] for i in ids).decode(errors="ignore")
+
+
+def is_arranged(tokenizer, ids):
+    return bool(np.isin(sentinels(tokenizer).prefix, ids))
+
+
+@pytest.fixture(scope="module")
+def arranged():
+    """Pairs of a window and what became of it, of all tokenizers."""
+    pairs = []
+    for number in range(WINDOWS):
+        tokenizer = list(TOKENIZERS.values())[number % 3]
+        ids = window(tokenizer, number)
+        pairs.append((tokenizer, ids, FILLS[id(tokenizer)](ids, np.random.default_rng(number))))
+    return pairs
+
+
+FILLS = {id(tokenizer): FillInMiddle(tokenizer, 1.0) for tokenizer in TOKENIZERS.values()}
+
+
+def test_ten_thousand_windows_rejoin_to_their_text(arranged):
+    """All of the text but the end of the suffix is there, in order, in exactly as many ids."""
+    left_alone = dropped = 0
+    for tokenizer, ids, result in arranged:
+        assert len(result) == len(ids)
+        if not is_arranged(tokenizer, result):
+            assert (result == ids).all()
+            left_alone += 1
+            continue
+        whole, parts = text_of(tokenizer, ids), "".join(rejoin(result, tokenizer))
+        assert whole.startswith(parts), "nothing is lost at the beginning"
+        dropped += len(whole) - len(parts)
+        marks = sentinels(tokenizer)
+        assert [np.sum(result == mark) for mark in marks] == [1, 1, 1, 1, 0], "spelled ones are text"
+    assert left_alone < 0.01 * WINDOWS
+    assert dropped < 25 * WINDOWS, "characters: the suffix is shortened for sentinels and split tokens only"
+
+
+def test_a_trained_tokenizer_never_reads_a_sentinel_in_text():
+    """Although pairs of a text with many of them would merge into one."""
+    text = "x = '<|fim_prefix|>' + '<|endoftext|>'\n" * 100
+    for kind in ("bpe", "chars", "bytes"):
+        tokenizer = Tokenizer.train(kind, [text], 400)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not set(ids) & {tokenizer.token_id(name) for name in SPECIAL}
+
+
+def test_half_of_the_windows_have_their_suffix_first(arranged):
+    forms = [rejoin(r, t)[0] == "" for t, _, r in arranged if is_arranged(t, r)]
+    assert abs(np.mean(forms) - 0.5) < 5 * 0.5 / math.sqrt(len(forms)) + 0.005  # a prefix may be empty
+
+
+def test_half_of_the_middles_end_at_line_ends(arranged):
+    at_line_end = in_pair = empty = 0
+    parts = [(rejoin(r, t), text_of(t, ids)) for t, ids, r in arranged if is_arranged(t, r)]
+    for (prefix, middle, _), whole in parts:
+        end = len(prefix + middle)
+        at_line_end += whole[end] in "\r\n"
+        in_pair += any(whole[i - 1 : i + 1] == "\r\n" for i in {len(prefix), end} if i)
+        empty += middle == ""
+    assert in_pair == 0
+    assert 0.5 < at_line_end / len(parts) < 0.58, "some spans end at a line end too"
+    assert 0.01 < empty / len(parts) < 0.1, "at the end of a line nothing is to be inserted"
+
+
+def test_the_rate_is_that_asked_for(arranged):
+    for rate in (0.0, 0.25, 0.9):
+        fill = FillInMiddle(BYTES, rate)
+        results = [fill(window(BYTES, n), np.random.default_rng(n)) for n in range(2000)]
+        share = np.mean([is_arranged(BYTES, r) for r in results])
+        assert abs(share - rate) <= 5 * math.sqrt(rate * (1 - rate) / 2000) + 0.01 * rate
+
+
+def test_middles_are_the_rest_of_a_line_or_a_span_of_a_few_lines():
+    text, draw = TEXT[:4000], np.random.default_rng(0)
+    starts = []
+    for number in range(1000):
+        start, end = draw_middle(text, number % 2 == 0, draw)
+        starts.append(start)
+        assert 0 <= start <= end <= len(text)
+        line_ends = len(re.findall(r"\r\n|[\r\n]", text[start:end]))
+        assert line_ends == 0 if number % 2 == 0 else line_ends < 4
+        assert number % 2 or end == len(text) or text[end] in "\r\n"
+    assert abs(np.mean(starts) - 2000) < 250, "anywhere in the text"
+    assert np.std(starts) > 1000
+    assert draw_middle("a", True, draw) == (0, 1)
+    assert draw_middle("\r\n", False, draw) == (0, 0)
+
+
+def documents(tokenizer, headers=True):
+    """Ids of five documents of different lengths as a shard has them, and where each begins."""
+    ids, starts = [], []
+    for number, lines in enumerate((12, 3, 40, 1, 25)):
+        starts.append(max(0, len(ids) - 1))
+        header = [tokenizer.token_id("<|file_sep|>"), *tokenizer.encode(f"a/{number}.py\n")] if headers else []
+        ids += [*header, *tokenizer.encode(made_up_text(lines, number)), tokenizer.eos]
+    return np.array(ids), np.array(starts)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_only_the_longest_text_of_a_window_is_rearranged(tokenizer):
+    ids, starts = documents(tokenizer)
+    marks = sentinels(tokenizer)
+    result = FillInMiddle(tokenizer, 1.0)(ids, np.random.default_rng(0))
+    changed = np.flatnonzero(result != ids)
+    header = len(tokenizer.encode("a/2.py\n"))
+    first = starts[2] + 1 + 1 + header
+    assert result[first] == marks.prefix == result[changed[0]], "after the header"
+    assert changed[-1] < starts[3], "its end stays where it is"
+    assert result[starts[3]] == marks.end == ids[starts[3]]
+    assert "".join(rejoin(result, tokenizer)) == made_up_text(40, 2)[: len("".join(rejoin(result, tokenizer)))]
+
+
+def test_a_window_without_enough_text_is_left_alone():
+    fill, eos = FillInMiddle(BYTES, 1.0), BYTES.eos
+    for ids in ([eos] * 40, [*BYTES.encode("short"), eos] * 9, BYTES.encode("é" * 30)[1:2] * 40):
+        assert fill(np.array(ids), np.random.default_rng(0)).tolist() == ids
+    with pytest.raises(ValueError, match=r"40 ids without <\|fim_prefix\|>"):
+        rejoin([eos] * 40, BYTES)
+
+
+class Draws:
+    """Leaves windows as they are, and remembers a number of each one's generator."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, ids, chance):
+        self.seen.append(chance.random())
+        return ids
+
+    def is_target(self, ids):
+        return ids >= 0
+
+
+def test_a_batch_depends_on_seed_epoch_and_position_only():
+    ids, starts = documents(BPE)
+    fill = FillInMiddle(BPE, 0.7)
+
+    def rows(count, numbers, seed=0, tokens=ids):
+        windows = Windows(tokens, 48, count, seed, fill)
+        return torch.cat([torch.stack(windows.batch(n)[:2], 1) for n in numbers])
+
+    per_epoch = Windows(ids, 48, 1).windows_per_epoch
+    straight = rows(2, range(3 * per_epoch))
+    assert torch.equal(straight, rows(1, range(6 * per_epoch))), "of any batch size"
+    assert torch.equal(straight[10:], rows(2, range(5, 3 * per_epoch))), "resumed anywhere"
+    assert not torch.equal(straight, rows(2, range(3 * per_epoch), seed=1))
+    drawn = Draws()
+    for number in range(2 * per_epoch):
+        Windows(ids, 48, 1, 0, drawn).batch(number)
+    assert len(set(drawn.seen)) == 2 * per_epoch, "each window is cut anew, and in each epoch"
+    packed = rows(2, range(3 * per_epoch), tokens=PackedText(ids, starts, BPE.eos))
+    assert torch.equal(packed[:, 0], straight[:, 0])
+
+
+@pytest.mark.parametrize("headers", [False, True])
+def test_separate_documents_keep_their_positions_and_what_an_editor_writes_is_no_target(headers):
+    ids, starts = documents(BPE, headers)
+    text, fill = PackedText(ids, starts, BPE.eos), FillInMiddle(BPE, 1.0)
+    plain, cut = Windows(text, 96, 4), Windows(text, 96, 4, arrange=fill)
+    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(BPE.vocab, 32, 2, 96)), 0)
+    seen = 0
+    for number in range(12):
+        (_, before, positions), (inputs, targets, moved) = plain.batch(number), cut.batch(number)
+        assert torch.equal(positions, moved)
+        assert torch.equal(positions[:, 1:] == 0, (moved[:, 1:] == 0))
+        marks = torch.isin(inputs[:, 1:], torch.tensor(sentinels(BPE)[:3]))
+        assert (targets[:, :-1][marks] == IGNORE).all()
+        others = (targets[:, :-1] != IGNORE) & (before[:, :-1] != IGNORE)
+        assert torch.equal(inputs[:, 1:][others], targets[:, :-1][others])
+        assert torch.equal(before[:, :-1][~marks] == IGNORE, targets[:, :-1][~marks] == IGNORE)
+        seen += int(marks.sum())
+        with torch.no_grad():
+            total, count, _ = next_token_loss(model, (inputs, targets, moved))
+        assert math.isfinite(total.item())
+        assert int(count) == int((targets != IGNORE).sum())
+    assert seen > 100
+    ids_and_targets = Windows(ids, 96, 4, arrange=fill).batch(0)
+    assert [t.shape for t in ids_and_targets] == [(4, 96)] * 2
+    assert math.isfinite(next_token_loss(model, ids_and_targets)[0].item())
+
+
+def test_what_does_not_go_together_is_refused():
+    moved = PackedText(*documents(BPE), BPE.eos, transform=lambda ids, chance: ids)
+    with pytest.raises(ValueError, match="transformed documents cannot be rearranged"):
+        Windows(moved, 48, 2, arrange=FillInMiddle(BPE, 0.5))
+    shortened = type("Short", (Draws,), {"__call__": lambda self, ids, chance: ids[1:]})()
+    with pytest.raises(ValueError, match="a window of 49 ids: rearranged to 48"):
+        Windows(documents(BPE)[0], 48, 2, arrange=shortened).batch(0)
+    with pytest.raises(ValueError, match=r"needs the special tokens <\|fim_prefix\|>.*--no-complete"):
+        FillInMiddle(metaspace_tokenizer(), 0.5)
+    with pytest.raises(ValueError, match=r"is 1\.5; expected 0 to 1"):
+        FillInMiddle(BPE, 1.5)
+
+
+# Files with their paths
+
+
+def test_each_file_begins_with_its_path(tmp_path):
+    names = ["a.py", "b/c.py", "b/<|fim_prefix|>.py", "b/line\nend.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}\n" * 3)
+    (tmp_path / "r.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    files = collect_corpus([tmp_path]).documents
+    shards = [token_shard(files, BYTES, tmp_path / "cache", headers=headers) for headers in (False, True)]
+    assert shards[0].key != shards[1].key
+    assert token_shard(files, BYTES, tmp_path / "cache") == shards[0]
+    assert open_shard(shards[1].folder) == shards[1]
+    plain, headed = (np.split(s.tokens, s.starts[1:]) for s in shards)
+    assert len(plain) == len(headed) == 4 + 3
+    texts = [header for d in files for header in [file_header(d, BYTES)] * len([*map(list, d.texts())])]
+    for ids, other, header in zip(plain, headed, texts, strict=True):
+        assert other.tolist() == [*header, *ids.tolist()]
+    headers = [text_of(BYTES, header) for header in (file_header(d, BYTES) for d in files)]
+    assert sorted(filter(None, headers)) == sorted(f"{n.replace(chr(10), ' ')}\n" for n in names)
+    assert all(header[0] == BYTES.token_id("<|file_sep|>") for header in texts if header)
+    assert not any(i in sentinels(BYTES)[:3] for header in texts for i in header)
+    moved = [replace(files[0], name="moved.py"), *files[1:]]
+    assert token_shard(moved, BYTES, tmp_path / "cache", headers=True).key != shards[1].key
+    with pytest.raises(ValueError, match=r"no token '<\|file_sep\|>'"):
+        token_shard(files, metaspace_tokenizer(), tmp_path / "cache", headers=True)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("context", [7, 64])
+def test_headers_count_neither_as_loss_nor_as_size(context, separate):
+    """Wherever windows begin; and losses of the text are those that the whole stream gives."""
+    ids, starts = documents(BYTES)
+    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(BYTES.vocab, 32, 2, context)), 0)
+    loaded = LoadedModel(model, BYTES, context, {}, None)
+    text = PackedText(ids, starts, BYTES.eos) if separate else ids
+    score = evaluate(loaded, text)
+    size = sum(len(made_up_text(lines, n).encode()) for n, lines in enumerate((12, 3, 40, 1, 25)))
+    assert score.size == size
+    assert score.tokens == size + 5, "and the end of each file"
+    plain = documents(BYTES, headers=False)[0]
+    assert evaluate(loaded, plain).size == size - 1, "a first token is not predicted"
+
+
+def test_headers_are_found_wherever_they_are():
+    (ids, _), expected, inside = documents(BPE), [], False
+    for i in ids.tolist():
+        inside = inside or i == sentinels(BPE).file
+        expected.append(inside)
+        inside = inside and b"\n" not in BPE.token_bytes[i]
+    found = find_headers(BPE)(np.stack([ids, ids]))
+    assert found.tolist() == [expected] * 2
+    assert sum(expected) > 20
+    assert not find_headers(metaspace_tokenizer())(np.arange(20)[None]).any()
+
+
+# Which files are for a test
+
+
+def put_files(folder, count, suffix=".py"):
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"file_{i}{suffix}").write_text(f"text {i} of {suffix}\n")
+    return folder
+
+
+@pytest.mark.parametrize(("count", "tested"), [(1, 0), (2, 0), (3, 1), (4, 1), (200, None)])
+def test_of_three_or_more_files_at_least_one_is_for_a_test_and_never_all(count, tested, tmp_path):
+    before = collect_corpus([put_files(tmp_path / "code", count)])
+    corpus = hold_out_test(before)
+    assert corpus.valid == before.valid
+    assert before.test == []
+    lists = [{d.name for d in part} for part in (corpus.train, corpus.valid, corpus.test)]
+    assert set.union(*lists) == {d.name for d in before.documents}
+    assert sum(map(len, lists)) == count
+    assert lists[0]
+    assert len(lists[2]) == tested if tested is not None else 3 < len(lists[2]) < 20
+    if tested is None:
+        assert all(0.05 <= d.split_hash < 0.1 for d in corpus.test)
+        assert all(d.split_hash >= 0.1 for d in corpus.train)
+        assert f"{len(corpus.train)} training files, {len(corpus.valid)} for validation" in corpus.report()
+    assert (f", {len(corpus.test)} for the test, " in corpus.report()) == bool(corpus.test)
+
+
+def test_files_of_several_sources_are_not_mixed(tmp_path):
+    corpus = hold_out_test(collect_corpus([put_files(tmp_path / name, 30, f".{name}") for name in ("b", "a")]))
+    for documents in (corpus.train, corpus.valid + corpus.test):
+        assert {d.path.parent.name for d in documents} == {"a", "b"}
+    folders = [d.path.parent.name for d in corpus.train]
+    assert folders == sorted(folders)
+
+
+# What is chosen
+
+
+def chosen(config, folder, base=None):
+    config, reason = choose_completion(config, collect_corpus([folder]), base)
+    return config.complete, reason
+
+
+def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
+    code, prose = put_files(tmp_path / "code", 4), put_files(tmp_path / "prose", 4, ".txt")
+    assert code_fraction(collect_corpus([code]).documents) == 1
+    assert chosen(toy(code), code) == (
+        True,
+        "completion of lines: on, 100% of the text is source code (--no-complete turns it off); 50% of windows "
+        "are cut into prefix, suffix and middle",
+    )
+    assert chosen(toy(prose), prose) == (
+        False,
+        "completion of lines: off, 0% of the text is source code (--complete turns it on)",
+    )
+    (prose / "more.PY").write_text("x" * 100)
+    assert chosen(toy(prose), prose)[0]
+    assert not chosen(toy(code, tokenizer="bytes"), code)[0]
+    assert chosen(toy(code, tokenizer="bytes", complete=True), code)[0]
+    assert chosen(toy(prose, complete=True), prose)[0]
+    assert not chosen(toy(code, complete=False), code)[0]
+    base = TrainConfig(sources=(str(code),), base="x")
+    assert chosen(base, code, BPE)[0]
+    assert "has no <|fim_prefix|>" in chosen(base, code, metaspace_tokenizer())[1]
+    assert not chosen(base, code, metaspace_tokenizer())[0]
+    with pytest.raises(ValueError, match="completion needs the special tokens"):
+        chosen(replace(base, complete=True), code, metaspace_tokenizer())
+    with pytest.raises(ValueError, match=r"--fim-rate is 0\.9, but completion is off .* pass --complete"):
+        chosen(toy(code, tokenizer="chars", fim_rate=0.9), code)
+    assert missing_sentinels(BPE) == []
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match=r"--fim-rate is 1\.1; it must be from 0 to 1"):
+        TrainConfig(fim_rate=1.1)
+    with pytest.raises(ValueError, match=r"--fim-rate is 0\.25, but --no-complete leaves it unused"):
+        TrainConfig(fim_rate=0.25, complete=False)
+
+
+def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
+    from dunes.cli import verbs
+    from dunes.cli.main import run
+
+    seen = []
+    monkeypatch.setattr("dunes.runs.train.train", lambda config, *a, asked, **k: seen.append((config, asked)) or 0)
+    for flags in (["--complete", "--fim-rate", "0.75"], ["--no-complete"], []):
+        arguments = ["train", str(code), "--out", str(tmp_path / "run"), *flags]
+        monkeypatch.setattr("sys.argv", ["dunes", *arguments])
+        run("dunes", "", {"train": verbs.train, "finetune": verbs.finetune}, arguments)
+    assert [(c.complete, c.fim_rate) for c, _ in seen] == [(True, 0.75), (False, 0.5), (None, 0.5)]
+    assert ["complete" in asked for _, asked in seen] == [True, True, False]
+    with pytest.raises(ValueError, match="exclude each other"):
+        run(
+            "dunes",
+            "",
+            {"train": verbs.train, "finetune": verbs.finetune},
+            [*arguments, "--complete", "--no-complete"],
+        )
+
+
+# Whole runs
+
+
+def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
+    folder = tmp_path / "run"
+    show, out = display()
+    assert train(toy(code, steps=8), folder, show) == 0
+    plan = json.loads((folder / "state" / "plan.json").read_text())
+    assert (plan["complete"], plan["fim_rate"]) == (True, 0.5)
+    assert "completion of lines: on" in " ".join(out.getvalue().split())
+    loaded = checkpoint.load_with_tokenizer(folder)
+    corpus = split_documents(loaded.card)
+    assert corpus == with_test_files(TrainConfig(**vars(toy(code)) | {"complete": True}), gather(toy(code)))
+    assert corpus.test
+    score, files = score_folder(folder)
+    assert files == len(corpus.valid)
+    assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
+    assert score.size == sum(d.size for d in corpus.valid)
+    assert evaluation_tokens(loaded, [str(code)])[1] == 40
+    assert calibration_ids(loaded).max() < loaded.tokenizer.vocab
+    marks = sentinels(loaded.tokenizer)
+    for text in (sample_text(loaded), complete_line(TextGenerator(loaded), "def task_3_4(val")):
+        assert "<|" not in text
+    ids = [piece.token.id for piece in TextGenerator(loaded).stream("", 60)]
+    assert not set(ids) & {*marks[:3]}
+
+
+def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
+    config = toy(code, complete=False)
+    with display()[0] as show:
+        off = tokenize(config, with_test_files(config, gather(config)), None, show)
+        on = replace(config, complete=True)
+        unheaded = replace(on, file_headers=False)
+        on, unheaded = (tokenize(c, with_test_files(c, gather(c)), None, show) for c in (on, unheaded))
+    sizes = [
+        len(gather(config).train),
+        len(split_documents({"trained": {"sources": [str(code)], "split": "files"}}).train),
+    ]
+    assert sizes[0] == sizes[1] > 36
+    file = off.tokenizer.token_id("<|file_sep|>")
+
+    def count(tokens):
+        return int((tokens[np.arange(len(tokens))[None]] == file).sum())
+
+    assert [count(t.train) for t in (off, unheaded, on)] == [0, 0, 36]
+    batches = TrainTask(config, off, None).batches(0)
+    assert isinstance(next(batches), torch.Tensor)
+    assert isinstance(next(TrainTask(replace(config, complete=True), on, None).batches(0)), tuple)
