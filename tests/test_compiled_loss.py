@@ -288,12 +288,13 @@ def finetuned(base, folder, rows, **options):
 
 
 @pytest.mark.slow
-def test_a_finetune_with_accumulated_gradients_changes_over(eager, tmp_path, soon):
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_finetune_with_accumulated_gradients_changes_over(method, eager, tmp_path, soon):
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps(ROWS))
     ours, other = tmp_path / "ours", tmp_path / "other"
-    finetuned(eager, ours, rows, micro_batch=2)
-    finetuned(eager, other, rows, micro_batch=2, compile="off")
+    finetuned(eager, ours, rows, micro_batch=2, method=method)
+    finetuned(eager, other, rows, micro_batch=2, method=method, compile="off")
     assert changes(ours) == [(CHANGE, True)]
     assert losses(ours) == pytest.approx(losses(other), abs=LIMIT)
     assert losses(ours) != losses(other)
