@@ -41,5 +41,5 @@ check: .venv/test
 # Installed only here, so that `make test` shows that nothing else needs the extras.
 .venv/more: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev,eval,track,plot]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,test-more,dev,eval,track,plot,onnx]'
 	touch $@ .venv/test .venv/demo

@@ -142,6 +142,22 @@ def test_slower_steps_are_eager_again_also_after_resuming(tmp_path, soon):
     assert len(changes(tmp_path / "run")) == 2
 
 
+def test_compiled_steps_alone_are_deterministic(tmp_path, soon):
+    modes = []
+
+    def noting(loss, backend=""):
+        def call(model, batch):
+            modes.append((model.training, torch.are_deterministic_algorithms_enabled()))
+            return loss(model, batch)
+
+        return call
+
+    soon.setattr(module, "compiled_loss", noting)
+    trained(tmp_path / "run")
+    assert modes == [(True, True)] * (STEPS - CHANGE)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def no_cache(loss, backend):
     raise FileNotFoundError("no folder of the cache")
 
@@ -272,12 +288,13 @@ def finetuned(base, folder, rows, **options):
 
 
 @pytest.mark.slow
-def test_a_finetune_with_accumulated_gradients_changes_over(eager, tmp_path, soon):
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_a_finetune_with_accumulated_gradients_changes_over(method, eager, tmp_path, soon):
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps(ROWS))
     ours, other = tmp_path / "ours", tmp_path / "other"
-    finetuned(eager, ours, rows, micro_batch=2)
-    finetuned(eager, other, rows, micro_batch=2, compile="off")
+    finetuned(eager, ours, rows, micro_batch=2, method=method)
+    finetuned(eager, other, rows, micro_batch=2, method=method, compile="off")
     assert changes(ours) == [(CHANGE, True)]
     assert losses(ours) == pytest.approx(losses(other), abs=LIMIT)
     assert losses(ours) != losses(other)
@@ -320,7 +337,9 @@ def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, 
     steps = []
     for loss in (next_token_loss, compiled_loss(next_token_loss)):
         model = built(family, adapted)
-        steps.append([step.loss for step in Trainer(model, sgd(model, 0.1), loss).run(batches)])
+        trainer = Trainer(model, sgd(model, 0.1), loss)
+        trainer.deterministic = loss is not next_token_loss
+        steps.append([step.loss for step in trainer.run(batches)])
     assert steps[0] == pytest.approx(steps[1], abs=LIMIT)
     assert counters["inductor"]["fxgraph_cache_hit"] == 2, "forward and backward"
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
@@ -330,14 +349,36 @@ def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
 def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
+    torch.compiler.reset()
+    counters.clear()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "GAIN", math.inf)
     real = module._Process.result
     monkeypatch.setattr(module._Process, "result", lambda self: (self._process.wait(), real(self))[1])
     said = trained(tmp_path / "ours", steps=40, size="2x64")
     assert "the loss is compiled: " in said or "the loss is eager again: compiled it takes " in said
+    assert counters["inductor"]["fxgraph_cache_miss"] == 0, "the other process left this code"
     trained(tmp_path / "eager", steps=40, size="2x64", compile="off")
     assert losses(tmp_path / "ours") == pytest.approx(losses(tmp_path / "eager"), abs=LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.float32)]
+)
+def test_gradients_of_two_threads_have_the_same_bits(family, dtype):
+    torch.compiler.reset()
+    torch.set_num_threads(2)
+    trainer = Trainer(model := built(family, False), sgd(model), compiled_loss(next_token_loss), dtype=dtype)
+    trainer.deterministic = True
+    batch, seen = torch.randint(300, (64, 33), generator=torch.Generator().manual_seed(0)), set()
+    with module.tree.mode(model, True):
+        for _ in range(20):
+            trainer.gradients([batch])
+            seen.add(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
+    assert len(seen) == 1
 
 
 def test_a_child_has_the_modules_of_its_parent_and_not_of_the_working_directory(tmp_path, monkeypatch):

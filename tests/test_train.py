@@ -4,7 +4,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -238,6 +238,48 @@ def test_ten_in_a_row_end_the_run_with_the_last_good_weights():
     with pytest.raises(Diverged, match="not finite for 10 steps in a row, up to step 10"):
         steps.extend(trainer.run(batches()))
     assert torch.equal(weights(model), before)
+
+
+class Modes(torch.autograd.Function):
+    """Notes torch's mode in forward and backward."""
+
+    seen: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, x):
+        Modes.seen.append(torch.get_deterministic_debug_mode())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        Modes.seen.append(torch.get_deterministic_debug_mode())
+        return grad
+
+
+WARN, ERROR = 1, 2
+"""Of an operation without a deterministic form."""
+
+
+@pytest.mark.parametrize(("own", "expected"), [(0, WARN), (ERROR, ERROR)])
+def test_a_deterministic_step_leaves_the_callers_mode_as_it_is(own, expected):
+    def loss(model, batch):
+        total, count = next_token(model, batch)
+        return Modes.apply(total), count
+
+    trainer = Trainer(model := build(), train.sgd(model), loss)
+    try:
+        torch.set_deterministic_debug_mode(own)
+        for trainer.deterministic, mode in ((False, own), (True, expected)):
+            Modes.seen.clear()
+            run(trainer, 1)
+            assert Modes.seen == [mode, mode]
+            assert torch.get_deterministic_debug_mode() == own
+        trainer.loss = lambda model, batch: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            run(trainer, 1)
+        assert torch.get_deterministic_debug_mode() == own
+    finally:
+        torch.set_deterministic_debug_mode(0)
 
 
 def test_a_batch_that_asks_nothing_is_skipped():

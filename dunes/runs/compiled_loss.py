@@ -102,7 +102,7 @@ class LossCompiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.run.trainer.loss = self.eager
+        self._set_loss(self.eager, False)
         if self._process is not None:
             self._process.stop()
 
@@ -190,13 +190,18 @@ class LossCompiler:
         self.line(f"the loss is compiled: {times}, after {took}")
 
     def _use_compiled(self) -> None:
-        self.run.trainer.loss = self._attempt()
+        self._set_loss(self._attempt(), True)
         self._record(True)
 
     def _use_eager(self, reason: str) -> None:
-        self.run.trainer.loss, self._next = self.eager, None
+        self._set_loss(self.eager, False)
+        self._next = None
         self.line(reason)
         self._record(False)
+
+    def _set_loss(self, loss: Loss, compiled: bool) -> None:
+        """Compiled code is deterministic: Inductor's own would add to gradients in the order of its threads."""
+        self.run.trainer.loss, self.run.trainer.deterministic = loss, compiled
 
     def _record(self, compiled: bool) -> None:
         self.run.compiled, self.run.warm = compiled, False  # the next step loads code
@@ -322,10 +327,8 @@ def _compile(work: Work) -> Compiled:
     optimizer = torch.optim.SGD(work.model.parameters(), 0.0)
     for _ in range(2):  # the second time from the cache, as the parent will
         torch.compiler.reset()
-        trainer, own = (
-            Trainer(work.model, optimizer, compiled_loss(next_token_loss), dtype=work.dtype),
-            thread_time(),
-        )
+        trainer = Trainer(work.model, optimizer, compiled_loss(next_token_loss), dtype=work.dtype)
+        trainer.deterministic, own = True, thread_time()
         with tree.mode(work.model, True):
             trainer.gradients([work.batch])
         own = thread_time() - own

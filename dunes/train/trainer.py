@@ -77,6 +77,8 @@ class Trainer:
         self.model, self.optimizer, self.loss, self.lr_scale = model, optimizer, loss, lr_scale
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
+        self.deterministic = False
+        """Whether losses and their gradients use algorithms of the same bits each time, where torch has them."""
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         if not all(0 <= lr < math.inf for lr in self.base_lrs):
             raise ValueError(f"the optimizer's learning rates are {self.base_lrs}; expected numbers from 0")
@@ -168,7 +170,8 @@ class Trainer:
         Returns the means of "loss" and the metrics, the count and the norm before clipping (float64, without
         synchronising).
         """
-        sums = self._accumulate(batches)
+        with deterministic_algorithms() if self.deterministic else nullcontext():
+            sums = self._accumulate(batches)
         count = sums["loss"][1]
         return {name: total / n for name, (total, n) in sums.items()}, count, self._normalise(count)
 
@@ -333,6 +336,20 @@ def _to_device(batch: Any, device: torch.device) -> Any:
             object.__setattr__(record, field.name, _to_device(getattr(batch, field.name), device))
         return record
     return batch
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Use deterministic algorithms inside, and the caller's afterwards; an operation without one is a warning."""
+    if torch.are_deterministic_algorithms_enabled():  # perhaps so that such an operation is an error
+        yield
+        return
+    before = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False, warn_only=before)
 
 
 @contextmanager
