@@ -305,16 +305,20 @@ def complete(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.runs.step_package import step_source
-        from dunes.runs.text_generator import TextGenerator
-        from dunes.runs.write import complete_line, text_before_cursor
+        from dunes.runs.completer import find_completer, name_in_sources
+        from dunes.runs.write import text_around_cursor
         from dunes.text.lines import decode_text
 
-    prefix = text_before_cursor(place) if place else decode_text(sys.stdin.buffer.read(), "standard input")
+    path, after = None, ""
+    if place:
+        path, before, after = text_around_cursor(place)
+    else:
+        before = decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
-    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    print(complete_line(TextGenerator(loaded, step_source(loaded.model)), prefix))
+    completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
+    name = name_in_sources(path, folder) if path else ""
+    print(completer.complete(before, after, name).text)
 
 
 def evaluate(

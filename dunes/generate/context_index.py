@@ -41,7 +41,8 @@ class ContextIndex:
         padded[depth:] = items
         padded[depth:] += 1
         self.order = sorted_contexts(padded, depth) if order is None else order
-        self._padded, self._positions = memoryview(padded), memoryview(self.order)
+        # Items of a memoryview are Python's integers, which are faster here than numpy's.
+        self._padded, self._positions = padded.data, self.order.data
 
     def __len__(self) -> int:
         return len(self.items)
@@ -62,7 +63,7 @@ class ContextIndex:
             kept[first:stop] = False
         other = copy(self)
         other.order = self.order[kept[self.order]]
-        other._positions = memoryview(other.order)
+        other._positions = other.order.data
         return other
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:

@@ -1,9 +1,9 @@
 """Copying: what followed the same text before, mixed with a language model by a gate that is fitted.
 
-Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction by
-partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different ids.
-Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate then
-changes the log-probability of each proposed id by what is known of it: how long the matches are, how sure the
+Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction
+by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different
+ids. Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate
+then changes the log-probability of each proposed id by what is known of it: how long the matches are, how sure the
 sources and the model are. The result is a distribution again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
@@ -37,13 +37,13 @@ LEAST = 1e-4
 
 class Followers(NamedTuple):
     """What followed a context in one source: ids (C,), int64, their blended probabilities, which leave some for
-    others, and their share among what followed the longest match, of `length` ids at `count` positions."""
+    others, and their share among what followed the longest match, of `length` ids at so many `places`."""
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
     shares: NDArray[np.float64]
     length: int
-    count: int
+    places: int
 
 
 NONE = Followers(np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0, 0)
@@ -57,17 +57,17 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text of bytes and where its contexts are; without an index, it is searched from its end."""
+    """A text of bytes and where its contexts are; without them, it is searched from its end."""
 
     text: bytes
-    index: ContextIndex | None = None
+    contexts: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
-        if self.index is None:
+        if self.contexts is None:
             return last_match(self.text, context)
-        *_, match = Match(0, 0, 0), *self.index.matches(context)
-        return match.length, sorted(self.index.positions(match, CONTINUATIONS).tolist(), reverse=True)
+        *_, match = Match(0, 0, 0), *self.contexts.matches(context)
+        return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], known[place] = source.probs, source.shares, 1.0
     length = np.full(len(ids), np.log2(1 + source.length))
-    return [np.log(probs + LEAST), shares, known, length, np.full(len(ids), np.log2(1 + source.count))]
+    return [np.log(probs + LEAST), shares, known, length, np.full(len(ids), np.log2(1 + source.places))]
 
 
 class Gate(nn.Module):

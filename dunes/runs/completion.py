@@ -19,8 +19,8 @@ from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion_cuts import first_line, first_word
 from dunes.runs.completion_gate import scored_places
-from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_index import TextIndex, index_texts
+from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
 from dunes.runs.score import trained_text
 from dunes.runs.write import split_last_tokens
@@ -78,14 +78,18 @@ class CompletionEngine:
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
-        total, sources = 0.0, partial(self._sources, below=[], name=name)
-        for id, logprobs, candidates in scored_places(self.loaded, self.files.tokenize(text, name), sources):
+        tokenized, total = self.files.tokenize(text, name), 0.0
+        for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources_above, name)):
             mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
             total -= float(mixed[id])
         return total / math.log(2)
 
+    def sources_above(self, name: str, above: list[int]) -> Sources:
+        """What to copy from below these ids of a file."""
+        return self._sources(above, [], name)
+
     def _prompt(self, text: Sequence[int], below: Sequence[int]) -> list[int]:
-        """The ids of a prompt that ends with the text above the cursor, behind what is below it, if there is any."""
+        """The ids of a prompt for a cursor between these ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
         if self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room)]
@@ -171,6 +175,12 @@ class CompletionEngine:
             if size < end:
                 total, size = total + logprob, size + len(self.files.pieces[id])
         return total
+
+
+def knows_paths(loaded: LoadedModel) -> bool:
+    """Whether a model was trained on files with their paths, by its card."""
+    trained = trained_text(loaded.card)
+    return bool(trained.get("complete") and trained.get("file_headers", True))
 
 
 class Chosen:

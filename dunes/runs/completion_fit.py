@@ -1,52 +1,112 @@
-"""What a run prepares for completion: the index at its beginning, and at its end the gate and the thresholds."""
+"""What a run prepares for completion: an index at its beginning, and at its end the gate and the thresholds."""
 
 import math
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import LoadedModel
-from dunes.data import Document
+from dunes import checkpoint, measure
+from dunes.data import Corpus
 from dunes.generate.copying import Gate
-from dunes.runs.completion import CompletionEngine
+from dunes.runs.completion import CompletionEngine, knows_paths
 from dunes.runs.completion_cuts import file_lines, sample_lines
 from dunes.runs.completion_gate import fit_gate, places_of
-from dunes.runs.completion_index import TextIndex, index_documents
+from dunes.runs.completion_index import TextIndex, first_documents, index_texts, named_texts
 from dunes.runs.completion_keystrokes import FileSuggestions, TypedFile, fit_threshold
 from dunes.runs.completion_score import POLICIES
-from dunes.runs.completion_sources import document_texts
 from dunes.runs.completion_store import write_gate, write_index
 from dunes.runs.completion_text import FileTokenizer
+from dunes.runs.progress import Display
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from dunes.units import plural
 
-PLACES_PER_SECOND, MOST_PLACES, LEAST_PLACES = 20, 20_000, 2_000
-"""Places that the gate is fitted on, by the seconds of the run."""
-LINES_PER_SECOND, MOST_LINES, LEAST_LINES = 0.1, 120, 20
-"""Lines that are typed to fit the thresholds."""
-
-
-def prepare_completion(run: Path, documents: Sequence[Document], tokenizer: Tokenizer, header: bool) -> TextIndex:
-    """Write the index of the training files, so that they can be copied from while the model learns."""
-    index = index_documents(documents, FileTokenizer(tokenizer, header))
-    write_index(run, index)
-    return index
+INDEXED, GATE_FROM = 0.88, 0.91
+"""Of a text whose last tenth is for validation: the part that is copied from, and from where the gate is fitted."""
+PLACES, LINES = (20.0, 2_000, 20_000), (0.1, 24, 120)
+"""Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
+the fewest and the most."""
 
 
-def finish_completion(
-    run: Path, loaded: LoadedModel, index: TextIndex, gate_documents: Sequence[Document], seconds: float
-) -> dict[str, Any]:
-    """Fit the gate, then the thresholds, on files that neither the model nor the index has, and write both.
+@dataclass(frozen=True)
+class CompletionFiles:
+    """The index of a run's training files, and the names and texts that the gate is fitted on."""
 
-    `seconds` is the time of the run, of which this takes a few percent. Returns the bits/character before and after
-    mixing.
+    index: TextIndex
+    gate: Sequence[tuple[str, str]]
+
+
+def prepare_completion(
+    config: TrainConfig, run: Path, corpus: Corpus, tokenizer: Tokenizer, display: Display
+) -> CompletionFiles | None:
+    """Write the index of the training files, which can be copied from while the model learns; None if the run does
+    not train completion.
+
+    Raises ValueError if a file changed since it was collected.
     """
-    engine = CompletionEngine(loaded, index, header=has_header(loaded))
-    texts = [(d.header.rstrip("\n"), text) for d, (_, text) in zip(gate_documents, document_texts(gate_documents), strict=True)]
-    most = int(min(MOST_PLACES, max(LEAST_PLACES, PLACES_PER_SECOND * seconds)))
-    engine.gate, facts = fit(engine, texts, most)
-    lines = int(min(MOST_LINES, max(LEAST_LINES, LINES_PER_SECOND * seconds)))
-    typed = typed_files(engine, texts, lines)
-    facts["thresholds"] = {policy: _finite(fit_threshold(typed, policy)) for policy in POLICIES}
+    if not config.complete:
+        return None
+    texts, gate = named_texts(first_documents(corpus.train)), named_texts(corpus.valid)
+    if corpus.split == "tails":
+        gate = [(name, text[int(GATE_FROM * len(text)) :]) for name, text in texts]
+        texts = [(name, text[: int(INDEXED * len(text))]) for name, text in texts]
+    if left := len(corpus.train) - len(texts):
+        display.line(
+            f"note: the first {len(texts)} files can be copied from, and {left} not; they have over 12 MB"
+        )
+    index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers), [d.digest for d in corpus.train])
+    write_index(run, index)
+    folder = shlex.quote(str(run))
+    display.detail(f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN")
+    return CompletionFiles(index, gate)
+
+
+def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+    """Fit the gate and the thresholds on files that neither the model nor the index has, and write both.
+
+    `seconds` is the time of the run, of which this takes a few percent. Returns a line for the user.
+    """
+    loaded = checkpoint.load_with_tokenizer(run, measure.device())
+    engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
+    texts = [pair for pair in files.gate if pair[1].strip()]
+    if not texts:
+        return "completion: no text to fit the gate on, so the model completes lines alone"
+    engine.gate, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    typed = typed_files(engine, texts, _scaled(LINES, seconds))
+    thresholds = {policy: fit_threshold(typed, policy) for policy in POLICIES}
+    # No probability is above 1, so that nothing is shown where no threshold gives the acceptance.
+    facts["thresholds"] = {policy: min(value, 1.0) for policy, value in thresholds.items()}
     write_gate(run, engine.gate, facts)
-    return facts
+    return (
+        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with what can be copied "
+        f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
+    )
+
+
+def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
+    rate, least, most = rule
+    return int(min(most, max(least, rate * seconds)))
+
+
+def fit_mixture(
+    engine: CompletionEngine, texts: Sequence[tuple[str, str]], most: int
+) -> tuple[Gate, dict[str, Any]]:
+    """A gate for the engine's model and index, and nats a token before and after it."""
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+    places = places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
+    gate = fit_gate(places)
+    alone, mixed = -places.other.mean(), places.loss(gate).mean()
+    return gate, {"places": len(places.other), "loss": float(alone), "mixed_loss": float(mixed)}
+
+
+def typed_files(engine: CompletionEngine, texts: Sequence[tuple[str, str]], lines: int) -> list[TypedFile]:
+    """About so many lines of these files, and the engine's suggestions in them."""
+    each = max(1, math.ceil(lines / max(1, len(texts))))
+    typed: list[TypedFile] = []
+    for name, text in texts:
+        chosen = sample_lines(name, text, file_lines(text), count=each)
+        typed.append((FileSuggestions(engine, name, text), chosen))
+    return typed

@@ -51,19 +51,18 @@ class TextIndex:
         return [(file.name, text) for file, text in zip(self.files, parts, strict=True)]
 
 
-def index_documents(documents: Sequence[Document], files: FileTokenizer, most: int = MOST) -> TextIndex:
-    """The index of these files, or of the first ones with at most so many bytes.
+def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence[Document]:
+    """The first documents that have at most so many bytes together, at least one."""
+    sizes = np.cumsum([document.size for document in documents])
+    return documents[: max(1, int(np.searchsorted(sizes, most, "right")))]
 
-    Raises ValueError if a file changed since it was collected.
-    """
-    texts, digests, size = list[tuple[str, str]](), list[str](), 0
-    for document in documents:
-        size += document.size
-        if size > most and texts:
-            break
-        texts.append((document.header.rstrip("\n"), "".join("".join(part) for part in document.texts())))
-        digests.append(document.digest)
-    return index_texts(texts, files, digests)
+
+def named_texts(documents: Sequence[Document]) -> list[tuple[str, str]]:
+    """The path in its source, and the text, of each document, without byte order marks."""
+    return [
+        (d.header.rstrip("\n"), "".join("".join(part) for part in d.texts()).removeprefix("\ufeff"))
+        for d in documents
+    ]
 
 
 def index_texts(
@@ -71,7 +70,7 @@ def index_texts(
 ) -> TextIndex:
     """The index of files by their paths and texts, with their digests, if these are known."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
-    for (name, text), digest in zip(texts, digests or [""] * len(texts), strict=True):
+    for (name, text), digest in zip(texts, digests or [""] * len(texts), strict=False):
         indexed.append(IndexedFile(name, digest, len(ids), len(data)))
         ids += [*files.tokenize(text, name).ids, files.end]
         data += text.encode() + b"\0"

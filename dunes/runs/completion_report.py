@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import Document, collect_corpus
+from dunes.runs.completer import load_completer
 from dunes.runs.completion_baselines import CopyNearest
 from dunes.runs.completion_metrics import interval
 from dunes.runs.completion_score import (
@@ -76,7 +76,7 @@ def evaluate_completion(
     """
     options = options or CompletionOptions()
     _check(options, out, files)
-    engine: TrainedCompleter = import_module("dunes.runs.completion").load_completer(folder, any_base=any_base)
+    engine: TrainedCompleter = load_completer(folder, any_base=any_base)
     documents = _documents(sources, corpus_options) if sources else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))[:files]
     training = list(engine.training_files)

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.models.initialise import initialise
-from dunes.parts import Decoder
+from dunes.parts import Block, Decoder
 from dunes.runs.augment import save_changed
 from dunes.runs.autosize import (
     active_parameters,
@@ -24,6 +24,7 @@ from dunes.runs.autosize import (
     memory_advice,
     size_warning,
 )
+from dunes.runs.completion_fit import CompletionFiles, finish_completion, prepare_completion
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.evaluate import Score, evaluate
@@ -68,8 +69,10 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
             tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
         with run_lock(folder):
+            with timings("indexing the text"):
+                completion = prepare_completion(ready, folder, corpus, tokens.tokenizer, display)
             with timings("building the model"):
-                run = prepare(ready, folder, tokens, base)
+                run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
                 score_base(run, display)
             return execute_run(run, display, run_options, timings)
@@ -100,7 +103,13 @@ def _choose_options(
     return chosen
 
 
-def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel | None = None) -> Run:
+def prepare(
+    config: TrainConfig,
+    folder: Path,
+    tokens: Tokens,
+    base: LoadedModel | None = None,
+    completion: CompletionFiles | None = None,
+) -> Run:
     """A run at step 0, for a complete config: of a new model, or of the base's."""
     assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
@@ -120,7 +129,8 @@ def prepare(config: TrainConfig, folder: Path, tokens: Tokens, base: LoadedModel
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     scale_rates(optimizer, rate_factors(model, config.lr_factors, base))
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    return Run(folder, config, TrainTask(config, tokens, loaded), trainer, schedule)
+    set_dropout(model, config.dropout or 0.0)
+    return Run(folder, config, TrainTask(config, tokens, loaded, completion), trainer, schedule)
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class TrainTask:
     config: TrainConfig
     text: Tokens
     loaded: LoadedModel
+    completion: CompletionFiles | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -177,7 +188,18 @@ class TrainTask:
         return f"{share}{format_parameters(total, active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
+        set_dropout(run.model, 0.0)  # a folder says what computes, not how it was trained
         facts = card_facts(run, score, "trained")
         save_changed(self.loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
-        return [f"model: {folder}", f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
+        lines = [f"model: {folder}"]
+        if self.completion is not None and not interrupted:
+            lines.append(finish_completion(run.folder, self.completion, run.elapsed))
+        return [*lines, f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
+
+
+def set_dropout(model: nn.Module, p: float) -> None:
+    """Set the dropout of each block's outputs, which acts in training only."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.dropout.p = p

@@ -92,6 +92,8 @@ class Completion:  # without `file_headers`, files do not begin with their paths
     fim_rate: Annotated[float, flag("RATE")] = 0.5
     """With --complete, the share of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
+    dropout: Annotated[float | None, flag("P", "0.1 with --complete, where the text is read often; else 0")] = None
+    """Probability of a block's outputs to be zero in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             )
         if not 0 <= self.fim_rate <= 1:
             raise ValueError(f"--fim-rate is {self.fim_rate}; it must be from 0 to 1")
+        if not 0 <= (self.dropout or 0) < 1:
+            raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
             raise ValueError(
                 f"--fim-rate is {self.fim_rate}, but --no-complete leaves it unused; omit one of them"

@@ -86,7 +86,13 @@ def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], b
 
 
 def text_before_cursor(place: str) -> str:
-    """The text of a file before FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one).
+    """The text of a file before FILE:LINE:COLUMN; raises what `text_around_cursor` does."""
+    return text_around_cursor(place)[1]
+
+
+def text_around_cursor(place: str) -> tuple[Path, str, str]:
+    """The file of FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one), and its text before
+    and after this place.
 
     Raises ValueError for another form, no file, or a position outside of it.
     """
@@ -102,4 +108,9 @@ def text_before_cursor(place: str) -> str:
     columns = len(lines[line - 1].rstrip("\r\n")) + 1
     if column > columns:
         raise ValueError(f"{place}: line {line} has columns 1 to {columns}")
-    return "".join(lines[: line - 1]) + lines[line - 1][: column - 1]
+    current = lines[line - 1]
+    return (
+        Path(path),
+        "".join(lines[: line - 1]) + current[: column - 1],
+        current[column - 1 :] + "".join(lines[line:]),
+    )
