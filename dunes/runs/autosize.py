@@ -54,7 +54,10 @@ SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
 BIAS_RATE = 1e-3
 """The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
-CONTEXT = 256
+CONTEXT, COMPLETION_CONTEXT = 256, 512
+"""Tokens; of a model that completes lines, for which more of the file is worth its time."""
+DROPOUT, FEW_EPOCHS = 0.1, 3.0
+"""The dropout of a model for completion, and up to how many epochs it has none."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,10 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
     """
     if config.dtype and config.threads and config.size and config.batch and config.context_length:
         return config, []
-    config, machine = with_machine(config, CONTEXT)
+    config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
+    if full.dropout is None:
+        full = replace(full, dropout=DROPOUT if full.complete and expected.epochs > FEW_EPOCHS else 0.0)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 
 
