@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dunes import train
 from dunes.data import Rows, drawn_digits
 from dunes.models import mnist
 from dunes.train import RuleOptimizer, Trainer, cross_entropy, fast, fast_run
+from dunes.train.products import SmallProducts
 
 LIMIT = 1e-4
 DIGITS = drawn_digits(120)
@@ -183,6 +185,42 @@ def test_rows_that_cannot_be_trained_on_are_refused(tensors, per_call, message):
     trainer = Trainer(build(), train.sgd(build()), cross_entropy)
     with pytest.raises(ValueError, match=message):
         next(fast_run(trainer, tensors, [torch.arange(2)], per_call))
+
+
+def test_small_products_of_bfloat16_are_done_in_float32():
+    def products(x, small, large):
+        return torch.addmm(small[0], x, small), x @ small, x @ large
+
+    a = [torch.randn(64, 64), torch.randn(64, 64), torch.randn(64, 4096)]
+    args = [t.bfloat16() for t in a]
+    graph = make_fx(products, tracing_mode="fake")(*args)
+    SmallProducts()(graph.graph)
+    graph.recompile()
+    inner = [
+        n.args[-1].target is torch.ops.prims.convert_element_type.default
+        for n in graph.graph.nodes
+        if "mm" in n.name
+    ]
+    assert inner == [True, True, False], "the large one stays"
+    for ours, plain in zip(graph(*args), products(*args), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.allclose(ours.float(), plain.float(), rtol=0.01, atol=0.01)
+
+
+def test_a_cpu_step_is_compiled_with_them(no_inductor, monkeypatch):
+    seen, compile_ = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: seen.append(named["options"]) or compile_(f, **named))
+    assert_same(run("plain", steps=8), run("fast", steps=8))
+    assert [type(options["post_grad_custom_post_pass"]) for options in seen] == [SmallProducts]
+
+
+@pytest.mark.slow
+def test_compiled_losses_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
+    torch.compiler.reset()
+    (plain, *_), (ours, *_, lines) = (run(form, 60, dtype=torch.bfloat16) for form in ("plain", "fast"))
+    assert lines == []
+    assert [s.loss for s in ours] == pytest.approx([s.loss for s in plain], rel=0.02, abs=0.02)
 
 
 @pytest.mark.slow

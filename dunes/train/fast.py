@@ -99,9 +99,7 @@ class Unit:
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = [*mutable_buffers(trainer.model).values()]
-        options: dict[str, Any] = {"fallback_random": True} if draws else {}
-        if trainer.device.type == "cuda":
-            options["triton.cudagraphs"] = True
+        options = _compile_options(trainer.device, draws)
         self._compiled = torch.compile(self._steps, fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
@@ -152,17 +150,20 @@ class Unit:
             squares = [g.float().square().sum() for g in grads if g is not None]
             norm = torch.stack(squares).sum().sqrt() / count
             finite = (count > 0) & total.isfinite() & norm.isfinite()
-            self._update(grads, self._scale(norm, count), lrs, finite)
+            # Stored, since Inductor would repeat the root and divisions for every few elements of the update.
+            row = torch.stack([total.double() / count, count, norm, finite.double(), self._scale(norm, count)])
+            finite = row[3] > 0
+            self._update(grads, row[4].float(), lrs, finite)
             for buffer, old in zip(self.buffers, before, strict=True):
                 buffer.copy_(torch.where(finite, buffer, old))
             means = {name: (t / n).double() for name, (t, n) in pairs.items() if name != "loss"}
-            return torch.stack([total.double() / count, count, norm, finite.double()]), means
+            return row[:4], means
 
     def _scale(self, norm: Tensor, count: Tensor) -> Tensor:
         """The factor of the gradients: one over the count, and less where their norm is above the limit."""
         clip = self.trainer.clip
         clipped = 1.0 if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
-        return (clipped / count).float()
+        return clipped / count
 
     def _update(self, grads: Sequence[Tensor | None], scale: Tensor, lrs: Tensor, finite: Tensor) -> None:
         for p, grad, state in zip(self.params, grads, self.states, strict=True):
@@ -173,6 +174,16 @@ class Unit:
             p.copy_(torch.where(finite, value, p))
             for name, t in new.items():
                 state[name].copy_(torch.where(finite, t, state[name]))
+
+
+def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
+    from dunes.train.products import SmallProducts  # loads Inductor
+
+    options: dict[str, Any] = {"fallback_random": True} if draws else {}
+    if device.type == "cuda":
+        return {**options, "triton.cudagraphs": True}
+    # Kernels called from C++ take a tenth less of a small step than those called from Python.
+    return {**options, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
 
 
 def _run_units(
