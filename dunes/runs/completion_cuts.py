@@ -86,7 +86,7 @@ def first_word(text: str) -> str:
 
 def _cut(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
     offset = line.start + column
-    inside = column > 0 and bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
+    inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
     return CutPoint(offset, line.end, line.text[column:], kind, inside)
 
 
