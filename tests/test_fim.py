@@ -366,6 +366,7 @@ def test_of_three_or_more_files_at_least_one_is_for_a_test_and_never_all(count, 
         assert all(d.split_hash >= 0.1 for d in corpus.train)
         assert f"{len(corpus.train)} training files, {len(corpus.valid)} for validation" in corpus.report()
     assert (f", {len(corpus.test)} for the test, " in corpus.report()) == bool(corpus.test)
+    assert len(hold_out_test(before, 0.6).train) == 1, "also where all hashes are low enough"
 
 
 def test_files_of_several_sources_are_not_mixed(tmp_path):
