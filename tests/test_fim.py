@@ -40,6 +40,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.runs.write import complete_line, sample_text
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
+from test_stored_state import resealed
 
 WINDOWS = 10_000
 WORDS = [
@@ -195,6 +196,7 @@ def test_only_the_longest_text_of_a_window_is_rearranged(tokenizer):
     assert result[first] == marks.prefix == result[changed[0]], "after the header"
     assert changed[-1] < starts[3], "its end stays where it is"
     assert result[starts[3]] == marks.end == ids[starts[3]]
+    assert result[starts[3] - 1] != marks.end, "which also ends the middle"
     assert "".join(rejoin(result, tokenizer)) == made_up_text(40, 2)[: len("".join(rejoin(result, tokenizer)))]
 
 
@@ -364,6 +366,7 @@ def test_of_three_or_more_files_at_least_one_is_for_a_test_and_never_all(count, 
         assert all(d.split_hash >= 0.1 for d in corpus.train)
         assert f"{len(corpus.train)} training files, {len(corpus.valid)} for validation" in corpus.report()
     assert (f", {len(corpus.test)} for the test, " in corpus.report()) == bool(corpus.test)
+    assert len(hold_out_test(before, 0.6).train) == 1, "also where all hashes are low enough"
 
 
 def test_files_of_several_sources_are_not_mixed(tmp_path):
@@ -487,3 +490,20 @@ def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
     batches = TrainTask(config, off, None).batches(0)
     assert isinstance(next(batches), torch.Tensor)
     assert isinstance(next(TrainTask(replace(config, complete=True), on, None).batches(0)), tuple)
+
+
+def test_a_run_from_before_there_was_a_choice_goes_on_as_it_was(code, tmp_path):
+    run, names = tmp_path / "run", ("complete", "fim_rate", "file_headers")
+    assert train(toy(code, complete=False, steps=4), run, display()[0]) == 0
+    plan = json.loads((run / "state" / "plan.json").read_text())
+    (run / "state" / "plan.json").write_text(json.dumps({k: v for k, v in plan.items() if k not in names}))
+
+    def without_choice(state, tensors):
+        state["config"]["dict"] = [pair for pair in state["config"]["dict"] if pair[0] not in names]
+
+    resealed(run, without_choice)
+    assert train(TrainConfig(steps=6), run, display()[0], resume=True, override=["steps"]) == 0
+    trained = checkpoint.load(run).card["trained"]
+    assert trained["steps"] == 6
+    assert trained["complete"] is None
+    assert not split_documents({"trained": trained}).test
