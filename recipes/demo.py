@@ -1,52 +1,69 @@
-"""The demo: train three minutes on Python's standard library, then complete three lines of validation files.
+"""The demo: train three minutes on Python's standard library, then complete lines of files that it has not seen.
 
 python recipes/demo.py [MINUTES]
 """
 
+import math
 import random
 import time
 from pathlib import Path
 
-from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
-from dunes.data import collect_corpus
+from dunes.runs.completer import FolderCompleter, load_completer
+from dunes.runs.completion_baselines import CopyNearest
+from dunes.runs.completion_cuts import CutPoint, cut_points
+from dunes.runs.completion_metrics import agreement
+from dunes.runs.completion_protocol import LineCompleter
+from dunes.runs.completion_sources import ScoredFile, document_texts, scored_files
 from dunes.runs.progress import Display
-from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import complete_line
 from dunes.text.lines import split_lines
 
 RUNS = Path(__file__).parent.parent / "runs"
+SHOWN, SCORED = 10, 200
+"""Cursors that are shown, and that are counted."""
+
+Place = tuple[ScoredFile, CutPoint]
 
 
-def unseen_lines(count: int, seed: int) -> list[tuple[str, str, str]]:
-    """(file, text before, true ending) for lines of validation files, cut at a random column."""
-    rng, examples = random.Random(seed), []
-    programs = [d for d in collect_corpus(["stdlib"]).valid if d.name.endswith(".py") and d.size > 2_000]
-    for document in rng.sample(programs, count):
-        lines = split_lines("".join(document.text()))
-        number = rng.choice([i for i, line in enumerate(lines) if i > 5 and 25 < len(line.strip()) < 75])
-        line = lines[number].rstrip("\r\n")
-        cut = rng.randrange(len(line) - len(line.lstrip()) + 6, len(line) - 3)
-        examples.append((f"{document.name}:{number + 1}", "".join(lines[:number]) + line[:cut], line[cut:]))
-    return examples
+def unseen_places(completer: FolderCompleter, count: int, seed: int) -> list[Place]:
+    """Random cursors inside lines of the files that the training left for a test."""
+    texts = document_texts(completer.test_documents())
+    files = scored_files(texts, completer.training_files, all_lines=True).files
+    each = math.ceil(2 * count / len(files))
+    places = [(file, cut) for file in files for cut in cut_points(file.name, file.text, file.lines, seed, each)]
+    inside = [place for place in places if place[1].kind == "character"]
+    return random.Random(seed).sample(inside, min(count, len(inside)))
+
+
+def answers(completer: LineCompleter, places: list[Place]) -> list[str]:
+    """What is suggested at each place, from the text above it."""
+    return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in places]
 
 
 def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
-    loaded = checkpoint.load(run)
-    generator = TextGenerator(loaded)
-    print("\nCompletions of three lines from validation files, cut at a random column:")
-    for place, before, ending in unseen_lines(3, seed=time.time_ns()):
-        completion = complete_line(generator, before)
-        print(f"\n  {place}\n    {split_lines(before)[-1].strip()}▏")
-        print(f"    model:    {completion}\n    original: {ending}")
-    print(f"\nloss curve: {run}/loss.png   samples: {run}/samples.md")
-    print(f"model (Hugging Face format): {run}\n\nNext, train on your own code:")
+    completer = load_completer(run)
+    places = unseen_places(completer, SCORED, seed=time.time_ns())
+    said, copied = answers(completer, places), answers(CopyNearest(completer.training_files), places)
+    print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")
+    for (file, cut), text in list(zip(places, said, strict=True))[:SHOWN]:
+        right = agreement(text, cut.rest).exact
+        number, line = file.text.count("\n", 0, cut.offset) + 1, split_lines(file.text[: cut.offset])[-1]
+        print(f"\n  {file.name}:{number}\n  {'✓' if right else ' '} {line.strip()}▏{text}")
+        if not right:
+            print(f"    was: {' ' * max(0, len(line.strip()) - 4)}{cut.rest}")
+    shares = [
+        sum(agreement(text, cut.rest).exact for text, (_, cut) in zip(texts, places, strict=True)) / len(places)
+        for texts in (said, copied)
+    ]
+    print(f"\nof {len(places)} such lines {shares[0]:.0%} are right, and by copying alone {shares[1]:.0%}")
+    print(f"loss curve: {run}/loss.png   samples: {run}/samples.md")
+    print(f"model (Hugging Face format): {run}\n\nNext, train on your own code, and complete its lines:")
     print("  .venv/bin/dunes train ~/code/project --out runs/project --minutes 15")
-    print(f'  .venv/bin/dunes generate {run} "class "')
+    print("  .venv/bin/dunes complete runs/project ~/code/project/main.py:12:9")
     return status
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import runpy
 import sys
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -235,25 +236,31 @@ def test_own_parts_learn_to_add(tmp_path):
     assert recipe("own_parts").main(out=tmp_path / "kept") > 0.9
 
 
-def test_the_demo_shows_lines_of_unseen_files():
-    found = recipe("demo").unseen_lines(3, seed=0)
-    assert len({place for place, _, _ in found}) == 3
-    for _, before, truth in found:
-        assert truth.strip()
-        assert len(before.splitlines()) > 5
+@dataclass
+class Unseen:
+    """A completer of nothing, with files that it was trained on and others."""
+
+    folder: Path
+    training_files: list[tuple[str, str]]
+
+    def test_documents(self):
+        return collect_corpus([self.folder]).documents
 
 
-def test_the_demo_counts_lines_as_editors_do(tmp_path):
+def test_the_demo_cuts_lines_of_unseen_files_as_editors_count_them(tmp_path):
     demo = recipe("demo")
     text = "\x0c\n\x85 = \u2028\r\n" + "    value = function(argument, other)\n" * 90
-    for name in "ab":
+    for name in "abc":
         (tmp_path / f"{name}.py").write_bytes(f"# {name}{text}".encode())
-    demo.collect_corpus = lambda sources: collect_corpus([tmp_path])
-    ((place, before, truth),) = demo.unseen_lines(1, seed=0)
-    number = int(place.rpartition(":")[2])
-    assert before.count("\n") == number - 1
-    assert text_before_cursor(f"{tmp_path / place}:{len(before.split(chr(10))[-1]) + 1}") == before
-    assert before.endswith("    value = function(argument, other)".removesuffix(truth))
+    places = demo.unseen_places(Unseen(tmp_path, [("c.py", f"# c{text}")]), 20, seed=0)
+    assert {file.name for file, _ in places} == {"a.py", "b.py"}, "c.py was trained on"
+    assert len({(file.name, cut.offset) for file, cut in places}) == 20
+    for file, cut in places:
+        number = file.text.count("\n", 0, cut.offset) + 1
+        column = cut.offset - file.text.rfind("\n", 0, cut.offset)
+        assert text_before_cursor(f"{tmp_path / file.name}:{number}:{column}") == file.text[: cut.offset]
+        assert file.text[cut.offset :].startswith(cut.rest)
+        assert cut.rest.strip()
 
 
 def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
