@@ -240,7 +240,9 @@ def test_copies_follow_the_longest_match_the_nearest_on_ties():
     assert copy.complete("_name = mine\nfirst_name = ").text == "one", "the longer match wins"
     assert copy.complete("_name = ").text == "three", "the last one of the training wins a tie"
     assert copy.complete("_name = mine\r\n_name = his\r\n_name = ").text == "his"
-    assert copy.complete("third_name = three").text == "", "files end"
+    assert copy.complete("a_name = mine\nb_name = his\nc_name = ").text == "his", "the nearest wins a tie"
+    assert copy.complete("third_name = three").text == ""
+    assert CopyNearest([("a", "x = one"), ("b", "two")]).complete("x = ").text == "one", "files end"
     assert copy.complete("").text == copy.complete("ß").text == ""
     assert copy.complete("ßü = 'äöü😀'\nßü = ").text == "'äöü😀'"
     assert copy.match_length("ä first_name") == 1 + len("first_name") - 1
@@ -327,6 +329,14 @@ def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
     assert oracle.saved("word") == oracle.saved("word", 0.5) > 0.3
     assert oracle.saved("line", 2) == 0
     assert len(oracle.cold) == len(files)
+    starts = {file.text[: line.start] for file in files for line in file.lines}
+
+    class Starts(Oracle):
+        def complete(self, before, after="", name=""):
+            return super().complete(before, after, name) if before in starts else Suggestion("")
+
+    at_starts = score_completer("starts", Starts((file.name, file.text) for file in files), files, options)
+    assert at_starts.exact_match().mean == 0, "line starts are reported apart"
     assert math.isnan(oracle.bits_per_character)
 
 
@@ -402,11 +412,14 @@ def test_the_verb_prints_tables_and_writes_a_page(engine, capsys):
     assert "| model | 50.0 [0.0, 100.0] |" in page
     right, wrong = page.split("## Right")[1].split("## Wrong")
     assert right.count("b.py:") == right.count("▏\nsaid: ") == 4
+    assert "b.py:" not in wrong
     assert wrong.count("c.py:") == wrong.count("!\nwas:  ") == 4
     assert "class Shape:\n    def area(self):\n        res" in right, "two lines above"
 
 
 def test_the_verb_scores_sources_and_at_most_limit_files(engine, capsys):
+    verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, lines=1)
+    assert "2 files, 8 lines" in capsys.readouterr().out
     verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, limit=1, out=engine / "page.md")
     assert "1 file, 4 lines" in capsys.readouterr().out
     assert (engine / "page.md").is_file()
