@@ -47,7 +47,7 @@ def main(minutes: float = 3.0) -> int:
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     completer = load_completer(run)
     places = unseen_places(completer, SCORED, seed=time.time_ns())
-    said, copied = answers(completer, places), answers(CopyNearest(completer.training_files), places)
+    said, copied = answers(completer, places), answers(CopyNearest.of_files(completer.training_files), places)
     print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")
     for (file, cut), text in list(zip(places, said, strict=True))[:SHOWN]:
         right = agreement(text, cut.rest).exact

@@ -1,14 +1,14 @@
 """The evaluation of line completion: cursors, agreement, keystrokes, baselines, what is left out, and the verb."""
 
 import math
-import sys
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from dunes.cli import verbs
 from dunes.data import collect_corpus
+from dunes.generate.context_index import ContextIndex
+from dunes.runs import completion_report
 from dunes.runs.completion_baselines import BASELINES, CopyNearest, Empty, NGram
 from dunes.runs.completion_cuts import cut_points, file_lines, first_word, sample_lines
 from dunes.runs.completion_keystrokes import (
@@ -23,7 +23,6 @@ from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_report import evaluate_completion
 from dunes.runs.completion_score import CompletionOptions, gate_thresholds, score_baselines, score_completer
 from dunes.runs.completion_sources import LineIndex, scored_files
-from dunes.runs.suffix_index import SuffixIndex
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -216,25 +215,25 @@ def test_the_threshold_is_the_one_that_saves_most_at_the_acceptance():
 # baselines
 
 
-def test_the_suffix_index_finds_what_a_search_finds():
+def test_the_context_index_finds_what_a_search_finds():
     random = np.random.default_rng(0)
     for depth in (1, 3, 8, 40):
         items = random.integers(1, 4, 60)
         items[random.random(60) < 0.1] = 0
-        index = SuffixIndex(items, depth)
+        index = ContextIndex(items, depth=depth)
         query = [*items[20:30].tolist(), 1, 2]
         found = [sorted(index.positions(places).tolist()) for places in index.matches(query)]
         expected = [
-            [p for p in range(k, 61) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)
+            [p for p in range(k, 60) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)
         ]
         assert found == [e for e in expected[: len(query)] if e][: len(found)]
         assert len(found) == sum(map(bool, expected[: len(query)]))
-    assert not [*SuffixIndex(np.array([], np.int64), 4).matches([1])]
-    assert len([*SuffixIndex(np.full(5000, 70_000), 100).matches([70_000] * 300)]) == 100
+    assert not [*ContextIndex(np.array([], np.int64), depth=4).matches([1])]
+    assert len([*ContextIndex(np.full(5000, 70_000), depth=100).matches([70_000] * 300)]) == 100
 
 
 def test_copies_follow_the_longest_match_the_nearest_on_ties():
-    copy = CopyNearest([("a", "first_name = one\nsecond_name = two\n"), ("b", "third_name = three")])
+    copy = CopyNearest.of_files([("a", "first_name = one\nsecond_name = two\n"), ("b", "third_name = three")])
     assert copy.complete("x\nfirst_name = ").text == "one"
     assert copy.complete("first_name = mine\nfirst_name = ").text == "mine", "the file wins a tie"
     assert copy.complete("_name = mine\nfirst_name = ").text == "one", "the longer match wins"
@@ -242,7 +241,7 @@ def test_copies_follow_the_longest_match_the_nearest_on_ties():
     assert copy.complete("_name = mine\r\n_name = his\r\n_name = ").text == "his"
     assert copy.complete("a_name = mine\nb_name = his\nc_name = ").text == "his", "the nearest wins a tie"
     assert copy.complete("third_name = three").text == ""
-    assert CopyNearest([("a", "x = one"), ("b", "two")]).complete("x = ").text == "one", "files end"
+    assert CopyNearest.of_files([("a", "x = one"), ("b", "two")]).complete("x = ").text == "one", "files end"
     assert copy.complete("").text == copy.complete("ß").text == ""
     assert copy.complete("ßü = 'äöü😀'\nßü = ").text == "'äöü😀'"
     assert copy.match_length("ä first_name") == 1 + len("first_name") - 1
@@ -368,7 +367,7 @@ def test_baselines_have_scores_of_the_same_cursors():
 
 @pytest.fixture
 def engine(monkeypatch, tmp_path):
-    """A module dunes.runs.completion whose engine knows the scored files, and errs in c.py."""
+    """A folder whose completer knows the scored files, and errs in c.py."""
     for name, text in {"a.py": CODE, "b.py": OTHER, "c.py": OTHER.replace("height", "ähöhe")}.items():
         (tmp_path / "sources" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "sources" / name).write_text(text)
@@ -391,10 +390,8 @@ def engine(monkeypatch, tmp_path):
         def bits(self, text, name=""):
             return 2.0 * len(text)
 
-    module = ModuleType("dunes.runs.completion")
     texts = {name: (tmp_path / "sources" / name).read_text() for name in ("a.py", "b.py", "c.py")}
-    module.load_completer = lambda folder, any_base=False: Engine(texts)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(completion_report, "load_completer", lambda folder, any_base=False: Engine(texts))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -65,7 +65,7 @@ class TextSource(NamedTuple):
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
         if self.contexts is None:
-            return last_match(self.text, context)
+            return last_match(self.text, context[-DEPTH_BYTES:])
         *_, match = Match(0, 0, 0), *self.contexts.matches(context)
         return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
 
@@ -156,7 +156,7 @@ def line_at(text: bytes, position: int, size: int) -> bytes:
 
 def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
     """The length of the longest match in `text` of the end of `context`, and the last position behind one."""
-    longest, position, low, high = 0, 0, 1, min(DEPTH_BYTES, len(context))
+    longest, position, low, high = 0, 0, 1, len(context)
     while low <= high:
         middle = low if not longest else (low + high) // 2
         start = text.rfind(context[len(context) - middle :])

@@ -9,13 +9,13 @@ from typing import Any
 from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
 from dunes.data import Document
-from dunes.generate.copying import TextSource, line_at
 from dunes.runs.completion import CompletionEngine, knows_paths
+from dunes.runs.completion_baselines import CopyNearest
 from dunes.runs.completion_index import TextIndex
 from dunes.runs.completion_keystrokes import Policy
 from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_store import read_gate, read_index
-from dunes.runs.completion_text import near_text, without_overlap
+from dunes.runs.completion_text import near_text
 from dunes.runs.config import STDLIB
 from dunes.runs.score import split_documents, trained_text
 from dunes.runs.step_package import step_source
@@ -49,22 +49,15 @@ class FolderCompleter(CompletionEngine):
 
 
 class CopyCompleter:
-    """Copies the rest of the line behind the longest match, in the file or in an index: there is no model yet."""
+    """Copies from the file and from an index: there is no model yet."""
 
     def __init__(self, index: TextIndex) -> None:
         self.index = index
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line; both probabilities only order suggestions."""
-        context, far = near_text(before).encode(), self.index.without([name])
-        sources = [TextSource(context[:-1]), TextSource(after.encode()), *far.texts]
-        matches = [(source.longest(context), source.text) for source in sources]
-        (length, positions), text = max(matches, key=lambda match: match[0][0])
-        if not length:
-            return Suggestion("", 0.0, 0.0)
-        line = line_at(text, positions[0], 1000).decode(errors="ignore")
-        probability = length / (length + 32)
-        return Suggestion(without_overlap(line.rstrip("\r\n\0"), after), probability, probability)
+        """The rest of the line behind the longest match, but not in what the index has of this file."""
+        (far,) = self.index.without([name]).texts
+        return CopyNearest(far).complete(near_text(before), after)
 
 
 def name_in_sources(path: Path, folder: Path) -> str:

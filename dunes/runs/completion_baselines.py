@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from operator import attrgetter
 
 import numpy as np
 
+from dunes.generate.context_index import ContextIndex, Match
+from dunes.generate.copying import TextSource
 from dunes.runs.completion_protocol import LineCompleter, Suggestion
-from dunes.runs.suffix_index import Places, SuffixIndex
+from dunes.runs.completion_text import without_overlap
 
 NamedText = tuple[str, str]
 """The name and the text of a file."""
@@ -37,54 +38,35 @@ class Empty:
 class CopyNearest:
     """Copies what followed the longest match of the text before the cursor, of at most 128 bytes.
 
-    The match is searched in the training files and above the cursor in the file; of equally long ones that in the
-    file wins, and the last one of those in the same text. Both probabilities are a function of the match's length
-    that only orders suggestions.
+    The match is searched in `far`, above the cursor in the file, and behind it where that text is given; of equally
+    long ones the file's wins, and the last one in the same text. Both probabilities are a function of the match's
+    length that only orders suggestions.
     """
 
-    def __init__(self, files: Sequence[NamedText]) -> None:
-        self._data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
-        self._index = SuffixIndex(np.frombuffer(self._data, np.uint8), LONGEST)
+    def __init__(self, far: TextSource) -> None:
+        self._far = far
+
+    @classmethod
+    def of_files(cls, files: Sequence[NamedText]) -> "CopyNearest":
+        """Copies from these files."""
+        data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
+        return cls(TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST)))
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line behind the match; empty if nothing matches."""
         above = before.encode(errors="replace")
-        places = self._longest(above)
-        length, position = _last_match(above, places.length if places else 1)
-        source = above
-        if places and length < places.length:
-            source, length = self._data, places.length
-            position = int(self._index.positions(places).max())
-        rest = _REST_OF_LINE.match(source, position) if length else None
-        probability = length / (length + 32)
-        return Suggestion(rest[0].decode(errors="ignore") if rest else "", probability, probability)
+        sources = TextSource(above[:-1]), TextSource(after.encode(errors="replace")), self._far
+        found = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
+        (length, positions), text = max(found, key=lambda each: each[0][0])
+        line = _REST_OF_LINE.match(text, positions[0]) if length else None
+        rest = without_overlap(line[0].decode(errors="ignore"), after) if line else ""
+        return Suggestion(rest, length / (length + 32), length / (length + 32))
 
     def match_length(self, before: str) -> int:
-        """The number of characters before the cursor that stand in the training files too."""
+        """The number of characters before the cursor that stand in the far text too."""
         data = before[-LONGEST:].encode(errors="replace")
-        places = self._longest(data)
-        return len(data[len(data) - places.length :].decode(errors="ignore")) if places else 0
-
-    def _longest(self, data: bytes) -> Places | None:
-        return max(self._index.matches(data[-LONGEST:]), key=attrgetter("length"), default=None)
-
-
-def _last_match(data: bytes, least: int) -> tuple[int, int]:
-    """The length and the end of the last one of the longest earlier matches of the data's end, at least `least`
-    long; 0, 0 without one."""
-    longest, end = 0, 0
-    low, high = least, min(LONGEST, len(data) - 1)
-    middle = low
-    while low <= middle <= high:
-        start = data.rfind(data[-middle:], 0, -1)
-        if start < 0:
-            high = middle - 1
-        else:
-            longest, end, low = middle, start + middle, middle + 1
-        if not longest:
-            break
-        middle = (low + high) // 2
-    return longest, end
+        length, _ = self._far.longest(data)
+        return len(data[len(data) - length :].decode(errors="ignore"))
 
 
 @dataclass(frozen=True)
@@ -107,7 +89,7 @@ class NGram:
         tokens = (token for _, text in files for token in (*_TOKEN.findall(text), "\0"))
         self._items = np.fromiter((ids.setdefault(token, len(ids)) for token in tokens), np.int64)
         self._ids, self._tokens = ids, [*ids]
-        self._index = SuffixIndex(self._items, ORDER - 1)
+        self._index = ContextIndex(self._items, depth=ORDER - 1)
         self._counts = lru_cache(1 << 16)(self._count)
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
@@ -155,7 +137,7 @@ class NGram:
         known = [self._ids.get(token, len(self._ids)) for token in context]
         return [self._counts(places) for places in self._index.matches(known)]
 
-    def _count(self, places: Places) -> _Counts:
+    def _count(self, places: Match) -> _Counts:
         positions = self._index.positions(places)
         ids, times = np.unique(self._items[positions[positions < len(self._items)]], return_counts=True)
         order = np.argsort(-times, kind="stable")
@@ -216,7 +198,7 @@ def _interpolated(token: str, orders: Iterable[_Counts]) -> float:
 
 BASELINES: Mapping[str, Callable[[Sequence[NamedText]], LineCompleter]] = {
     "empty": lambda files: Empty(),
-    "copy nearest": CopyNearest,
+    "copy nearest": CopyNearest.of_files,
     "n-gram with cache": NGram,
 }
 """What makes each baseline from the training files."""

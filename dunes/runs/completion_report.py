@@ -90,7 +90,7 @@ def evaluate_completion(
         thresholds = {policy: engine.threshold(policy) for policy in POLICIES}
         scores = [score_completer(name, engine, scored.files, options, thresholds, display.time_left)]
         scores += score_baselines(training, scored.files, options, display.time_left)
-    lengths = match_lengths(CopyNearest(training), scored.files, scores[0].points)
+    lengths = match_lengths(CopyNearest.of_files(training), scored.files, scores[0].points)
     tables = [summary(scores), kinds(scores, lengths), keystrokes(scores)]
     for table in tables:
         table.print()

@@ -1,0 +1,138 @@
+"""Completion of lines of unseen files, by a model trained a few minutes on the rest of a repository.
+
+    python benchmarks/completion.py OUT [--corpus stdlib|zig|dunes|FOLDER] [--minutes 15] [--steps N] [--seed 0]
+
+The corpus is split by files: those with sha1(path) % 10 == 0 are for the evaluation, of the others, in the order of
+their hashes, about 5 MB for training (a tenth of which the run keeps for its gate and its own test). Near-duplicate
+files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the wheel `ziglang`'s
+library. Both sides of a comparison see the file above the cursor and the training files. OUT gets the corpus, the
+run and a page of examples.
+"""
+
+import json
+import sysconfig
+from collections.abc import Iterator
+from hashlib import sha1
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import tyro
+
+import dunes
+from dunes import measure
+from dunes.runs.completion_report import evaluate_completion
+from dunes.runs.completion_score import CompletionOptions
+from dunes.runs.progress import Display
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+
+TRAINING_BYTES = 5_550_000
+SMALLEST, LARGEST, SIMILAR = 200, 400_000, 0.8
+LEFT_OUT = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "__pycache__"}
+SUFFIXES = {"zig": ".zig"}
+
+
+def corpus_folder(name: str) -> Path:
+    """The folder of a named corpus. Raises ValueError if it is not installed."""
+    if name == "stdlib":
+        return Path(sysconfig.get_path("stdlib"))
+    if name == "dunes":
+        return Path(dunes.__file__).parent
+    if name == "zig":
+        spec = find_spec("ziglang")
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError("zig: the package ziglang is not installed; pip install ziglang")
+        return Path(spec.submodule_search_locations[0]) / "lib" / "std"
+    if not Path(name).is_dir():
+        raise ValueError(f"--corpus is {name}: expected stdlib, zig, dunes or a folder")
+    return Path(name)
+
+
+def source_files(root: Path, suffix: str) -> Iterator[tuple[str, str]]:
+    """The paths and texts of the files of a corpus, without near-duplicates of earlier ones."""
+    kept: list[frozenset[str]] = []
+    for path in sorted(root.rglob(f"*{suffix}")):
+        name = path.relative_to(root)
+        if LEFT_OUT & {*name.parts} or not path.is_file() or not SMALLEST <= path.stat().st_size <= LARGEST:
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        lines = frozenset(line.strip() for line in text.splitlines() if line.strip())
+        if not any(len(lines & other) > SIMILAR * len(lines | other) for other in kept):
+            kept.append(lines)
+            yield name.as_posix(), text
+
+
+def write_split(root: Path, suffix: str, out: Path) -> dict[str, int]:
+    """Write the two parts of a corpus to OUT/train and OUT/test; returns how many files each has."""
+    counts, size = {"train": 0, "test": 0}, 0
+    number = lambda file: int(sha1(file[0].encode()).hexdigest(), 16)
+    for file in sorted(source_files(root, suffix), key=number):
+        part = "test" if number(file) % 10 == 0 else "train"
+        if part == "train" and size > TRAINING_BYTES:
+            continue
+        size += len(file[1].encode()) if part == "train" else 0
+        counts[part] += 1
+        path = out / part / file[0]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file[1], "utf-8", newline="")
+    return counts
+
+
+def main(
+    out: Path,
+    corpus: str = "stdlib",
+    suffix: str = "",
+    minutes: float = 15.0,
+    steps: int | None = None,
+    size: str = "",
+    seed: int = 0,
+    cuts: int = 60,
+    lines: int = 12,
+    all_lines: bool = False,
+) -> None:
+    """Train on a part of a corpus, complete lines of the rest, and print the figures.
+
+    Args:
+        out: A new folder.
+        corpus: stdlib, zig, dunes or a folder.
+        suffix: Of the files; by default .py, and .zig for zig.
+        minutes: Minutes of training.
+        steps: Steps of training instead.
+        size: Size of the model, as for `dunes train`; by default the chosen one.
+        seed: Seed of the training.
+        cuts: Cursors in each file.
+        lines: Lines of each file that are typed.
+        all_lines: Also complete lines like one of the training.
+    """
+    counts = write_split(corpus_folder(corpus), suffix or SUFFIXES.get(corpus, ".py"), out / "corpus")
+    config = TrainConfig(
+        sources=(str(out / "corpus" / "train"),), minutes=minutes, steps=steps, size=size, seed=seed, complete=True
+    )
+    if status := train(config, out / "run", Display()):
+        raise SystemExit(status)
+    torch.set_num_threads(1)
+    options = CompletionOptions(cuts, lines, all_lines=all_lines)
+    page = out / "completion.md"
+    scores = evaluate_completion(out / "run", [str(out / "corpus" / "test")], options, out=page)
+    rows = {
+        s.name: {
+            "exact": s.exact_match().mean,
+            "keys_by_words": s.saved("word"),
+            "keys_at_35": s.saved("word", s.thresholds.get("word", float("nan"))),
+            "bits_per_character": s.bits_per_character,
+        }
+        for s in scores
+    }
+    card = json.loads((out / "run" / "dunes.json").read_text())
+    facts = {
+        key: card["trained"][key] for key in ("steps", "size", "batch", "context_length", "matmul", "seconds")
+    }
+    print(json.dumps({"corpus": corpus, "files": counts, **facts, "machine": measure.fingerprint(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    tyro.cli(main, config=(tyro.conf.PositionalRequiredArgs,))
