@@ -124,8 +124,8 @@ def test_ten_thousand_windows_rejoin_to_their_text(arranged):
 
 
 def test_a_trained_tokenizer_never_reads_a_sentinel_in_text():
-    """Although pairs of a text with many of them would merge into one."""
-    text = "x = '<|fim_prefix|>' + '<|endoftext|>'\n" * 100
+    """Although the pairs of a text with many of them would merge into one."""
+    text = "<|fim_prefix|>\n<|endoftext|>\n" * 100
     for kind in ("bpe", "chars", "bytes"):
         tokenizer = Tokenizer.train(kind, [text], 400)
         ids = tokenizer.encode(text)
