@@ -431,7 +431,7 @@ def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
         arguments = ["train", str(code), "--out", str(tmp_path / "run"), *flags]
         monkeypatch.setattr("sys.argv", ["dunes", *arguments])
         run("dunes", "", {"train": verbs.train, "finetune": verbs.finetune}, arguments)
-    assert [(c.complete, c.fim_rate) for c, _ in seen] == [(True, 0.75), (False, 0.5), (None, 0.5)]
+    assert [(c.complete, c.fim_rate) for c, _ in seen] == [(True, 0.75), (False, 0.25), (None, 0.25)]
     assert ["complete" in asked for _, asked in seen] == [True, True, False]
     with pytest.raises(ValueError, match="exclude each other"):
         run(
@@ -450,7 +450,7 @@ def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     show, out = display()
     assert train(toy(code, steps=8), folder, show) == 0
     plan = json.loads((folder / "state" / "plan.json").read_text())
-    assert (plan["complete"], plan["fim_rate"]) == (True, 0.5)
+    assert (plan["complete"], plan["fim_rate"]) == (True, 0.25)
     assert "completion of lines: on" in " ".join(out.getvalue().split())
     loaded = checkpoint.load_with_tokenizer(folder)
     corpus = split_documents(loaded.card)

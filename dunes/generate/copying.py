@@ -107,7 +107,7 @@ class Copies:
 
     def candidates(self, ids: Sequence[int]) -> Candidates:
         """What may follow the ids by all sources."""
-        sources, rest = self.sources, self._rest(ids)
+        sources, rest = self.sources, self.rest(ids)
         context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
         known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
@@ -118,7 +118,7 @@ class Copies:
 
     def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         """Propose the rest of the line after the longest match; of equal ones, the near and the last."""
-        sources, rest = self.sources, self._rest(ids)
+        sources, rest = self.sources, self.rest(ids)
         context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
         found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
         found = [(match, text) for match, text in found if match[0]]
@@ -127,7 +127,7 @@ class Copies:
         (_, positions), text = max(found, key=lambda pair: pair[0][0])
         return Proposal(sources.encode(rest + line_at(text, positions[0], LINE))[: min(PROPOSED, limit)])
 
-    def _rest(self, ids: Sequence[int]) -> bytes:
+    def rest(self, ids: Sequence[int]) -> bytes:
         """The typed bytes that the ids do not have yet."""
         done = sum(len(self.sources.pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[done:]

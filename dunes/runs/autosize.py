@@ -54,9 +54,9 @@ SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
 BIAS_RATE = 1e-3
 """The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
-CONTEXT, COMPLETION_CONTEXT = 256, 512
-"""Tokens; of a model that completes lines, for which more of the file is worth its time."""
-DROPOUT, FEW_EPOCHS = 0.1, 3.0
+CONTEXT, COMPLETION_CONTEXT, COMPLETION_BATCH = 256, 512, 8
+"""Tokens; of a model that completes lines, for which more of the file is worth its time, in as many tokens a step."""
+DROPOUT, FEW_EPOCHS = 0.2, 3.0
 """The dropout of a model for completion, and up to how many epochs it has none."""
 
 
@@ -91,7 +91,8 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
     """The config with what was measured, and the default batch size and this context length where it has none."""
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
-    batch, context_length = config.batch or BATCH, config.context_length or context_length
+    batch = config.batch or (COMPLETION_BATCH if config.complete else BATCH)
+    context_length = config.context_length or context_length
     return replace(measured, batch=batch, context_length=context_length), machine
 
 

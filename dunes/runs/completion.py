@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Sampler, force_prefix, generate
+from dunes.generate import PrefixCache, Sampler, generate
 from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
 from dunes.generate.step import CompiledStep
@@ -23,7 +23,6 @@ from dunes.runs.completion_index import TextIndex, index_texts
 from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
 from dunes.runs.score import trained_text
-from dunes.runs.write import split_last_tokens
 
 LIMIT = 48
 """Tokens of a suggestion at most."""
@@ -65,7 +64,7 @@ class CompletionEngine:
         """The rest of the line, the most probable that so many beams find; 1 is greedy."""
         text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
-        kept, typed = split_last_tokens(line, self.files.pieces)
+        kept, typed = self.files.split_typed(line)
         below = self.files.plain(after[:BELOW])
         prompt = self._prompt([*above, *kept], below)
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
@@ -131,8 +130,10 @@ class CompletionEngine:
     def _process(self, copies: Copies, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
         logits = logits[: len(self.files.pieces)].float()
-        mixed = self.gate.mix(copies, logits, ids) if self.gate else logits
-        return force_prefix(self.files.pieces, copies.typed, copies.start, mixed, ids).log_softmax(-1)
+        mixed = self.gate.mix(copies, logits, ids) if self.gate else logits.log_softmax(-1)
+        if (allowed := self.files.allowed(copies.rest(ids))) is None:
+            return mixed
+        return mixed.masked_fill(~allowed[: len(mixed)], -math.inf).log_softmax(-1)
 
     def _ends(self, typed: bytes, ids: Sequence[int]) -> bool:
         """Whether these ids have a line end, or end the text."""

@@ -1,9 +1,13 @@
 """A file's text as ids, as training and completion see it: its path, then its lines."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from dunes.data.fim import FILE
 from dunes.runs.completion_cuts import first_line
@@ -34,6 +38,8 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
+        self._sorted = sorted(set(self.pieces))
+        self._allowed = lru_cache(256)(self._find_allowed)
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
     @property
@@ -46,6 +52,29 @@ class FileTokenizer:
         if len(text) <= LINE:
             return self._line(text)
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
+
+    def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
+        """The ids without those at the end that could be part of one longer token, and the bytes of these.
+
+        Text that ends in several tokens may go on as one longer token.
+        """
+        for cut in range(max(0, len(ids) - 8), len(ids)):
+            tail = b"".join(self.pieces[i] for i in ids[cut:])
+            after = bisect_right(self._sorted, tail)
+            if after < len(self._sorted) and self._sorted[after].startswith(tail):
+                return ids[:cut], tail
+        return ids, b""
+
+    def allowed(self, typed: bytes) -> Tensor | None:
+        """Which ids (V,), bool, may be next where the text has to go on with these bytes; None if all may.
+
+        Those that begin with the bytes, or if there are none, those that the bytes begin with.
+        """
+        return self._allowed(typed) if typed else None
+
+    def _find_allowed(self, typed: bytes) -> Tensor:
+        fits = [piece.startswith(typed) for piece in self.pieces]
+        return torch.tensor(fits if any(fits) else [bool(p) and typed.startswith(p) for p in self.pieces])
 
     def plain(self, text: str) -> list[int]:
         """The ids of a text that is no beginning of a file."""

@@ -89,7 +89,7 @@ class Completion:  # without `file_headers`, files do not begin with their paths
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
     """Train to complete lines between the text before and after them, in a stream of files with their paths."""
-    fim_rate: Annotated[float, flag("RATE")] = 0.5
+    fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the share of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[float | None, flag("P", "0.1 with --complete, where the text is read often; else 0")] = None
