@@ -2,11 +2,11 @@
 
     python benchmarks/completion.py OUT [--corpus stdlib|zig|dunes|FOLDER] [--minutes 15] [--steps N] [--seed 0]
 
-The corpus is split by files: those with sha1(path) % 10 == 0 are for the evaluation, of the others, in the order of
-their hashes, about 5 MB for training (a tenth of which the run keeps for its gate and its own test). Near-duplicate
-files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the wheel `ziglang`'s
-library. Both sides of a comparison see the file above the cursor and the training files. OUT gets the corpus, the
-run and a page of examples.
+The corpus is split by files: those with sha1(path) % 10 == 0 are for the evaluation, of the others, in the order
+of their hashes, about 5 MB for training (and half a megabyte that the run keeps for its gate and its own test).
+Near-duplicate files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the
+library in the package ziglang. Both sides of a comparison see the file above the cursor and the training files.
+OUT gets the corpus, the run and a page of examples.
 """
 
 import json

@@ -36,8 +36,8 @@ def beam_search(
     """The most probable continuation that `ends`, of those that `width` beams of up to `limit` ids find; if none
     does, the best that does not.
 
-    `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. Afterwards the cache holds
-    the prompt.
+    `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. The cache then holds the
+    prompt.
     """
     cache.reserve(len(prompt) + limit)
     logits = [cache.logits({0: prompt})[0][-1]]

@@ -55,7 +55,7 @@ BATCH = 16
 BIAS_RATE = 1e-3
 """The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
 CONTEXT, COMPLETION_CONTEXT, COMPLETION_BATCH = 256, 512, 8
-"""Tokens; of a model that completes lines, for which more of the file is worth its time, in as many tokens a step."""
+"""Tokens; and tokens and sequences of a model that completes lines: more of the file is worth its time."""
 DROPOUT, FEW_EPOCHS = 0.2, 3.0
 """The dropout of a model for completion, and up to how many epochs it has none."""
 

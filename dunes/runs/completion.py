@@ -8,6 +8,7 @@ character costs about one id.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -16,13 +17,15 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Sampler, generate
 from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
+from dunes.generate.sampling import Processor
 from dunes.generate.step import CompiledStep
-from dunes.runs.completion_cuts import first_line, first_word
+from dunes.runs.completion_cuts import first_word
 from dunes.runs.completion_gate import scored_places
 from dunes.runs.completion_index import TextIndex, index_texts
 from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
 from dunes.runs.score import trained_text
+from dunes.text.lines import split_lines
 
 LIMIT = 48
 """Tokens of a suggestion at most."""
@@ -30,6 +33,19 @@ WIDTH = 4
 """Beams."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
+
+
+class Cancelled(Exception):
+    """A completion was cancelled."""
+
+
+@dataclass(frozen=True)
+class CompleteOptions:
+    """The number of `lines`, and of beams (`width`; 1 is greedy). `cancelled` is asked between two forwards."""
+
+    lines: int = 1
+    width: int = WIDTH
+    cancelled: Callable[[], bool] = lambda: False
 
 
 class CompletionEngine:
@@ -53,25 +69,30 @@ class CompletionEngine:
         self._changed: dict[str, Far] = {}
         self._near: tuple[list[int], list[int], str, Sources] | None = None
         self._far: tuple[str, Far] | None = None
-        self._form = fim_form(loaded.require_tokenizer())
+        self._form = fim_form(loaded)
 
     def update(self, name: str, text: str | None) -> None:
         """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
         self._changed[name] = index_texts([(name, text)], self.files).without(()) if text else Far()
         self._near = self._far = None
 
-    def complete(self, before: str, after: str = "", name: str = "", width: int = WIDTH) -> Suggestion:
-        """The rest of the line, the most probable that so many beams find; 1 is greedy."""
+    def complete(
+        self,
+        before: str,
+        after: str = "",
+        name: str = "",
+        options: CompleteOptions = CompleteOptions(),
+    ) -> Suggestion:
+        """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
         text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
         below = self.files.plain(after[:BELOW])
-        prompt = self._prompt([*above, *kept], below)
+        prompt = self._prompt([*above, *kept], below, text.starts[0])
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
-        room = self.loaded.context_length - len(prompt)
-        found = self._decode(prompt, copies, room) if width == 1 else self._search(prompt, copies, width, room)
-        data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :]
-        rest = without_overlap(first_line(data.decode(errors="ignore")), after)
+        found = self._search(prompt, copies, options)
+        data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :].decode(errors="ignore")
+        rest = without_overlap("".join(split_lines(data)[: options.lines]).rstrip("\r\n"), after)
         end = len(typed) + len(first_word(rest).encode())
         return Suggestion(rest, math.exp(self._until(found, end)), math.exp(found.total))
 
@@ -87,22 +108,18 @@ class CompletionEngine:
         """What to copy from below these ids of a file."""
         return self._sources(above, [], name)
 
-    def _prompt(self, text: Sequence[int], below: Sequence[int]) -> list[int]:
-        """The ids of a prompt for a cursor between these ids."""
+    def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
+        """The ids of a prompt for a cursor between these ids; `header` ids of the text come before its lines."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
         if self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room)]
-        prefix, suffix, middle = self._form
+        prefix, suffix, middle = self._form.ids
         below = below[: int(SUFFIX * room)]
         above = window(text, room - len(below) - 3)
-        if self.suffix_first:
-            return [prefix, suffix, *below, middle, *above]
-        return [prefix, *above, suffix, *below, middle]
-
-    @property
-    def suffix_first(self) -> bool:
-        """Whether the model learned prompts that end with the text above the cursor: those trained here did."""
-        return bool(trained_text(self.loaded.card).get("complete"))
+        head = above[:header] if len(above) == len(text) else []
+        if self._form.suffix_first:
+            return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
+        return [*head, prefix, *above[len(head) :], suffix, *below, middle]
 
     def _sources(self, above: list[int], below: list[int], name: str) -> Sources:
         """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
@@ -127,47 +144,51 @@ class CompletionEngine:
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))
 
-    def _process(self, copies: Copies, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    def _process(
+        self, copies: Copies, cancelled: Callable[[], bool], logits: Tensor, ids: Sequence[int]
+    ) -> Tensor:
         """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
+        if cancelled():
+            raise Cancelled("a newer request came")
         logits = logits[: len(self.files.pieces)].float()
         mixed = self.gate.mix(copies, logits, ids) if self.gate else logits.log_softmax(-1)
         if (allowed := self.files.allowed(copies.rest(ids))) is None:
             return mixed
         return mixed.masked_fill(~allowed[: len(mixed)], -math.inf).log_softmax(-1)
 
-    def _ends(self, typed: bytes, ids: Sequence[int]) -> bool:
-        """Whether these ids have a line end, or end the text."""
+    def _ends(self, typed: bytes, lines: int, ids: Sequence[int]) -> bool:
+        """Whether these ids have so many line ends, or end the text."""
         data = b"".join(self.files.pieces[i] for i in ids)[len(typed) :]
-        return b"\n" in data or b"\r" in data or not self.files.pieces[ids[-1]]
+        return len(split_lines(data.decode(errors="replace"))) > lines or not self.files.pieces[ids[-1]]
 
-    def _decode(self, prompt: Sequence[int], copies: Copies, limit: int) -> Beam:
+    def _search(self, prompt: Sequence[int], copies: Copies, options: CompleteOptions) -> Beam:
+        """The most probable ids up to the end of the lines that are found."""
+        process = partial(self._process, copies, options.cancelled)
+        ends = partial(self._ends, copies.typed, options.lines)
+        limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
+        self.cache.step = self._find_step()
+        if options.width == 1:
+            return self._decode(prompt, copies, limit, process, ends)
+        return beam_search(self.cache, prompt, width=options.width, limit=limit, process=process, ends=ends)
+
+    def _decode(
+        self, prompt: Sequence[int], copies: Copies, limit: int, process: Processor, ends: Callable[..., bool]
+    ) -> Beam:
         """The most probable ids one by one, where possible several by a forward."""
         chosen, found = Chosen(), list[int]()
-        self.cache.step = self._find_step()
         for token in generate(
             self.loaded.model,
             prompt,
             limit=limit,
             context_length=self.loaded.context_length,
-            sample=Sampler((partial(self._process, copies),), chosen),
+            sample=Sampler((process,), chosen),
             cache=self.cache,
             proposer=copies.propose if self.gate else None,
         ):
             found.append(token.id)
-            if self._ends(copies.typed, found):
+            if ends(found):
                 break
         return Beam(tuple(found), tuple(chosen.logprobs[: len(found)]))
-
-    def _search(self, prompt: Sequence[int], copies: Copies, width: int, limit: int) -> Beam:
-        """The most probable line of those that beam search finds."""
-        return beam_search(
-            self.cache,
-            prompt,
-            width=width,
-            limit=limit,
-            process=partial(self._process, copies),
-            ends=partial(self._ends, copies.typed),
-        )
 
     def _until(self, found: Beam, end: int) -> float:
         """The log-probability of the ids that have the first `end` bytes."""

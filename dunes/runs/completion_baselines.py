@@ -38,9 +38,9 @@ class Empty:
 class CopyNearest:
     """Copies what followed the longest match of the text before the cursor, of at most 128 bytes.
 
-    The match is searched in `far`, above the cursor in the file, and behind it where that text is given; of equally
-    long ones the file's wins, and the last one in the same text. Both probabilities are a function of the match's
-    length that only orders suggestions.
+    The match is searched in `far`, above the cursor in the file, and behind it where that text is given; of
+    equally long ones the file's wins, and the last one in the same text. Both probabilities are a function of the
+    match's length that only orders suggestions.
     """
 
     def __init__(self, far: TextSource) -> None:

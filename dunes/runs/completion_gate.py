@@ -24,9 +24,9 @@ SourcesOf = Callable[[list[int]], Sources]
 
 
 class Places(NamedTuple):
-    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model and
-    whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none) and
-    its log-probability (N,)."""
+    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model
+    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none)
+    and its log-probability (N,)."""
 
     features: Tensor
     logprobs: Tensor
@@ -94,9 +94,9 @@ def scored_places(
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
-    """The log-probabilities (T - 1, V) of what follows each of the ids but the last, in windows that overlap by half.
+    """The log-probabilities (T - 1, V) of what follows each of the ids (T) but the last.
 
-    Each id but those of the first window has at least half of the context length before it.
+    Windows overlap by half, so that each id but those of the first has half of the context length before it.
     """
     context, model, parts = loaded.context_length, loaded.model, list[Tensor]()
     half = max(1, context // 2)

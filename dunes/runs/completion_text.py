@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dunes.checkpoint import LoadedModel
 from dunes.data.fim import FILE
 from dunes.runs.completion_cuts import first_line
+from dunes.runs.score import trained_text
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
 
@@ -83,7 +85,7 @@ class FileTokenizer:
         return self.tokenizer.encode_continuation(text)
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, where the model knows paths, else a document's start."""
+        """The ids before the first line of a file: its path, or if the model knows none, a document's start."""
         if not self.header:
             return list(self.tokenizer.document_start)
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
@@ -104,12 +106,25 @@ class FileTokenizer:
         return TokenizedText(ids, starts)
 
 
-def fim_form(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
-    """The ids of the sentinels before prefix, suffix and middle; None if the tokenizer has none."""
+class FimForm(NamedTuple):
+    """The ids of the sentinels before prefix, suffix and middle, and whether a prompt ends with the prefix."""
+
+    ids: tuple[int, int, int]
+    suffix_first: bool
+
+
+def fim_form(loaded: LoadedModel) -> FimForm | None:
+    """How a model has learned to fill in the middle; None if it has not.
+
+    A model that was trained here says so in its card. Of others, the sentinels in the tokenizer do.
+    """
+    trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
+    if trained and not (trained.get("complete") and trained.get("fim_rate")):
+        return None
     for names in FORMS:
         prefix, suffix, middle = map(tokenizer.inner.token_to_id, names)
         if prefix is not None and suffix is not None and middle is not None:
-            return prefix, suffix, middle
+            return FimForm((prefix, suffix, middle), bool(trained))
     return None
 
 
@@ -122,7 +137,7 @@ def near_text(before: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str) -> str:
-    """The suggestion without its end that stands behind the cursor already; empty if all of it is the next line."""
+    """The suggestion without an end that stands behind the cursor; empty if all of it is the next line."""
     rest = first_line(after)
     following = after[len(rest) :].lstrip("\r\n").partition("\n")[0].strip()
     if following and not rest.strip() and suggestion.strip() == following:
