@@ -323,3 +323,22 @@ def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path
     assert all(row["new"] < rows[0]["new"] for row in rows[1:])
     assert [row["restored"] for row in rows] == [row["method"] != "full" for row in rows]
     assert picture.read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
+    out, corpus = tmp_path / "out", tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(40):
+        lines = [f"def area_{number}_{i}(width, height):\n    return width * height + {i}\n" for i in range(30)]
+        (corpus / f"shapes_{number}.py").write_text(f"# {number}\n" + "\n".join(lines))
+    options = ("--steps", 10, "--size", "2x32", "--cuts", 3, "--lines", 1, "--all-lines")
+    found = last_line("completion.py", out, "--corpus", corpus, *options)
+    assert found["files"]["test"] > 0
+    assert found["steps"] == 10
+    assert set(found["rows"]) == {"run", "empty", "copy nearest", "n-gram with cache"}
+    assert found["rows"]["run"]["bits_per_character"] > 0
+    assert found["rows"]["empty"]["exact"] == 0
+    assert (out / "completion.md").is_file()
+    timed = last_line("completion_latency.py", out / "run", corpus / "shapes_0.py", "--keys", 5, "--widths", 1, 2)
+    assert all(row["warm"][0] > 0 and 1 <= row["first"] <= 4 for row in timed["widths"].values())

@@ -4,7 +4,6 @@ import sysconfig
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
@@ -12,7 +11,7 @@ from dunes.data import Document
 from dunes.runs.completion import CompletionEngine, knows_paths
 from dunes.runs.completion_baselines import CopyNearest
 from dunes.runs.completion_index import TextIndex
-from dunes.runs.completion_keystrokes import Policy
+from dunes.runs.completion_keystrokes import ACCEPTANCE, Policy
 from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_store import read_gate, read_index
 from dunes.runs.completion_text import near_text
@@ -36,10 +35,13 @@ class FolderCompleter(CompletionEngine):
         """The files in the index."""
         return self.index.texts() if self.index else []
 
-    def threshold(self, policy: Policy) -> float:
-        """The probability from which on a suggestion is shown; 0 where none was fitted."""
-        thresholds: Any = self.facts.get("thresholds", {})
-        return float(thresholds.get(policy, 0.0))
+    def threshold(self, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+        """The probability from which on a suggestion is shown, so that at least about this share is accepted.
+
+        It is that of the next higher share that was fitted; 0 where none was.
+        """
+        pairs = self.facts.get("thresholds", {}).get(policy, ())
+        return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
     def test_documents(self) -> list[Document]:
         """The files that the training left for a test. Raises ValueError if it left none."""

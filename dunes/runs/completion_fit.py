@@ -15,7 +15,7 @@ from dunes.runs.completion import CompletionEngine, knows_paths
 from dunes.runs.completion_cuts import file_lines, sample_lines
 from dunes.runs.completion_gate import fit_gate, places_of
 from dunes.runs.completion_index import TextIndex, first_documents, index_texts, named_texts
-from dunes.runs.completion_keystrokes import FileSuggestions, TypedFile, fit_threshold
+from dunes.runs.completion_keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
 from dunes.runs.completion_score import POLICIES
 from dunes.runs.completion_store import write_gate, write_index
 from dunes.runs.completion_text import FileTokenizer
@@ -26,9 +26,13 @@ from dunes.units import plural
 
 INDEXED, GATE_FROM = 0.88, 0.91
 """Of a text whose last tenth is for validation: what is copied from, and from where the gate is fitted."""
-PLACES, LINES = (20.0, 2_000, 20_000), (0.1, 24, 120)
+PLACES, LINES = (20.0, 2_000, 20_000), (0.05, 12, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
+PLACE_SECONDS, LINE_SECONDS = 1.2e-3, 0.75
+"""What one of them takes, at 4M parameters with one thread."""
+ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
+"""The shares of shown suggestions to be accepted, for which thresholds are fitted."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,22 @@ def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
         return "completion: no text to fit the gate on, so the model completes lines alone"
     engine.gate, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
     typed = typed_files(engine, texts, _scaled(LINES, seconds))
-    thresholds = {policy: fit_threshold(typed, policy) for policy in POLICIES}
-    # No probability is above 1, so that nothing is shown where no threshold gives the acceptance.
-    facts["thresholds"] = {policy: min(value, 1.0) for policy, value in thresholds.items()}
+    facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
     write_gate(run, engine.gate, facts)
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
         f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
     )
+
+
+def closing_seconds(seconds: float) -> float:
+    """About how long `finish_completion` takes at the end of a run of so many seconds."""
+    return PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
+
+
+def _thresholds(typed: Sequence[TypedFile], policy: Policy) -> list[tuple[float, float]]:
+    """Pairs of an acceptance and its threshold. Where none gives it, that is above all probabilities."""
+    return [(acceptance, min(fit_threshold(typed, policy, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 
 def _scaled(rule: tuple[float, int, int], seconds: float) -> int:

@@ -119,6 +119,10 @@ class FinetuneTask:
     def tokens(self) -> int:
         return sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
 
+    @property
+    def closing_seconds(self) -> float:
+        return 0.0
+
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
         rows = Batches(self.data.train, config.context_length, config.micro_batch, config.seed, config.packing)

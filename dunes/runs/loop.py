@@ -199,7 +199,8 @@ def train_loop(
             request.save = True  # the record of the change
         if clock is not None:
             # Reserve time for the end of the run, at most a tenth, as estimated from the last validation.
-            clock.seconds = config.seconds - min(config.seconds / 10, CLOSING + run.score_seconds(FINAL_TOKENS))
+            closing = CLOSING + run.task.closing_seconds + run.score_seconds(FINAL_TOKENS)
+            clock.seconds = config.seconds - min(config.seconds / 10, closing)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):

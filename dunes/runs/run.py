@@ -60,6 +60,11 @@ class Task(Protocol):
     @property
     def tokens(self) -> int: ...
 
+    @property
+    def closing_seconds(self) -> float:
+        """About how long `close` takes besides saving."""
+        ...
+
     def batches(self, start: int) -> Iterator[Any]:
         """Endless batches for the trainer, starting with number `start`."""
         ...

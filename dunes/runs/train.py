@@ -24,7 +24,12 @@ from dunes.runs.autosize import (
     memory_advice,
     size_warning,
 )
-from dunes.runs.completion_fit import CompletionFiles, finish_completion, prepare_completion
+from dunes.runs.completion_fit import (
+    CompletionFiles,
+    closing_seconds,
+    finish_completion,
+    prepare_completion,
+)
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.evaluate import Score, evaluate
@@ -149,6 +154,10 @@ class TrainTask:
     @property
     def tokens(self) -> int:
         return len(self.text.valid)
+
+    @property
+    def closing_seconds(self) -> float:
+        return closing_seconds(self.config.seconds) if self.completion is not None else 0.0
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
