@@ -148,18 +148,21 @@ class Copies:
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line at a position, with its end, of at most `size` bytes."""
-    line = text[position : position + size]
+    """The rest of the line at a position, with its end, of at most `size` bytes; it ends where its file does."""
+    line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
 
 
 def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
-    """The length of the longest match in `text` of the end of `context`, and the last position behind one."""
+    """The length of the longest match in `text` of the end of `context`, and the last position behind one.
+
+    The end of the text is no match: nothing follows it.
+    """
     longest, position, low, high = 0, 0, 1, min(DEPTH_BYTES, len(context))
     while low <= high:
         middle = low if not longest else (low + high) // 2
-        start = text.rfind(context[len(context) - middle :])
+        start = text.rfind(context[len(context) - middle :], 0, len(text) - 1)
         if start < 0:
             high = middle - 1
         else:

@@ -57,7 +57,7 @@ class CopyCompleter:
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line; both probabilities only order suggestions."""
         context, far = near_text(before).encode(), self.index.without([name])
-        sources = [TextSource(context[:-1]), TextSource(after.encode()), *far.texts]
+        sources = [TextSource(context), TextSource(after.encode()), *far.texts]
         matches = [(source.longest(context), source.text) for source in sources]
         (length, positions), text = max(matches, key=lambda match: match[0][0])
         if not length:

@@ -25,7 +25,7 @@ from dunes.text import Tokenizer
 from dunes.units import plural
 
 INDEXED, GATE_FROM = 0.88, 0.91
-"""Of a text whose last tenth is for validation: the part that is copied from, and from where the gate is fitted."""
+"""Of a text whose last tenth validates: the part that is copied from, and from where the gate is fitted."""
 PLACES, LINES = (20.0, 2_000, 20_000), (0.1, 24, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
@@ -81,8 +81,8 @@ def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
     facts["thresholds"] = {policy: min(value, 1.0) for policy, value in thresholds.items()}
     write_gate(run, engine.gate, facts)
     return (
-        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with what can be copied "
-        f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
+        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with what can be "
+        f"copied ({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
     )
 
 

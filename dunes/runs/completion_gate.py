@@ -24,8 +24,8 @@ SourcesOf = Callable[[list[int]], Sources]
 
 
 class Places(NamedTuple):
-    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model and
-    whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none) and
+    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model
+    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none) and
     its log-probability (N,)."""
 
     features: Tensor

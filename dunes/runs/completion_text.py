@@ -54,7 +54,7 @@ class FileTokenizer:
         return self.tokenizer.encode_continuation(text)
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, where the model knows paths, else a document's start."""
+        """The ids before a file's first line: its path, where the model knows paths, else a document's start."""
         if not self.header:
             return list(self.tokenizer.document_start)
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
@@ -93,7 +93,7 @@ def near_text(before: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str) -> str:
-    """The suggestion without its end that stands behind the cursor already; empty if all of it is the next line."""
+    """The suggestion without its end if that follows the cursor already; empty if all of it is the next line."""
     rest = first_line(after)
     following = after[len(rest) :].lstrip("\r\n").partition("\n")[0].strip()
     if following and not rest.strip() and suggestion.strip() == following:
