@@ -34,7 +34,7 @@ def beam_search(
     ends: Callable[[Sequence[int]], bool],
 ) -> Beam:
     """The most probable continuation that `ends`, of those that `width` beams of up to `limit` ids find; if none
-    does, the best that does not.
+    does, the best that does not; none, if nothing may follow.
 
     `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. The cache then holds the
     prompt.
@@ -57,7 +57,7 @@ def beam_search(
             break
         if len(beams[0].ids) < limit:
             logits = rows(prompt, beams)
-    return max(finished or beams, key=lambda beam: beam.total)
+    return max(finished or beams, key=lambda beam: beam.total, default=Beam())
 
 
 def _grown(beam: Beam, logits: Tensor, prompt: Sequence[int], process: Processor, width: int) -> list[Beam]:

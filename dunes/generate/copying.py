@@ -65,7 +65,7 @@ class TextSource(NamedTuple):
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
         if self.contexts is None:
-            return last_match(self.text, context[-DEPTH_BYTES:])
+            return last_match(self.text, context)
         *_, match = Match(0, 0, 0), *self.contexts.matches(context)
         return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
 
@@ -108,7 +108,7 @@ class Copies:
     def candidates(self, ids: Sequence[int]) -> Candidates:
         """What may follow the ids by all sources."""
         sources, rest = self.sources, self.rest(ids)
-        context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
+        context = (b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
         known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
         union = np.unique(np.concatenate([each.ids for each in known]))
@@ -119,7 +119,7 @@ class Copies:
     def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         """Propose the rest of the line after the longest match; of equal ones, the near and the last."""
         sources, rest = self.sources, self.rest(ids)
-        context = b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest
+        context = (b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
         found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
         found = [(match, text) for match, text in found if match[0]]
         if not found:
@@ -148,18 +148,21 @@ class Copies:
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line at a position, with its end, of at most `size` bytes."""
-    line = text[position : position + size]
+    """The rest of the line at a position, with its end, of at most `size` bytes; it ends where its file does."""
+    line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
 
 
 def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
-    """The length of the longest match in `text` of the end of `context`, and the last position behind one."""
+    """The length of the longest match in `text` of the end of `context`, and the last position behind one.
+
+    The end of the text is no match: nothing follows it.
+    """
     longest, position, low, high = 0, 0, 1, len(context)
     while low <= high:
         middle = low if not longest else (low + high) // 2
-        start = text.rfind(context[len(context) - middle :])
+        start = text.rfind(context[len(context) - middle :], 0, len(text) - 1)
         if start < 0:
             high = middle - 1
         else:

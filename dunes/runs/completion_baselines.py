@@ -55,7 +55,7 @@ class CopyNearest:
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line behind the match; empty if nothing matches."""
         above = before.encode(errors="replace")
-        sources = TextSource(above[:-1]), TextSource(after.encode(errors="replace")), self._far
+        sources = TextSource(above), TextSource(after.encode(errors="replace")), self._far
         found = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
         (length, positions), text = max(found, key=lambda each: each[0][0])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None

@@ -13,7 +13,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, Sources, mixture_loss
 from dunes.runs.completion_text import TokenizedText
 
-PLACES, STEPS, BATCH, RATE = 20_000, 400, 1024, 5e-3
+PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
 """Places that the gate is fitted on at most, and the settings of the fit by Adam."""
 ROOM = 3 * CANDIDATES
 """Candidates of a place."""

@@ -1,0 +1,434 @@
+"""Copying and beam search: what followed a context before, its blend with a model, and the most probable line."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from dunes.generate import PrefixCache, Sampler, generate
+from dunes.generate.beam import Beam, assigned, beam_search
+from dunes.generate.context_index import ContextIndex, sorted_contexts
+from dunes.generate.copying import (
+    CANDIDATES,
+    LENGTHS,
+    NONE,
+    Candidates,
+    Copies,
+    Gate,
+    Sources,
+    TextSource,
+    followers,
+    index_ids,
+    last_match,
+    line_at,
+    mixture_loss,
+)
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+
+VOCAB = 7
+
+
+def random_text(chance, alphabet, length):
+    return [chance.choice(alphabet) for _ in range(length)]
+
+
+def texts(count, seed=0, longest=70):
+    """Random small texts over alphabets of one to three items and over a large one, some empty."""
+    chance = random.Random(seed)
+    for n in range(count):
+        alphabet = [[0], [0, 1], [5, 0, 65535], range(1 << 16), [1 << 20, 0, (1 << 32) - 2]][n % 5]
+        yield chance, alphabet, random_text(chance, alphabet, chance.randrange(longest) if n > 5 else 0)
+
+
+def brute_matches(text, context, depth):
+    """The positions after the last n items of the context, for each n that has any."""
+    for n in range(1, min(depth, len(context)) + 1):
+        positions = {p for p in range(n, len(text)) if text[p - n : p] == context[-n:]}
+        if not positions:
+            return
+        yield n, positions
+
+
+# the index of contexts
+
+
+@pytest.mark.parametrize("depth", [1, 4, 32])
+def test_matches_are_those_of_a_search_for_every_length(depth):
+    longest = 0
+    for chance, alphabet, text in texts(250):
+        index = ContextIndex(np.array(text, np.uint32), depth=depth)
+        for _ in range(4):
+            start = chance.randrange(len(text) + 1)
+            context = text[: start + 1] + random_text(chance, alphabet, chance.randrange(3))
+            found = [(m.length, {*index.positions(m).tolist()}) for m in index.matches(context)]
+            assert found == [*brute_matches(text, context, depth)]
+            longest = max(longest, len(found))
+    assert longest == depth, "also of texts longer than the depth"
+
+
+@pytest.mark.parametrize("depth", [1, 3, 16, 64])
+def test_the_order_is_that_of_reversed_contexts(depth):
+    for _, _, text in texts(120, seed=1):
+        index = ContextIndex(np.array(text, np.uint32), depth=depth)
+        contexts = [[text[i] + 1 if i >= 0 else 0 for i in range(p - 1, p - 1 - depth, -1)] for p in index.order]
+        assert contexts == sorted(contexts)
+        assert sorted(index.order.tolist()) == [*range(len(text))]
+        assert index.order.dtype == np.int32
+
+
+def test_a_known_order_is_used_and_zeros_before_the_text_match_nothing():
+    text = np.array([0, 0, 0, 1], np.uint8)
+    index = ContextIndex(text, depth=8)
+    assert [m.length for m in index.matches([0] * 8)] == [1, 2, 3]
+    assert [*ContextIndex(text, index.order, 8).matches([0])] == [*index.matches([0])]
+    assert [*index.matches([])] == [*index.matches([7])] == []
+    empty = ContextIndex(text[:0])
+    assert len(empty) == 0
+    assert [*empty.matches([1])] == []
+    assert len(sorted_contexts(np.zeros(5, np.uint32), 5)) == 0
+
+
+def test_without_ranges_no_position_in_them_is_found():
+    for chance, alphabet, text in texts(150, seed=2):
+        index = ContextIndex(np.array(text, np.uint32), depth=12)
+        cuts = sorted(chance.randrange(len(text) + 1) for _ in range(4))
+        ranges = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
+        hidden = {p for a, b in ranges for p in range(a, b)}
+        part = index.without(ranges)
+        assert part.order.tolist() == [p for p in index.order.tolist() if p not in hidden]
+        context = random_text(chance, alphabet, 6)
+        expected = [(n, rest) for n, p in brute_matches(text, context, 12) if (rest := p - hidden)]
+        assert [(m.length, {*part.positions(m).tolist()}) for m in part.matches(context)] == expected
+        assert len(index.order) == len(text), "the index itself is as it was"
+
+
+def test_at_most_about_so_many_positions_are_spread_over_a_match():
+    index = ContextIndex(np.zeros(1000, np.uint8))
+    (match,) = itertools.islice(index.matches([0]), 1)
+    assert len(index.positions(match)) == 999
+    few = index.positions(match, 10).tolist()
+    assert 10 <= len(few) < 20
+    assert {*few} <= {*index.positions(match).tolist()}
+    assert max(few) - min(few) > 800
+
+
+# what followed
+
+
+def brute_followers(text, context):
+    """Blended probabilities by their definition, as a dict."""
+    matches = [*brute_matches(text, context, 32)]
+    if not matches:
+        return {}, 0
+    longest, last = matches[-1]
+    levels = [positions for n, positions in matches if n in LENGTHS and len(positions) > len(last)]
+    probs = Counter()
+    for positions in [*levels, last]:
+        counts = Counter(text[p] for p in positions)
+        total = sum(counts.values()) + len(counts)
+        probs = Counter({i: (probs[i] * len(counts) + counts[i]) / total for i in {*probs, *counts}})
+    return probs, longest
+
+
+def test_blended_probabilities_of_a_small_text():
+    """After "1 2": 3 twice and 4 once; after "2" also 5. (2 + 2 q(3)) / 5 with q(3) = 2 / (4 + 3)."""
+    found = followers(index_ids([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 2, 5, 6], 16), [1, 2])
+    assert dict(zip(found.ids.tolist(), found.probs, strict=True)) == pytest.approx(
+        {3: (2 + 2 * 2 / 7) / 5, 4: (1 + 2 * 1 / 7) / 5, 5: 2 * 1 / 7 / 5}
+    )
+    assert dict(zip(found.ids.tolist(), found.shares, strict=True)) == pytest.approx({3: 2 / 3, 4: 1 / 3, 5: 0})
+    assert (found.length, found.places) == (2, 3)
+
+
+def test_blended_probabilities_are_those_of_the_definition_and_leave_some_for_others():
+    seen = 0
+    for chance, alphabet, text in texts(250, seed=3):
+        context = text[: chance.randrange(len(text) + 1)] + random_text(chance, alphabet, chance.randrange(2))
+        found = followers(ContextIndex(np.array(text, np.uint32)), context)
+        expected, length = brute_followers(text, context)
+        if length == 0:
+            assert found is NONE
+            continue
+        assert found.length == length
+        best = sorted(expected.values(), reverse=True)[:CANDIDATES]
+        assert found.probs.tolist() == pytest.approx(best)
+        assert all(expected[i] == pytest.approx(p) for i, p in zip(found.ids.tolist(), found.probs, strict=True))
+        assert 0 < found.probs.sum() <= 1 + 1e-9
+        assert found.probs.sum() < 1 - 1e-6 or found.length > 4
+        seen += 1
+    assert seen > 100
+
+
+def test_the_last_longest_match_of_bytes_is_that_of_a_search():
+    """A match has something behind it: else the end of the text above would match itself, and nothing follow."""
+    chance = random.Random(4)
+    for _ in range(800):
+        text = bytes(chance.choices(b"ab\n", k=chance.randrange(12)))
+        context = bytes(chance.choices(b"ab\n", k=chance.randrange(8)))
+        lengths = [n for n in range(1, len(context) + 1) if text.rfind(context[-n:], 0, len(text) - 1) >= 0]
+        n = max(lengths, default=0)
+        expected = [text.rfind(context[-n:], 0, len(text) - 1) + n] if n else []
+        assert last_match(text, context) == (n, expected)
+        if n:
+            assert expected[0] < len(text)
+
+
+def test_sources_of_bytes_with_and_without_an_index_match_alike():
+    chance = random.Random(5)
+    for _ in range(300):
+        text = bytes(chance.choices(b"abc", k=chance.randrange(1, 40)))
+        context = bytes(chance.choices(b"abc", k=chance.randrange(6)))
+        index = ContextIndex(np.frombuffer(text, np.uint8))
+        (length, positions), (n, last) = (
+            TextSource(text, index).longest(context),
+            TextSource(text).longest(context),
+        )
+        assert length == n
+        assert positions == sorted(positions, reverse=True)
+        assert not last or positions[0] == last[0] or len(positions) >= 8
+
+
+def test_a_line_ends_with_its_line_its_file_or_its_size():
+    text = b"one\ntwo\r\nend\0first\n"
+    assert line_at(text, 0, 99) == b"one\n"
+    assert line_at(text, 4, 2) == b"tw"
+    assert line_at(text, 4, 99) == b"two\r\n"
+    assert line_at(text, 9, 99) == b"end", "not the first line of the next file"
+    assert line_at(text, len(text), 9) == b""
+
+
+PIECES = [b"", b"\n", b"a", b"b", b"ab", b" = ", b"1", b"12"]
+
+
+def encode(data):
+    """The longest pieces from the left."""
+    ids = []
+    while data:
+        ids.append(
+            max((i for i, p in enumerate(PIECES) if p and data.startswith(p)), key=lambda i: len(PIECES[i]))
+        )
+        data = data[len(PIECES[ids[-1]]) :]
+    return ids
+
+
+def sources_of(near=b"", far=b""):
+    parts = [[index_ids(encode(text), len(PIECES))] if text else [] for text in (near, far)]
+    indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)))
+    data = [[TextSource(near)] if near else [], [indexed] if far else []]
+    return Sources(*parts, *data, PIECES, encode)
+
+
+def test_candidates_are_what_any_source_proposes_with_what_each_knows():
+    candidates = Copies(sources_of(b"a = 12\n", b"\na = ab\na = 1\n")).candidates(encode(b"12\na = "))
+    assert candidates.ids.tolist() == sorted({encode(b"12")[0], encode(b"ab")[0], encode(b"1")[0]})
+    assert candidates.features.shape == (3, Copies.FEATURES)
+    assert candidates.features.dtype == torch.float32
+    rows = dict(zip(candidates.ids.tolist(), candidates.features, strict=True))
+    near, far, near_line, far_line = rows[7], rows[4], rows[7], rows[6]
+    assert near[:3].tolist() == pytest.approx([math.log(1 / 2 + 1e-4), 1, 1]), "near: once of one, one for others"
+    assert far[0] == pytest.approx(math.log(1e-4)), "no candidate of the source near"
+    assert far[6] == pytest.approx(0.5), "half of the places of the longest match far away"
+    assert near_line[10] == near_line[11] == 1
+    assert far_line[14:16].tolist() == [1, 1], "the last line"
+    assert rows[4][14:16].tolist() == [0, 1], "the one before it"
+
+
+def test_without_a_match_nothing_is_a_candidate_or_proposed():
+    nothing = Copies(sources_of())
+    assert nothing.candidates([2, 3]).ids.tolist() == []
+    assert nothing.candidates([2, 3]).features.shape == (0, Copies.FEATURES)
+    assert nothing.propose([2, 3], 9, Sampler()).ids == ()
+    assert Copies(sources_of(b"ab")).candidates([]).ids.tolist() == []
+
+
+def test_the_next_ids_begin_with_the_typed_bytes():
+    """After "a = " and the typed "1", the line behind "a = 1" proposes the one id that has both characters."""
+    copies = Copies(sources_of(b"a = 12\n"), b"1", 2)
+    ids = encode(b"a = ")
+    assert 7 in copies.candidates(ids).ids.tolist()
+    assert [*copies.propose(ids, 9, Sampler()).ids] == encode(b"12\n")
+    assert [*copies.propose(ids, 1, Sampler()).ids] == encode(b"12")
+    line = Copies(sources_of(b"\nab\n"), b"a", 1)
+    assert line.candidates([1]).ids.tolist() == [encode(b"ab")[0]]
+    assert line.candidates([1, 2]).ids.tolist() == [encode(b"b")[0]], "they are there already"
+    assert Copies(sources_of(b"ab\n"), b"a", 0).candidates([]).ids.tolist() == [], "no more than them matches"
+
+
+def test_at_the_start_of_a_line_the_text_above_does_not_match_its_own_end():
+    above = b"ab\na = 1\nab\n"
+    candidates = Copies(sources_of(above)).candidates(encode(above))
+    rows = dict(zip(candidates.ids.tolist(), candidates.features, strict=True))
+    assert rows[encode(b"a")[0]][11] == 1, "the line after the earlier ab"
+    assert [*Copies(sources_of(above)).propose(encode(above), 9, Sampler()).ids] == encode(b"a = 1\n")
+
+
+# the gate
+
+
+def random_candidates(ids, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return Candidates(torch.tensor(ids, dtype=torch.long), torch.randn(len(ids), Copies.FEATURES, generator=draw))
+
+
+def gate_of(scale=2.0):
+    torch.manual_seed(3)
+    gate = Gate().requires_grad_(False)
+    for p in gate.parameters():
+        p.mul_(scale)
+    return gate
+
+
+def test_a_changed_distribution_is_one_and_without_candidates_the_models():
+    logprobs = torch.randn(VOCAB).log_softmax(-1)
+    gate = gate_of()
+    for ids in ([0], [1, 4, 6], range(VOCAB)):
+        mixed = gate.change(random_candidates([*ids]), logprobs)
+        assert mixed.exp().sum() == pytest.approx(1, abs=1e-6)
+        assert not torch.equal(mixed, logprobs) or len(ids) == VOCAB
+    assert torch.equal(gate.change(random_candidates([]), logprobs), logprobs)
+    unknown = gate.change(random_candidates([1, VOCAB, VOCAB + 5]), logprobs)
+    known = Candidates(torch.tensor([1]), random_candidates([1, VOCAB, VOCAB + 5]).features[:1])
+    assert torch.equal(unknown, gate.change(known, logprobs)), "ids without a logit are left out"
+
+
+def test_only_candidates_gain_or_lose_against_each_other():
+    logprobs = torch.randn(VOCAB).log_softmax(-1)
+    change = gate_of().change(random_candidates([1, 4]), logprobs) - logprobs
+    others = change[[0, 2, 3, 5, 6]]
+    assert others.tolist() == pytest.approx([float(others[0])] * 5, abs=1e-5)
+    assert abs(float(change[1] - others[0])) > 1e-3
+
+
+def test_the_mixtures_loss_is_that_of_the_dense_mixture():
+    gate, losses = gate_of(), []
+    for seed in range(40):
+        logprobs = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+        ids = sorted(random.Random(seed).sample(range(VOCAB), seed % (VOCAB + 1)))
+        candidates = random_candidates(ids, seed)
+        target = seed % VOCAB
+        change, own, known = torch.full((VOCAB,), 9.0), torch.zeros(VOCAB), torch.arange(VOCAB) < len(ids)
+        own[: len(ids)] = logprobs[candidates.ids]
+        if ids:
+            change[: len(ids)] = gate(candidates.features, own[: len(ids)], logprobs.amax())
+        place = torch.tensor([ids.index(target) if target in ids else -1])
+        loss = mixture_loss(change[None], own[None], place, known[None], logprobs[target][None])
+        assert float(loss) == pytest.approx(-float(gate.change(candidates, logprobs)[target]), abs=1e-5)
+        losses.append(float(loss))
+    assert min(losses) > 0
+
+
+# beam search
+
+
+def model_of(family="llama", depth=2, **fields):
+    """A small model whose output projections are not zero."""
+    config = FAMILIES[family].Config.from_size(VOCAB, 32, depth, 32)
+    model = initialise(FAMILIES[family].build(type(config)(**{**vars(config), **fields})), 0).eval()
+    draw = torch.Generator().manual_seed(2)
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=draw)
+    return model
+
+
+def log_softmax(logits, ids):
+    return logits.log_softmax(-1)
+
+
+def forbid(banned, logits, ids):
+    return logits.index_fill(0, torch.tensor(banned), -torch.inf).log_softmax(-1)
+
+
+def search(model, prompt, cache=None, process=log_softmax, end=1, **sizes):
+    return beam_search(
+        cache or PrefixCache(model), prompt, process=process, ends=lambda ids: ids[-1] == end, **sizes
+    )
+
+
+def exhaustive(model, prompt, limit, process=log_softmax, end=1):
+    """The best of all continuations that end with the id `end`; of all, if none does."""
+    cache, ended, others = PrefixCache(model), [], []
+    cache.reserve(len(prompt) + limit)
+    pending = [Beam()]
+    while pending:
+        beam = pending.pop()
+        row = process(cache.logits({0: [*prompt, *beam.ids]})[0][-1], [*prompt, *beam.ids])
+        for id, logprob in enumerate(row.tolist()):
+            grown = Beam((*beam.ids, id), (*beam.logprobs, logprob))
+            if logprob == -math.inf:
+                continue
+            if id == end:
+                ended.append(grown)
+            elif len(grown.ids) < limit:
+                pending.append(grown)
+            else:
+                others.append(grown)
+    return max(ended or others, key=lambda beam: beam.total)
+
+
+class Undeclared(torch.nn.Module):
+    """A part that does not say whether it mixes tokens, so that whole texts are read."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def without_cache(model):
+    model.blocks[0].mlp = Undeclared(model.blocks[0].mlp)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+@pytest.mark.parametrize("wrap", [lambda m: m, without_cache], ids=["cache", "no cache"])
+@pytest.mark.parametrize("process", [log_softmax, partial(forbid, [1]), partial(forbid, [0, 2, 3, 4, 5])])
+def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
+    cache, prompt = PrefixCache(wrap(model_of())), [3, 2, 5]
+    best = search(cache.model, prompt, cache, process, width=VOCAB**2, limit=3)
+    assert (cache.cache is None) == (wrap is without_cache)
+    expected = exhaustive(model_of(), prompt, 3, process)
+    assert best.ids == expected.ids
+    assert best.total == pytest.approx(expected.total, abs=1e-4)
+    assert len(best.logprobs) == len(best.ids) <= 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_one_beam_is_greedy_decoding(family):
+    model, prompt = model_of(family), [3, 2, 5, 5]
+    greedy = list(generate(model, prompt, limit=9, context_length=32, stop=()))
+    ids = [token.id for token in greedy]
+    stop = ids.index(1) + 1 if 1 in ids else len(ids)
+    best = search(model, prompt, width=1, limit=9)
+    assert [*best.ids] == ids[:stop]
+    assert [*best.logprobs] == pytest.approx([token.logprob for token in greedy[:stop]], abs=1e-4)
+
+
+def test_a_used_cache_changes_nothing_and_holds_the_prompt():
+    model, cache, prompts = model_of(), None, [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6]]
+    cache = PrefixCache(model)
+    for prompt in [*prompts, *reversed(prompts)]:
+        used, fresh = (search(model, prompt, c, width=4, limit=6) for c in (cache, PrefixCache(model)))
+        assert used.ids == fresh.ids
+        assert used.total == pytest.approx(fresh.total, abs=1e-4)
+        assert cache.ids[0] == prompt
+
+
+def test_where_nothing_may_follow_there_is_no_beam():
+    nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
+    assert search(model_of(), [3], process=nothing, width=3, limit=4) == Beam()
+    assert search(model_of(), [3], width=3, limit=0) == Beam()
+
+
+def test_a_text_gets_the_row_that_holds_it():
+    assert assigned([[1, 2], [1], [3]], [[1, 9], [3, 4]]) == {1: [1, 9], 2: [3, 4]}
+    rows = assigned([[1], [1], [2]], [[1, 5], [1, 6], [1, 7]])
+    assert sorted(rows) == [0, 1, 2]
+    assert sorted(rows.values()) == [[1, 5], [1, 6], [1, 7]]
