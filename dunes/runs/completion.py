@@ -69,8 +69,8 @@ class CompletionEngine:
         below = self.files.plain(after[:BELOW])
         prompt = self._prompt([*above, *kept], below)
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
-        room = self.loaded.context_length - len(prompt)
-        found = self._decode(prompt, copies, room) if width == 1 else self._search(prompt, copies, width, room)
+        limit = min(LIMIT, self.loaded.context_length - len(prompt))
+        found = self._decode(prompt, copies, limit) if width == 1 else self._search(prompt, copies, width, limit)
         data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :]
         rest = without_overlap(first_line(data.decode(errors="ignore")), after)
         end = len(typed) + len(first_word(rest).encode())
@@ -130,9 +130,10 @@ class CompletionEngine:
 
     def _process(self, copies: Copies, logits: Tensor, ids: Sequence[int]) -> Tensor:
         """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
-        logits = logits[: len(self.files.pieces)].float()
-        mixed = self.gate.mix(copies, logits, ids) if self.gate else logits
-        return force_prefix(self.files.pieces, copies.typed, copies.start, mixed, ids).log_softmax(-1)
+        own = logits[: len(self.files.pieces)].float().cpu()  # where the gate is
+        mixed = self.gate.mix(copies, own, ids) if self.gate else own
+        forced = force_prefix(self.files.pieces, copies.typed, copies.start, mixed, ids)
+        return forced.log_softmax(-1).to(logits.device)
 
     def _ends(self, typed: bytes, ids: Sequence[int]) -> bool:
         """Whether these ids have a line end, or end the text."""
@@ -159,6 +160,7 @@ class CompletionEngine:
 
     def _search(self, prompt: Sequence[int], copies: Copies, width: int, limit: int) -> Beam:
         """The most probable line of those that beam search finds."""
+        self.cache.step = None  # its weights may be rounded, and the answer would depend on what was asked before
         return beam_search(
             self.cache,
             prompt,
