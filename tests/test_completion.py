@@ -33,7 +33,7 @@ CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
 )
 OTHER = "class Größe:\r\n\tdef weite(self):\r\n\t\treturn self.länge * 2  # 日本語 🙂\r\n"
-BPE = Tokenizer.train("bpe", [CODE, OTHER], 330)
+BPE = Tokenizer.train("bpe", [CODE, OTHER], 300)
 CONTEXT = 64
 
 
@@ -55,8 +55,8 @@ def copying_gate():
     gate = Gate()
     for p in gate.parameters():
         p.data.zero_()
-    gate.up.weight.data[0, [0, 5, 10, 14]] = torch.tensor([0.3, 0.3, 1.0, 1.0])
-    gate.down.weight.data[0, 0] = 12.0
+    gate.up.weight.data[0, [0, 5, 10, 14]] = torch.tensor([0.1, 0.1, 0.5, 1.0])
+    gate.down.weight.data[0, 0] = 60.0
     gate.up.bias.data[0] = 1.0
     return gate.requires_grad_(False)
 
@@ -136,10 +136,7 @@ def test_a_cursor_between_characters_of_several_bytes():
     engine = engine_of([("a.py", OTHER)])
     for cut in range(OTHER.index("#"), OTHER.index("🙂") + 1):
         suggestion = engine.complete("\t\treturn self.länge * 2  " + OTHER[OTHER.index("#") : cut], width=1).text
-        assert (
-            OTHER[cut:].rstrip().startswith(suggestion[: len(OTHER[cut:].rstrip())]) or "\ufffd" not in suggestion
-        )
-        suggestion.encode()
+        assert "\ufffd" not in suggestion
     assert engine.complete("\t\treturn self.länge * 2  # 日本", width=1).text.startswith("語")
 
 
@@ -165,8 +162,8 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
         engine = engine_of(loaded=model_for(BPE, context_length, **TRAINED))
         for above, below in [(0, 0), (1, 0), (5, 200), (200, 5), (1000, 1000)]:
             prompt = engine._prompt([70] * above + [71] if above else [], [72] * below)
-            assert len(prompt) < context_length or not above
-            assert not above or prompt[-1] == 71 or context_length < 8
+            assert len(prompt) < context_length
+            assert not above or prompt[-1] == 71
         assert engine.complete(CODE, CODE, "a.py", width=2).line <= 1.0001
         assert engine.complete("", CODE, "a.py", width=1).line <= 1.0001
 
@@ -216,10 +213,6 @@ def test_a_file_is_copied_from_as_it_is_now():
     assert "nothing" not in ask(opened, "new.py")
 
 
-class SpyModel(torch.nn.Module):
-    """Notes what is read."""
-
-
 def tokenizers_of_all_kinds():
     yield "bytes", Tokenizer.train("bytes", []), True
     yield "chars", Tokenizer.train("chars", [CODE + OTHER]), True
@@ -264,7 +257,7 @@ def test_a_part_that_mixes_tokens():
 def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
     """With a gate of zeros: also in a text longer than the context, each id with at least half of it."""
     engine, total = engine_of([("a.py", CODE)], zero_gate()), 0.0
-    text = engine.files.tokenize(CODE[:300], "b.py")
+    text = engine.files.tokenize(CODE + OTHER, "b.py")
     assert len(text.ids) > CONTEXT
     with torch.no_grad():
         for place in range(text.starts[0], len(text.ids)):
@@ -272,8 +265,8 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
             start = max(0, done - CONTEXT // 2)
             logits = LOADED.model(torch.tensor([text.ids[start:place]]))[0, -1]
             total -= float(logits.log_softmax(-1)[text.ids[place]])
-    assert engine.bits(CODE[:300], "b.py") == pytest.approx(total / math.log(2), rel=1e-3)
-    assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") < engine_of(gate=zero_gate()).bits(CODE, "b.py") / 2
+    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=1e-3)
+    assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
 
 
 def test_a_texts_probabilities_need_no_more_memory_than_a_window():

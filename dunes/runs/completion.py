@@ -91,10 +91,11 @@ class CompletionEngine:
     def _prompt(self, text: Sequence[int], below: Sequence[int]) -> list[int]:
         """The ids of a prompt for a cursor between these ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
-        if self._form is None or not any(self.files.pieces[i].strip() for i in below):
+        below = below[: int(SUFFIX * room)]
+        narrow = room < 2 * (len(below) + 3)  # the text above matters more
+        if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room)]
         prefix, suffix, middle = self._form
-        below = below[: int(SUFFIX * room)]
         above = window(text, room - len(below) - 3)
         if self.suffix_first:
             return [prefix, suffix, *below, middle, *above]
