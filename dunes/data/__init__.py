@@ -1,6 +1,6 @@
 """Data for training: files and folders, shards of tokens, windows, batches."""
 
-from dunes.data.document import Document
+from dunes.data.document import Document, header_name
 from dunes.data.examples import (
     Example,
     Record,
@@ -44,6 +44,7 @@ __all__ = [
     "drawn_digits",
     "fetch_digits",
     "file_header",
+    "header_name",
     "hold_out_test",
     "missing_sentinels",
     "open_shard",

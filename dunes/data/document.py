@@ -43,13 +43,17 @@ class Document:
     @property
     def header(self) -> str:
         """The path as a line, for a stream of files; line ends in it are spaces, undecodable bytes U+FFFD."""
-        name = self.name.encode(errors="surrogateescape").decode(errors="replace")
-        return name.translate({10: " ", 13: " "}) + "\n"
+        return header_name(self.name) + "\n"
 
     @property
     def split_hash(self) -> float:
         """The hash of the path, in [0, 1)."""
         return int.from_bytes(blake2b(self.name.encode(errors="surrogateescape"), digest_size=8).digest()) / 2**64
+
+
+def header_name(name: str) -> str:
+    """A path on one line: line ends in it are spaces, undecodable bytes U+FFFD."""
+    return name.encode(errors="surrogateescape").decode(errors="replace").translate({10: " ", 13: " "})
 
 
 def plain_document(file: SourceFile) -> Document | str:

@@ -1,13 +1,14 @@
 """The completer of a folder: of a trained model, or while a run still trains, copying alone."""
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
-from dunes.data import Document
+from dunes.data import Document, header_name
 from dunes.runs.completion import CompletionEngine, knows_paths
 from dunes.runs.completion_baselines import CopyNearest
 from dunes.runs.completion_index import TextIndex
@@ -16,8 +17,10 @@ from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_store import read_gate, read_index
 from dunes.runs.completion_text import near_text
 from dunes.runs.config import STDLIB
+from dunes.runs.run import read_config
 from dunes.runs.score import split_documents, trained_text
 from dunes.runs.step_package import step_source
+from dunes.runs.train_config import TrainConfig
 
 
 class FolderCompleter(CompletionEngine):
@@ -64,11 +67,20 @@ class CopyCompleter:
 
 def name_in_sources(path: Path, folder: Path) -> str:
     """The path of a file as the training of this model named it: within the source that has the file."""
-    for source in trained_text(read_card(folder)).get("sources", ()):
+    for source in _sources(folder):
         root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
         if path.resolve().is_relative_to(root) and root.is_dir():
-            return path.resolve().relative_to(root).as_posix()
-    return path.name
+            return header_name(path.resolve().relative_to(root).as_posix())
+    return header_name(path.name)
+
+
+def _sources(folder: Path) -> Sequence[str]:
+    """The sources of a model's training, or of a run that has no model yet."""
+    if card := read_card(folder):
+        return tuple(trained_text(card).get("sources", ()))
+    with suppress(ValueError):  # of a run of another kind
+        return config.sources if (config := read_config(folder, TrainConfig)) else ()
+    return ()
 
 
 def load_completer(folder: Path, any_base: bool = False) -> FolderCompleter:

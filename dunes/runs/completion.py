@@ -111,10 +111,11 @@ class CompletionEngine:
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """The ids of a prompt for a cursor between these ids; `header` ids of the text come before its lines."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
-        if self._form is None or not any(self.files.pieces[i].strip() for i in below):
+        below = below[: int(SUFFIX * room)]
+        narrow = room < 2 * (len(below) + 3)  # the text above matters more
+        if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
             return [*window(text, room)]
         prefix, suffix, middle = self._form.ids
-        below = below[: int(SUFFIX * room)]
         above = window(text, room - len(below) - 3)
         head = above[:header] if len(above) == len(text) else []
         if self._form.suffix_first:
@@ -150,11 +151,11 @@ class CompletionEngine:
         """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
         if cancelled():
             raise Cancelled("a newer request came")
-        logits = logits[: len(self.files.pieces)].float()
-        mixed = self.gate.mix(copies, logits, ids) if self.gate else logits.log_softmax(-1)
-        if (allowed := self.files.allowed(copies.rest(ids))) is None:
-            return mixed
-        return mixed.masked_fill(~allowed[: len(mixed)], -math.inf).log_softmax(-1)
+        own = logits[: len(self.files.pieces)].float().cpu()  # where the gate is
+        mixed = self.gate.mix(copies, own, ids) if self.gate else own.log_softmax(-1)
+        if (allowed := self.files.allowed(copies.rest(ids))) is not None:
+            mixed = mixed.masked_fill(~allowed[: len(mixed)], -math.inf).log_softmax(-1)
+        return mixed.to(logits.device)
 
     def _ends(self, typed: bytes, lines: int, ids: Sequence[int]) -> bool:
         """Whether these ids have so many line ends, or end the text."""
@@ -166,16 +167,16 @@ class CompletionEngine:
         process = partial(self._process, copies, options.cancelled)
         ends = partial(self._ends, copies.typed, options.lines)
         limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
-        self.cache.step = self._find_step()
         if options.width == 1:
             return self._decode(prompt, copies, limit, process, ends)
+        self.cache.step = None  # its weights may be rounded: an answer would depend on what was asked before
         return beam_search(self.cache, prompt, width=options.width, limit=limit, process=process, ends=ends)
 
     def _decode(
         self, prompt: Sequence[int], copies: Copies, limit: int, process: Processor, ends: Callable[..., bool]
     ) -> Beam:
         """The most probable ids one by one, where possible several by a forward."""
-        chosen, found = Chosen(), list[int]()
+        chosen, found, self.cache.step = Chosen(), list[int](), self._find_step()
         for token in generate(
             self.loaded.model,
             prompt,

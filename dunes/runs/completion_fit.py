@@ -53,10 +53,9 @@ def prepare_completion(
     """
     if not config.complete:
         return None
-    texts, gate = named_texts(first_documents(corpus.train)), named_texts(corpus.valid)
-    if corpus.split == "tails":
-        gate = [(name, text[int(GATE_FROM * len(text)) :]) for name, text in texts]
-        texts = [(name, text[: int(INDEXED * len(text))]) for name, text in texts]
+    documents, tails = first_documents(corpus.train), corpus.split == "tails"
+    texts = named_texts(documents, 0, INDEXED if tails else 1)
+    gate = named_texts(documents, GATE_FROM) if tails else named_texts(first_documents(corpus.valid))
     if left := len(corpus.train) - len(texts):
         display.line(
             f"note: the first {len(texts)} files can be copied from, and {left} not; they have over 12 MB"
@@ -76,9 +75,9 @@ def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
-    if not texts:
-        return "completion: no text to fit the gate on, so the model completes lines alone"
     engine.gate, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    if engine.gate is None:
+        return "completion: no text to fit the gate on, so the model completes lines alone"
     typed = typed_files(engine, texts, _scaled(LINES, seconds))
     facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
     write_gate(run, engine.gate, facts)
@@ -105,10 +104,12 @@ def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
 
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[tuple[str, str]], most: int
-) -> tuple[Gate, dict[str, Any]]:
-    """A gate for the engine's model and index, and nats a token before and after it."""
-    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+) -> tuple[Gate | None, dict[str, Any]]:
+    """A gate for the engine's model and index, and nats a token before and after it; None without a token."""
+    tokenized = (engine.files.tokenize(text, name) for name, text in texts)
     places = places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
+    if places is None:
+        return None, {}
     gate = fit_gate(places)
     alone, mixed = -places.other.mean(), places.loss(gate).mean()
     return gate, {"places": len(places.other), "loss": float(alone), "mixed_loss": float(mixed)}

@@ -2,7 +2,8 @@
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -59,13 +60,12 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
-) -> Places:
-    """The places of these texts, up to about so many."""
-    rows: list[Places] = []
-    for text in texts:
-        if len(rows) < most:
-            rows += map(_row, *zip(*scored_places(loaded, text, sources_of), strict=True))
+    loaded: LoadedModel, texts: Iterable[TokenizedText], sources_of: SourcesOf, most: int = PLACES
+) -> Places | None:
+    """The first places of these texts, at most so many; None if there are none."""
+    places = (place for text in texts for place in scored_places(loaded, text, sources_of))
+    if not (rows := [_row(*place) for place in islice(places, most)]):
+        return None
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
@@ -86,27 +86,24 @@ def scored_places(
 
     Copied is from the sources for the lines above.
     """
-    logprobs = text_logprobs(loaded, text.ids)
+    logprobs = islice(text_logprobs(loaded, text.ids), max(text.starts[0] - 1, 0), None)
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
         copies = Copies(sources_of(text.ids[:start]))
         for place in range(max(start, 1), stop):
-            yield text.ids[place], logprobs[place - 1], copies.candidates(text.ids[max(0, place - 64) : place])
+            yield text.ids[place], next(logprobs), copies.candidates(text.ids[max(0, place - 64) : place])
 
 
-def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Tensor:
-    """The log-probabilities (T - 1, V) of what follows each of the ids (T) but the last.
+def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
+    """The log-probabilities (V,) of what follows each of the ids but the last.
 
     Windows overlap by half, so that each id but those of the first has half of the context length before it.
     """
-    context, model, parts = loaded.context_length, loaded.model, list[Tensor]()
+    context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)
-    device = next(model.parameters()).device
-    data = torch.tensor(ids, device=device)
-    with torch.no_grad(), tree.mode(model, False):
-        done = 0
-        while done < len(ids) - 1:
-            start = max(0, done - half)
-            logits = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
-            parts.append(logits[done - start :])
-            done = start + len(logits)
-    return torch.cat(parts)[: len(ids) - 1]
+    data, done = torch.tensor(ids[:-1], device=next(model.parameters()).device), 0
+    while done < len(data):
+        start = max(0, done - half)
+        with torch.no_grad(), tree.mode(model, False):
+            logprobs = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
+        yield from logprobs[done - start :]
+        done = start + len(logprobs)

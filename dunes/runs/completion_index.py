@@ -1,8 +1,8 @@
 """Files at hand, indexed so that what is in them can be copied."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -57,12 +57,26 @@ def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence
     return documents[: max(1, int(np.searchsorted(sizes, most, "right")))]
 
 
-def named_texts(documents: Sequence[Document]) -> list[tuple[str, str]]:
-    """The path in its source, and the text, of each document, without byte order marks."""
-    return [
-        (d.header.rstrip("\n"), "".join("".join(part) for part in d.texts()).removeprefix("\ufeff"))
-        for d in documents
-    ]
+def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
+    """The path in its source, and the text, of each document, without byte order marks.
+
+    With `first` and `last`, a part of the text: between these fractions of its bytes, and at most `MOST` of them.
+    """
+    return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
+
+
+def _part(document: Document, first: float, last: float) -> str:
+    size = sum(len(block) for block in _blocks(document))
+    start, stop = int(first * size), int(last * size)
+    stop, done, parts = min(stop, start + MOST), 0, list[bytes]()
+    for block in _blocks(document):  # no more than the part is kept
+        parts.append(block[max(0, start - done) : max(0, stop - done)])
+        done += len(block)
+    return b"".join(parts).decode(errors="ignore")
+
+
+def _blocks(document: Document) -> Iterator[bytes]:
+    return (block.encode() for block in chain.from_iterable(document.texts()))
 
 
 def index_texts(

@@ -8,6 +8,7 @@ follow at its end.
 import json
 from collections.abc import Collection, Mapping
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,13 @@ def read_index(run: Path) -> TextIndex | None:
         bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
         if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
             raise ValueError("files that overlap")
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        text = contexts.items.tobytes()
+        text.decode()
+        if any(text[f.first_byte - 1 : f.first_byte] != b"\0" for f in files[1:]) or text[-1:] not in (b"", b"\0"):
+            raise ValueError("files without an end")
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"{folder}: a damaged index ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
-    return TextIndex(files, ids, contexts.items.tobytes(), contexts)
+    return TextIndex(files, ids, text, contexts)
 
 
 def _context_index(items: NDArray[Any], order: NDArray[Any], dtypes: Collection[Any], depth: int) -> ContextIndex:
@@ -82,7 +87,12 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     facts, gate = _record(folder / "gate.json"), Gate()
     try:
         gate.load_state_dict(load_tensors(folder / "gate.safetensors"))
-    except (OSError, SafetensorError, RuntimeError, LookupError) as error:
+        if not all(p.isfinite().all() for p in gate.parameters()):
+            raise ValueError("it has infinite numbers or NaN")
+        thresholds = facts.get("thresholds", {})
+        if not all(isfinite(share) and isfinite(value) for pairs in thresholds.values() for share, value in pairs):
+            raise ValueError("thresholds that are not finite")
+    except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{folder}: a damaged gate ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
     return gate.requires_grad_(False), facts
 

@@ -1,0 +1,563 @@
+"""Completion of lines: the engine of a model and of copying, what a run keeps for it, and a whole run."""
+
+import io
+import json
+import math
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from conftest import display, metaspace_tokenizer, toy
+from dunes.checkpoint import LoadedModel
+from dunes.cli import verbs
+from dunes.data import collect_corpus
+from dunes.generate.copying import Copies, Gate
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.runs import completion_index
+from dunes.runs.completer import CopyCompleter, name_in_sources
+from dunes.runs.completion import CompleteOptions, CompletionEngine
+from dunes.runs.completion_fit import fit_mixture
+from dunes.runs.completion_gate import places_of, scored_places, text_logprobs
+from dunes.runs.completion_index import index_texts, named_texts
+from dunes.runs.completion_store import read_gate, read_index, write_gate, write_index
+from dunes.runs.completion_text import FileTokenizer, near_text, window, without_overlap
+from dunes.runs.train import train
+from dunes.text import Tokenizer
+
+CODE = "".join(
+    f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
+)
+OTHER = "class Größe:\r\n\tdef weite(self):\r\n\t\treturn self.länge * 2  # 日本語 🙂\r\n"
+BPE = Tokenizer.train("bpe", [CODE, OTHER], 300)
+CONTEXT = 64
+
+
+def model_for(tokenizer, context_length=CONTEXT, seed=0, **card):
+    config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, context_length)
+    model = initialise(FAMILIES["llama"].build(config), seed).eval()
+    draw = torch.Generator().manual_seed(seed + 1)
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=draw)
+    return LoadedModel(model, tokenizer, context_length, card)
+
+
+TRAINED = {"trained": {"complete": True, "sources": []}}
+LOADED = model_for(BPE, **TRAINED)
+
+
+def copying_gate():
+    """A gate that prefers what the sources have most often."""
+    gate = Gate()
+    for p in gate.parameters():
+        p.data.zero_()
+    gate.up.weight.data[0, [0, 5, 10, 14]] = torch.tensor([0.1, 0.1, 0.5, 1.0])
+    gate.down.weight.data[0, 0] = 60.0
+    gate.up.bias.data[0] = 1.0
+    return gate.requires_grad_(False)
+
+
+def zero_gate():
+    gate = Gate().requires_grad_(False)
+    for p in gate.parameters():
+        p.zero_()
+    return gate
+
+
+def engine_of(texts=(), gate=None, loaded=LOADED, header=True):
+    files = FileTokenizer(loaded.tokenizer, header)
+    index = index_texts(texts, files) if texts else None
+    return CompletionEngine(loaded, index, gate or copying_gate(), header)
+
+
+def close(a, b):
+    return (
+        a.text == b.text
+        and math.isclose(a.word, b.word, rel_tol=1e-3)
+        and math.isclose(a.line, b.line, rel_tol=1e-3)
+    )
+
+
+CUTS = [
+    ("", "", ""),
+    ("", "\n\n", "a.py"),
+    (CODE[:40], "", "a.py"),
+    (CODE[:41], CODE[60:], "a.py"),
+    (CODE[:200], CODE[230:], "b.py"),
+    (CODE + "def area_9(wid", "\n" + CODE, "b.py"),
+    (CODE + "def ", "", ""),
+    (OTHER[:40], OTHER[60:], "other.py"),
+    (OTHER + "class Gr", "", "other.py"),
+    (OTHER + "# 日", "語\r\n", "other.py"),
+    ("\t\t\t", "", ""),
+    ("x = 1\r\n\r\n", "\r\n", "c.py"),
+    ("one\rtwo\rth", "", "c.py"),
+    (" \n" * 50, "\n" * 50, "c.py"),
+]
+
+
+# suggestions
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_suggestion_is_the_same_whatever_was_asked_before(width):
+    texts, chance = [("a.py", CODE), ("other.py", OTHER)], random.Random(0)
+    fresh = [engine_of(texts).complete(*cut, options=CompleteOptions(width=width)) for cut in CUTS]
+    used = engine_of(texts)
+    order = [i for i in range(len(CUTS)) for _ in range(2)]
+    chance.shuffle(order)
+    for i in order:
+        assert close(used.complete(*CUTS[i], options=CompleteOptions(width=width)), fresh[i]), CUTS[i]
+        if chance.random() < 0.5:
+            used.complete(*CUTS[chance.randrange(len(CUTS))], options=CompleteOptions(width=4 - width))
+    assert len({s.text for s in fresh}) > 3, "different places have different suggestions"
+
+
+def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
+    engine = engine_of([("a.py", CODE)])
+    line = "    result = width * height + 5\n"
+    for text in (CODE, CODE.replace("\n", "\r\n"), CODE.replace("    ", "\t")):
+        body = line.replace("    ", "\t") if "\t" in text else line
+        engine = engine_of([("a.py", text)])
+        for column in range(6, len(body) - 4):
+            before = text + "def area_9(width, height):\n" + body[:column]
+            suggestion = engine.complete(before, "", "b.py", options=CompleteOptions(width=1)).text
+            whole = body[:column] + suggestion
+            assert whole.startswith(body[:-3]), (column, suggestion)
+            assert not {"\r", "\n"} & {*suggestion}
+    assert 0 < engine.complete(CODE + "def area", "", "b.py").line <= 1
+
+
+def test_a_cursor_between_characters_of_several_bytes():
+    engine = engine_of([("a.py", OTHER)])
+    for cut in range(OTHER.index("#"), OTHER.index("🙂") + 1):
+        suggestion = engine.complete(
+            "\t\treturn self.länge * 2  " + OTHER[OTHER.index("#") : cut], options=CompleteOptions(width=1)
+        ).text
+        assert "\ufffd" not in suggestion
+    assert engine.complete("\t\treturn self.länge * 2  # 日本", options=CompleteOptions(width=1)).text.startswith(
+        "語"
+    )
+
+
+def test_texts_and_lines_may_be_longer_than_what_is_looked_at():
+    engine = engine_of([("a.py", CODE)])
+    for before, after in [
+        ("x" * 300_000, ""),
+        ("x = [" + "12, " * 75_000, ""),
+        (CODE * 30 + "def area_2(wid", CODE * 30),
+        ("", "y" * 300_000),
+        ("a" * 250_000 + "\n", "\n" + "b" * 30_000),
+    ]:
+        for width in (1, 2):
+            suggestion = engine.complete(before, after, "b.py", CompleteOptions(width=width))
+            assert 0 <= suggestion.line <= 1.0001
+    assert len(near_text("é\n" * 200_000)) <= 200_000
+    assert near_text("é\n" * 200_000).startswith("é\n")
+    assert near_text("x" * 300_000) == "x" * 200_000
+
+
+def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
+    for context_length in (2, 3, 4, 8, 16, 64):
+        engine = engine_of(loaded=model_for(BPE, context_length, **TRAINED))
+        for above, below in [(0, 0), (1, 0), (5, 200), (200, 5), (1000, 1000)]:
+            prompt = engine._prompt([70] * above + [71] if above else [], [72] * below, 1)
+            assert len(prompt) < context_length
+            assert not above or prompt[-1] == 71
+        assert engine.complete(CODE, CODE, "a.py", options=CompleteOptions(width=2)).line <= 1.0001
+        assert engine.complete("", CODE, "a.py", options=CompleteOptions(width=1)).line <= 1.0001
+
+
+def test_a_suggestion_ends_within_its_limit(monkeypatch):
+    engine, asked = engine_of([("a.py", "x" * 500)], loaded=model_for(BPE, 256, **TRAINED)), []
+    monkeypatch.setattr("dunes.runs.completion.LIMIT", 5)
+    found = engine._search
+    monkeypatch.setattr(engine, "_search", lambda *args: asked.append(found(*args)) or asked[-1])
+    engine.complete("xxxxxxxx", options=CompleteOptions(width=2))
+    assert len(asked[0].ids) <= 5
+
+
+def test_what_follows_the_cursor_is_not_repeated():
+    assert without_overlap("height)", ")") == "height"
+    assert without_overlap("height) + 1", ")") == "height) + 1"
+    assert without_overlap("a = 1", "\r\n  a = 1\r\nb\r\n") == ""
+    assert without_overlap("a = 1", "") == "a = 1"
+    assert without_overlap("a(b", "b c\nx") == "a("
+    engine = engine_of([("a.py", CODE)])
+    for before, after in [(CODE + "    result = width * ", " + 7\n"), (CODE + "def area_9(", "):\n    pass\n")]:
+        suggestion = engine.complete(before, after, "b.py").text
+        assert not any(suggestion.endswith(after.rstrip()[:n]) for n in range(1, 4))
+    last = "    return result\n"
+    assert engine.complete(CODE + "    result = 3\n", last, "b.py").text != last.strip()
+
+
+def test_a_file_is_copied_from_as_it_is_now():
+    secret, changed = "token = 'eleven herbs'\n", "token = 'nothing more'\n"
+    texts = [("secret.py", secret), ("a.py", CODE)]
+    ask = lambda engine, name="b.py": (
+        engine.complete("x = 1\ntoken = ", "", name, options=CompleteOptions(width=1)).text
+    )
+    assert ask(engine_of(texts)) == "'eleven herbs'"
+    assert ask(engine_of(texts), "secret.py") != "'eleven herbs'", "not from the file itself as it was"
+    engine = engine_of(texts)
+    engine.update("secret.py", changed)
+    assert ask(engine) == "'nothing more'"
+    engine.update("secret.py", None)
+    assert "herbs" not in ask(engine) + ask(engine, "secret.py")
+    assert "more" not in ask(engine)
+    engine.update("secret.py", secret)
+    assert ask(engine) == "'eleven herbs'"
+    engine.update("secret.py", "")
+    assert "herbs" not in ask(engine)
+    opened = engine_of()
+    opened.update("new.py", changed)
+    assert ask(opened) == "'nothing more'"
+    assert "nothing" not in ask(opened, "new.py")
+
+
+def tokenizers_of_all_kinds():
+    yield "bytes", Tokenizer.train("bytes", []), True
+    yield "chars", Tokenizer.train("chars", [CODE + OTHER]), True
+    yield "metaspace, without sentinels", metaspace_tokenizer(), False
+
+
+@pytest.mark.parametrize(("tokenizer", "header"), [t[1:] for t in tokenizers_of_all_kinds()])
+def test_tokenizers_of_all_kinds(tokenizer, header):
+    loaded = model_for(tokenizer)
+    engine = engine_of([("a.py", "value d def\n    value = d\n")], loaded=loaded, header=header)
+    for before, after in [("", ""), ("value", ""), ("value d d", "\nv"), ("v\n    v", "alue\n"), (" ", "x" * 500)]:
+        for width in (1, 3):
+            suggestion = engine.complete(before, after, "b.py", CompleteOptions(width=width))
+            again = engine_of(engine.index.texts(), loaded=loaded, header=header)
+            assert close(suggestion, again.complete(before, after, "b.py", CompleteOptions(width=width)))
+    assert math.isfinite(engine.bits("value d\n", "b.py"))
+    assert engine.bits("", "b.py") == 0
+
+
+@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+def test_a_part_that_mixes_tokens():
+    class Undeclared(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    loaded = model_for(BPE, **TRAINED)
+    engine = engine_of([("a.py", CODE)], loaded=loaded)
+    expected = [engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)) for width in (1, 3)]
+    loaded.model.blocks[1].mlp = Undeclared(loaded.model.blocks[1].mlp)
+    engine = engine_of([("a.py", CODE)], loaded=loaded)
+    for width, suggestion in zip((1, 3), expected, strict=True):
+        assert close(engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)), suggestion)
+
+
+# probabilities
+
+
+def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
+    """With a gate of zeros: also in a text longer than the context, each id with at least half of it."""
+    engine, total = engine_of([("a.py", CODE)], zero_gate()), 0.0
+    text = engine.files.tokenize(CODE + OTHER, "b.py")
+    assert len(text.ids) > CONTEXT
+    with torch.no_grad():
+        for place in range(text.starts[0], len(text.ids)):
+            done = 0 if place <= CONTEXT else CONTEXT + (place - 1 - CONTEXT) // (CONTEXT // 2) * (CONTEXT // 2)
+            start = max(0, done - CONTEXT // 2)
+            logits = LOADED.model(torch.tensor([text.ids[start:place]]))[0, -1]
+            total -= float(logits.log_softmax(-1)[text.ids[place]])
+    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=1e-3)
+    assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
+
+
+def test_a_texts_probabilities_need_no_more_memory_than_a_window():
+    rows = text_logprobs(LOADED, [70] * 100_000)
+    assert next(rows).shape == (BPE.vocab,)
+    calls = []
+    hook = LOADED.model.register_forward_hook(lambda *_: calls.append(1))
+    text = FileTokenizer(BPE, True).tokenize(CODE * 100)
+    places = places_of(LOADED, [text], lambda above: engine_of()._sources([], [], ""), 20)
+    hook.remove()
+    assert len(places.other) == 20
+    assert len(calls) == 1
+
+
+def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
+    engine = engine_of([("a.py", CODE)])
+    _, facts = fit_mixture(engine, [("b.py", CODE)], 150)
+    assert facts["places"] == 150
+    assert facts["mixed_loss"] < 0.7 * facts["loss"]
+    engine.gate = None
+    text = engine.files.tokenize(CODE, "b.py")
+    alone = [
+        -float(row[id]) for id, row, _ in scored_places(LOADED, text, lambda ids: engine._sources(ids, [], ""))
+    ]
+    assert facts["loss"] == pytest.approx(np.mean(alone[:150]), rel=1e-4)
+    assert fit_mixture(engine_of(header=False), [("", "")], 9) == (None, {})
+
+
+# the index and the gate on disk
+
+
+@pytest.fixture
+def stored(tmp_path):
+    files = FileTokenizer(BPE, True)
+    index = index_texts([("a.py", CODE), ("empty.py", ""), ("ö b.py", OTHER)], files, ["1", "2", "3"])
+    write_index(tmp_path, index)
+    write_gate(tmp_path, copying_gate(), {"thresholds": {"word": [[0.35, 0.5]], "line": []}})
+    return tmp_path, index
+
+
+def test_an_index_and_a_gate_are_read_as_they_were_written(stored):
+    run, index = stored
+    again = read_index(run)
+    assert again.texts() == index.texts() == [("a.py", CODE), ("empty.py", ""), ("ö b.py", OTHER)]
+    assert [*again.files] == [*index.files]
+    for a, b in [(again.ids, index.ids), (again.contexts, index.contexts)]:
+        assert a.depth == b.depth
+        assert a.items.dtype == b.items.dtype
+        assert np.array_equal(a.items, b.items)
+        assert np.array_equal(a.order, b.order)
+    gate, facts = read_gate(run)
+    assert facts["thresholds"] == {"word": [[0.35, 0.5]], "line": []}
+    assert all(torch.equal(p, q) for p, q in zip(gate.parameters(), copying_gate().parameters(), strict=True))
+    assert read_index(run / "none") is read_gate(run / "none") is None
+
+
+def change_tensor(name, change):
+    def apply(folder):
+        tensors = load_file(folder / "index.safetensors")
+        tensors[name] = change(tensors[name].copy())
+        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "index.safetensors")
+
+    return apply
+
+
+def change_json(name, change):
+    def apply(folder):
+        record = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(change(record)))
+
+    return apply
+
+
+def cut(name, size):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def set_item(place, value):
+    def change(array):
+        array[place] = value
+        return array
+
+    return change
+
+
+def with_files(change):
+    return lambda record: record | {"files": change(record["files"])}
+
+
+BROKEN_INDEX = {
+    "truncated": cut("index.safetensors", 900),
+    "empty": cut("index.safetensors", 0),
+    "missing": lambda folder: (folder / "index.safetensors").unlink(),
+    "no list": cut("files.json", 30),
+    "binary list": lambda folder: (folder / "files.json").write_bytes(b"\xff\xfe\0"),
+    "a list": change_json("files.json", lambda record: [record]),
+    "another format": change_json("files.json", lambda record: record | {"format": 99}),
+    "without files": change_json("files.json", lambda record: {"format": 1}),
+    "order above": change_tensor("order", set_item(3, 1 << 30)),
+    "order below": change_tensor("text_order", set_item(3, -1)),
+    "short order": change_tensor("order", lambda order: order[:-1]),
+    "wide order": change_tensor("order", lambda order: order.astype(np.int64)),
+    "floats": change_tensor("ids", lambda ids: ids.astype(np.float32)),
+    "wide text": change_tensor("text", lambda text: text.astype(np.uint16)),
+    "a square": change_tensor("ids", lambda ids: ids.reshape(1, -1)),
+    "no UTF-8": change_tensor("text", set_item(5, 255)),
+    "overlap": change_json("files.json", with_files(lambda f: [f[0], [*f[2]], [*f[1]]])),
+    "past the end": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:2], 10**9, 10**9]])),
+    "inside a file": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:3], f[2][3] + 2]])),
+    "no start": change_json("files.json", with_files(lambda f: f[1:])),
+    "no numbers": change_json("files.json", with_files(lambda f: [["a", "b", None, []]])),
+    "infinite": change_json("files.json", with_files(lambda f: [["a", "b", math.inf, 0]])),
+    "short rows": change_json("files.json", with_files(lambda f: [["a"]])),
+    "no rows": change_json("files.json", with_files(lambda f: 5)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_INDEX)
+def test_a_damaged_index_is_refused_in_one_line(stored, name):
+    run, _ = stored
+    BROKEN_INDEX[name](run / "completion")
+    with pytest.raises(ValueError, match="completion") as error:
+        read_index(run)
+    assert "\n" not in str(error.value)
+    assert type(error.value) is ValueError
+
+
+def change_gate(change):
+    def apply(folder):
+        tensors = {name: change(p.numpy().copy()) for name, p in Gate().state_dict().items()}
+        save_file(tensors, folder / "gate.safetensors")
+
+    return apply
+
+
+BROKEN_GATE = {
+    "truncated": cut("gate.safetensors", 100),
+    "missing": lambda folder: (folder / "gate.safetensors").unlink(),
+    "NaN": change_gate(lambda p: p * np.nan),
+    "infinite": change_gate(lambda p: p + np.inf),
+    "another shape": change_gate(lambda p: np.zeros((3, 3), np.float32)),
+    "no facts": cut("gate.json", 3),
+    "another format": change_json("gate.json", lambda record: record | {"format": "1"}),
+    "thresholds in a list": change_json("gate.json", lambda record: record | {"thresholds": [1, 2]}),
+    "thresholds in words": change_json("gate.json", lambda record: record | {"thresholds": {"line": "high"}}),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_GATE)
+def test_a_damaged_gate_is_refused_in_one_line(stored, name):
+    run, _ = stored
+    BROKEN_GATE[name](run / "completion")
+    with pytest.raises(ValueError, match="completion") as error:
+        read_gate(run)
+    assert "\n" not in str(error.value)
+    assert type(error.value) is ValueError
+
+
+def test_texts_of_files_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
+    (tmp_path / "long.py").write_bytes("\ufeff".encode() + "ä = 1\n".encode() * 5_000)
+    (tmp_path / "b.py").write_text("x = 1\n")
+    documents = sorted(collect_corpus([str(tmp_path)]).documents, key=lambda d: d.name)
+    assert named_texts(documents) == [("b.py", "x = 1\n"), ("long.py", "ä = 1\n" * 5_000)]
+    (_, head), (_, tail) = named_texts(documents, 0, 0.9)[1], named_texts(documents, 0.9)[1]
+    assert head + tail == "ä = 1\n" * 5_000 or len(head + tail) == 5_000 * 6 - 1, "at most a character is cut"
+    monkeypatch.setattr(completion_index, "MOST", 1000)
+    assert len(named_texts(documents)[1][1].encode()) <= 1000
+    assert len(named_texts(documents, 0.5)[1][1].encode()) <= 1000
+
+
+# a run
+
+
+LINE = "    return value_3 * {} + limit\n"
+
+
+@pytest.fixture
+def programs(tmp_path):
+    folder = tmp_path / "programs"
+    (folder / "deep").mkdir(parents=True)
+    for i in range(12):
+        lines = [f"def task_{i}_{j}(value_3, limit={j}):\n{LINE.format(i)}\n" for j in range(8)]
+        (folder / ("deep" if i % 2 else ".") / f"module {i}.py").write_text("".join(lines))
+    return folder
+
+
+def complete(capsys, *args):
+    verbs.complete(*args)
+    return capsys.readouterr()
+
+
+def train_to(folder, source, **changes):
+    shown, out = display()
+    options = {key: changes.pop(key) for key in ("resume", "asked") if key in changes}
+    assert train(toy(source, complete=True, **changes), folder, shown, **options) == 0
+    return out.getvalue()
+
+
+def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
+    run = tmp_path / "run"
+    out = train_to(run, programs, vocab_size=330)
+    assert "nats/token by the model" in out
+    index, (_, facts) = read_index(run), read_gate(run)
+    assert {*facts["thresholds"]} == {"word", "line"}
+    assert facts["mixed_loss"] < facts["loss"]
+    names = {name for name, _ in index.texts()}
+    assert 5 < len(names) < 12
+    assert all((programs / name).read_text() == text for name, text in index.texts())
+    place = sorted(programs.glob("*.py"))[0]
+    cursor = f"{place}:5:{len('    return val') + 1}"
+    shown = complete(capsys, run, cursor)
+    assert shown.err == ""
+    assert shown.out.startswith("ue_3 * ")
+    # while it trains: what stands behind the longest match
+    (run / "config.json").rename(tmp_path / "config.json")
+    card = (run / "dunes.json").rename(tmp_path / "dunes.json")
+    shown = complete(capsys, run, cursor)
+    assert "still in training" in shown.err
+    assert shown.out == LINE.format(0)[len("    return val") :]
+    assert name_in_sources(programs / "deep" / "module 1.py", run) == "deep/module 1.py"
+    (tmp_path / "config.json").rename(run / "config.json")
+    card.rename(run / "dunes.json")
+    # a resumed run keeps the index, and fits the gate again
+    before = (run / "completion" / "index.safetensors").read_bytes()
+    (run / "completion" / "gate.json").unlink()
+    shown, _ = display()
+    resumed = toy(programs, complete=True, vocab_size=330, steps=14)
+    assert train(resumed, run, shown, resume=True, asked={"steps"}) == 0
+    assert (run / "completion" / "index.safetensors").read_bytes() == before
+    assert read_gate(run) is not None
+
+
+def test_what_cannot_be_completed_is_refused_in_one_line(programs, tmp_path, stored, monkeypatch):
+    run, _ = stored
+    (tmp_path / "binary.py").write_bytes(b"\xff\0\x01")
+    for place, message in [
+        (f"{tmp_path}/binary.py:1:1", "not UTF-8"),
+        (f"{programs}/module 0.py:1000:1", "lines"),
+        (f"{programs}/module 0.py:1:1000", "columns"),
+        (f"{programs}/none.py:1:1", "not a file"),
+        (f"{programs}/module 0.py", "expected FILE:LINE:COLUMN"),
+    ]:
+        with pytest.raises(ValueError, match=message) as error:
+            verbs.complete(run, place)
+        assert "\n" not in str(error.value)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(ValueError, match="standard input"):
+        verbs.complete(run)
+
+
+def test_a_run_of_one_file_copies_from_its_beginning_and_fits_on_its_end(programs, tmp_path, capsys):
+    file, run = tmp_path / "one.py", tmp_path / "run"
+    file.write_text("".join(p.read_text() for p in sorted(programs.rglob("*.py"))))
+    train_to(run, file)
+    text = file.read_text()
+    ((name, indexed),) = read_index(run).texts()
+    assert name == "one.py"
+    assert text.startswith(indexed)
+    assert 0.8 * len(text) < len(indexed) < 0.9 * len(text)
+    assert read_gate(run) is not None
+
+
+# copying alone
+
+
+def copier(*texts):
+    return CopyCompleter(index_texts(texts, FileTokenizer(BPE, True)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_without_a_model_the_rest_of_the_line_after_the_longest_match(end):
+    text = end.join(["value = compute(3)", "other = compute(4)", "last = compute(5)"])
+    completer = copier(("a.py", text), ("b.py", "first = 1" + end))
+    assert completer.complete("x = 1\nother = comp", "", "c.py").text == "ute(4)"
+    assert completer.complete("x = 1\nother = comp", ")\n", "c.py").text == "ute(4"
+    assert completer.complete("last = ", "", "c.py").text == "compute(5)", "not on into the next file"
+    assert completer.complete("other = comp", "", "a.py").text == "", "not from the file itself as it was"
+    assert completer.complete("", "", "c.py").text == completer.complete("§", "", "c.py").text == ""
+    again = end.join(["name = 3", "other = 4", "name"])
+    assert completer.complete(again, "", "c.py").text == " = 3", "the file itself comes first"
+    assert completer.complete(f"a = 1{end}b = 2{end}a = 1{end}", "", "c.py").text == "b = 2", "at a line's start"
+
+
+def test_a_window_seldom_moves():
+    starts = {len(ids) - len(window(ids, 40)) for n in range(41, 90) for ids in [[0] * n]}
+    assert len(starts) <= 7
+    assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
+    assert Copies.FEATURES == 18
