@@ -295,7 +295,9 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete the current line of code or text.
+    """Complete the current line of code or text, whatever is in the rest of it; the lines below are looked at, too.
+
+    A run that is still in training completes by copying from the training files.
 
     Example: dunes complete runs/project src/main.py:12:9
 
@@ -306,12 +308,14 @@ def complete(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.runs.completer import find_completer, name_in_sources
+        from dunes.runs.completion_cuts import first_line
         from dunes.runs.write import text_around_cursor
         from dunes.text.lines import decode_text
 
     path, after = None, ""
     if place:
         path, before, after = text_around_cursor(place)
+        after = after[len(first_line(after)) :]  # the rest of the line is what is asked for
     else:
         before = decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()

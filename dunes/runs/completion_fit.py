@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dunes import checkpoint, measure
 from dunes.data import Corpus
 from dunes.generate.copying import Gate
@@ -72,6 +74,15 @@ def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
 
     `seconds` is the time of the run, of which this takes a few percent. Returns a line for the user.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # single tokens: more threads only wait for each other
+    try:
+        return _finish(run, files, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
