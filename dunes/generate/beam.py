@@ -75,7 +75,9 @@ def forked(cache: PrefixCache, width: int) -> Callable[[Sequence[int], Sequence[
         if not made:
             made.append(PrefixCache(cache.model, width))
             if cache.cache is not None:
-                made[0].cache = cache.cache.select_rows(torch.zeros(width, dtype=torch.long, device=cache.cache.length.device))
+                made[0].cache = cache.cache.select_rows(
+                    torch.zeros(width, dtype=torch.long, device=cache.cache.length.device)
+                )
                 made[0].ids = [list(cache.ids[0]) for _ in range(width)]
         texts = assigned(made[0].ids, [[*prompt, *beam.ids] for beam in beams])
         found = made[0].logits(texts)
