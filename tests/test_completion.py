@@ -1,4 +1,4 @@
-"""Completion of lines: the engine of a model and of copying, what a run keeps for it, and a run from end to end."""
+"""Completion of lines: the engine of a model and of copying, what a run keeps for it, and a whole run."""
 
 import io
 import json
@@ -282,7 +282,7 @@ def test_a_texts_probabilities_need_no_more_memory_than_a_window():
 
 def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     engine = engine_of([("a.py", CODE)])
-    gate, facts = fit_mixture(engine, [("b.py", CODE)], 150)
+    _, facts = fit_mixture(engine, [("b.py", CODE)], 150)
     assert facts["places"] == 150
     assert facts["mixed_loss"] < 0.7 * facts["loss"]
     engine.gate = None
@@ -496,7 +496,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     (run / "completion" / "gate.json").unlink()
     shown, _ = display()
     resumed = toy(programs, complete=True, vocab_size=330, steps=14)
-    assert train(resumed, run, shown, resume=True, asked={"steps"}) == 0
+    assert train(resumed, run, shown, resume=True, override={"steps"}, asked={"steps"}) == 0
     assert (run / "completion" / "index.safetensors").read_bytes() == before
     assert read_gate(run) is not None
 

@@ -83,7 +83,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 def _sources(folder: Path) -> Sequence[str]:
     """The sources of a model's training, or of a run that has no model yet."""
     if card := read_card(folder):
-        return trained_text(card).get("sources", ())
+        return list(trained_text(card).get("sources", ()))
     with suppress(ValueError):  # of a run of another kind
         return config.sources if (config := read_config(folder, TrainConfig)) else ()
     return ()

@@ -26,8 +26,8 @@ SourcesOf = Callable[[list[int]], Sources]
 
 class Places(NamedTuple):
     """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model
-    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none) and
-    its log-probability (N,)."""
+    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for
+    none) and its log-probability (N,)."""
 
     features: Tensor
     logprobs: Tensor

@@ -1,6 +1,6 @@
 """Files at hand, indexed so that what is in them can be copied."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -65,12 +65,15 @@ def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 
 
+def _blocks(document: Document) -> Iterator[bytes]:
+    return (block.encode() for block in chain.from_iterable(document.texts()))
+
+
 def _part(document: Document, first: float, last: float) -> str:
-    blocks = lambda: (block.encode() for block in chain.from_iterable(document.texts()))
-    size = sum(map(len, blocks()))
+    size = sum(map(len, _blocks(document)))
     start, stop = int(first * size), int(last * size)
     stop, done, parts = min(stop, start + MOST), 0, list[bytes]()
-    for block in blocks():  # no more than the part is kept
+    for block in _blocks(document):  # no more than the part is kept
         parts.append(block[max(0, start - done) : max(0, stop - done)])
         done += len(block)
     return b"".join(parts).decode(errors="ignore")
