@@ -264,7 +264,7 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
             start = max(0, done - CONTEXT // 2)
             logits = LOADED.model(torch.tensor([text.ids[start:place]]))[0, -1]
             total -= float(logits.log_softmax(-1)[text.ids[place]])
-    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=1e-3)
+    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
     assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
 
 
