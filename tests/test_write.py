@@ -18,7 +18,8 @@ from dunes.cli import verbs
 from dunes.generate import Token
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs import text_generator
+from dunes.runs import completer, text_generator
+from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line, describe_rates, text_before_cursor
@@ -176,13 +177,18 @@ def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
 
 
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
-    loaded = LoadedModel(None, Tokenizer.train("bytes", []), 64)
+    asked = []
+
+    class Recorder:
+        def complete(self, *arguments):
+            asked.append(arguments)
+            return Suggestion("ree")
+
     monkeypatch.setattr(checkpoint, "locate_model", lambda model: SimpleNamespace(folder=model))
-    monkeypatch.setattr(checkpoint, "load_with_tokenizer", lambda *arguments, **options: loaded)
-    asked = writes(monkeypatch, loaded.tokenizer, "ree\r\n")
+    monkeypatch.setattr(completer, "find_completer", lambda *arguments: Recorder())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfone\r\ntwo\rth")))
     verbs.complete("run")
-    assert asked[0][1:] == loaded.tokenizer.encode("one\r\ntwo\rth")
+    assert asked == [("one\r\ntwo\rth", "", "")]
     assert capsys.readouterr().out == "ree\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
     with pytest.raises(ValueError, match="standard input: not UTF-8 at byte 3"):

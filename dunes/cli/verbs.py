@@ -295,7 +295,7 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete the current line of code or text, whatever is in the rest of it; the lines below are looked at, too.
+    """Complete the current line of code or text, whatever is in the rest of it; lines below are looked at, too.
 
     A run that is still in training completes by copying from the training files.
 

@@ -154,7 +154,9 @@ class CompletionEngine:
         own = logits[: len(self.files.pieces)].float().cpu()  # where the gate is
         mixed = self.gate.mix(copies, own, ids) if self.gate else own.log_softmax(-1)
         if (allowed := self.files.allowed(copies.rest(ids))) is not None:
-            mixed = mixed.masked_fill(~allowed[: len(mixed)], -math.inf).log_softmax(-1)
+            mixed = mixed.masked_fill(~allowed[: len(mixed)], -math.inf)
+            # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
+            mixed = mixed.log_softmax(-1) if len(ids) == copies.start else mixed
         return mixed.to(logits.device)
 
     def _ends(self, typed: bytes, lines: int, ids: Sequence[int]) -> bool:

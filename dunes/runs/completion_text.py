@@ -70,13 +70,13 @@ class FileTokenizer:
     def allowed(self, typed: bytes) -> Tensor | None:
         """Which ids (V,), bool, may be next where the text has to go on with these bytes; None if all may.
 
-        Those that begin with the bytes, or if there are none, those that the bytes begin with.
+        Those that begin with the bytes, and those that the bytes begin with: the line that is meant may be spelled in
+        shorter tokens than one that begins with all of what is typed.
         """
         return self._allowed(typed) if typed else None
 
     def _find_allowed(self, typed: bytes) -> Tensor:
-        fits = [piece.startswith(typed) for piece in self.pieces]
-        return torch.tensor(fits if any(fits) else [bool(p) and typed.startswith(p) for p in self.pieces])
+        return torch.tensor([p.startswith(typed) or (bool(p) and typed.startswith(p)) for p in self.pieces])
 
     def plain(self, text: str) -> list[int]:
         """The ids of a text that is no beginning of a file."""
