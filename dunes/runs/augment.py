@@ -34,8 +34,8 @@ from dunes.runs.score import (
     calibration_sources,
     evaluation_tokens,
     require_separate,
-    trained_text,
 )
+from dunes.runs.trained_text import trained_text
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 

@@ -18,9 +18,9 @@ from dunes.runs.completion_store import read_gate, read_index
 from dunes.runs.completion_text import near_text
 from dunes.runs.config import STDLIB
 from dunes.runs.run import read_config
-from dunes.runs.score import split_documents, trained_text
 from dunes.runs.step_package import step_source
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.trained_text import trained_text
 
 
 class FolderCompleter(CompletionEngine):
@@ -48,6 +48,8 @@ class FolderCompleter(CompletionEngine):
 
     def test_documents(self) -> list[Document]:
         """The files that the training left for a test. Raises ValueError if it left none."""
+        from dunes.runs.score import split_documents  # which imports what draws progress
+
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")

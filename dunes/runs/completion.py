@@ -24,7 +24,7 @@ from dunes.runs.completion_gate import scored_places
 from dunes.runs.completion_index import TextIndex, index_texts
 from dunes.runs.completion_protocol import Suggestion
 from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
-from dunes.runs.score import trained_text
+from dunes.runs.trained_text import trained_text
 from dunes.text.lines import split_lines
 
 LIMIT = 48

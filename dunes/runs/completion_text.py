@@ -12,7 +12,7 @@ from torch import Tensor
 from dunes.checkpoint import LoadedModel
 from dunes.data.fim import FILE
 from dunes.runs.completion_cuts import first_line
-from dunes.runs.score import trained_text
+from dunes.runs.trained_text import trained_text
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
 
@@ -70,8 +70,8 @@ class FileTokenizer:
     def allowed(self, typed: bytes) -> Tensor | None:
         """Which ids (V,), bool, may be next where the text has to go on with these bytes; None if all may.
 
-        Those that begin with the bytes, and those that the bytes begin with: the line that is meant may be spelled in
-        shorter tokens than one that begins with all of what is typed.
+        Those that begin with the bytes, and those that the bytes begin with: the line that is meant may be spelled
+        in shorter tokens than one that begins with all of what is typed.
         """
         return self._allowed(typed) if typed else None
 

@@ -23,8 +23,8 @@ from dunes.runs.score import (
     calibration_sources,
     evaluation_tokens,
     require_separate,
-    trained_text,
 )
+from dunes.runs.trained_text import trained_text
 from dunes.steps import Show, step
 
 

@@ -15,6 +15,7 @@ from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, f
 from dunes.runs.config import STDLIB
 from dunes.runs.corpus import join_texts, tail_start, without_files
 from dunes.runs.evaluate import Score, evaluate
+from dunes.runs.trained_text import trained_text
 from dunes.runs.written_text import write_ids
 from dunes.text import Tokenizer
 from dunes.units import plural
@@ -155,14 +156,6 @@ def text_digest(blocks: Iterable[str]) -> bytes:
         elif space is not None:
             space = text
     return hashed.digest()
-
-
-def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The card's record of training on text; empty if there is none, or a damaged one."""
-    if not isinstance(trained := card.get("trained"), dict):
-        return {}
-    sources = trained.get("sources")
-    return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
 
 
 def _ids(
