@@ -143,6 +143,7 @@ def test_it_is_loaded_in_another_process_from_the_file_that_has_the_function(tmp
         architecture=checkpoint.Architecture.of_function(found["build"], hidden=8),
     )
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "DUNES_HOME": str(tmp_path / "home")}
+    env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ["MKL_CBWR"]}  # the bits of this process
     line = [sys.executable, "-W", "ignore", path, tmp_path / "kept"]
     done = subprocess.run(line, env=env, capture_output=True, text=True)
     assert not done.stderr

@@ -102,7 +102,9 @@ def test_a_compiled_model_trains_with_its_loss_in_the_graph():
     assert len(graphs) == 1
     operations = {node.target for node in graphs[0].graph.nodes}
     assert torch.ops.dunes.linear_cross_entropy in {getattr(op, "overloadpacket", op) for op in operations}
-    assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), rtol=0, atol=LIMIT)
+    assert torch.tensor(losses[1][0]).allclose(torch.tensor(losses[0][0]), rtol=0, atol=LIMIT)
+    # Muon's iterations make more of a different rounding.
+    assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), rtol=0, atol=20 * LIMIT)
     assert losses[0][2][0] < losses[0][0][0]
 
 

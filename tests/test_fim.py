@@ -390,7 +390,7 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     assert code_fraction(collect_corpus([code]).documents) == 1
     assert chosen(toy(code), code) == (
         True,
-        "completion of lines: on, 100% of the text is source code (--no-complete turns it off); 50% of windows "
+        "completion of lines: on, 100% of the text is source code (--no-complete turns it off); 25% of windows "
         "are cut into prefix, suffix and middle",
     )
     assert chosen(toy(prose), prose) == (
@@ -417,8 +417,8 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
 def test_options_are_checked():
     with pytest.raises(ValueError, match=r"--fim-rate is 1\.1; it must be from 0 to 1"):
         TrainConfig(fim_rate=1.1)
-    with pytest.raises(ValueError, match=r"--fim-rate is 0\.25, but --no-complete leaves it unused"):
-        TrainConfig(fim_rate=0.25, complete=False)
+    with pytest.raises(ValueError, match=r"--fim-rate is 0\.5, but --no-complete leaves it unused"):
+        TrainConfig(fim_rate=0.5, complete=False)
 
 
 def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):

@@ -310,7 +310,7 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
     config = replace(config, context_length=card["finetuned"]["context_length"])
     assert score_of(folder, config).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
-    assert checks[24] > 2 * checks[best]
+    assert checks[24] > 1.5 * checks[best]
     assert f"the weights of step {best} were saved" in out
 
 

@@ -327,7 +327,7 @@ def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
     plain = sum(map(plain_gram, parts))
     assert matrix.dtype == plain.dtype == torch.float32
     assert torch.equal(matrix, matrix.T)
-    assert (plain - exact).norm() < 1e-6 * exact.norm()
+    assert (plain - exact).norm() < 2e-6 * exact.norm()
     assert (matrix - exact).norm() < 2e-6 * exact.norm()  # bfloat16 inputs rounded once more: 2e-3
 
 

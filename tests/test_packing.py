@@ -537,7 +537,8 @@ def test_the_loss_of_a_window_of_three_documents_is_the_sum_of_theirs(family, va
 
 def test_scoring_separates_documents_as_training_does():
     module, (text, documents) = model("llama").eval(), window_of_three()
-    loaded = LoadedModel(module, SimpleNamespace(token_bytes=[b"a"] * VOCAB), CONTEXT)
+    without_headers = SimpleNamespace(token_to_id=lambda token: None)
+    loaded = LoadedModel(module, SimpleNamespace(token_bytes=[b"a"] * VOCAB, inner=without_headers), CONTEXT)
     score = evaluate(loaded, text)
     alone = sum(evaluate(loaded, ids[0].numpy()).loss_sum for ids in documents)
     assert score.tokens == 24

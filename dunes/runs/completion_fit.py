@@ -59,9 +59,7 @@ def prepare_completion(
     texts = named_texts(documents, 0, INDEXED if tails else 1)
     gate = named_texts(documents, GATE_FROM) if tails else named_texts(first_documents(corpus.valid))
     if left := len(corpus.train) - len(texts):
-        display.line(
-            f"note: the first {len(texts)} files can be copied from, and {left} not; they have over 12 MB"
-        )
+        display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
     index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers), [d.digest for d in corpus.train])
     write_index(run, index)
     folder = shlex.quote(str(run))
