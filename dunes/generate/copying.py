@@ -113,7 +113,8 @@ class Copies:
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
         union = np.unique(np.concatenate([each.ids for each in known]))
         columns = [column for each in known for column in _columns(each, union)]
-        features = np.stack([*columns[:5], *columns[5:10], *columns[11:15], *columns[16:]], 1)
+        # Of lines, only whether the last one begins with an id is a feature; how many do was not tried.
+        features = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1)
         return Candidates(torch.from_numpy(union), torch.from_numpy(features.astype(np.float32)))
 
     def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
