@@ -21,8 +21,8 @@ import tyro
 
 import dunes
 from dunes import measure
-from dunes.runs.completion_report import evaluate_completion
-from dunes.runs.completion_score import CompletionOptions
+from dunes.runs.completion.report import evaluate_completion
+from dunes.runs.completion.score import CompletionOptions
 from dunes.runs.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

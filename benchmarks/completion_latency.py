@@ -18,9 +18,9 @@ import tyro
 from torch import Tensor, nn
 
 from dunes import measure
-from dunes.runs.completer import FolderCompleter, load_completer
-from dunes.runs.completion import CompleteOptions
-from dunes.runs.completion_cuts import file_lines
+from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.cuts import file_lines
+from dunes.runs.completion.engine import CompleteOptions
 from dunes.tables import print_table
 
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
-from dunes.runs.completer import FolderCompleter, load_completer
-from dunes.runs.completion_baselines import CopyNearest
-from dunes.runs.completion_cuts import CutPoint, cut_points
-from dunes.runs.completion_metrics import agreement
-from dunes.runs.completion_protocol import LineCompleter
-from dunes.runs.completion_sources import ScoredFile, document_texts, scored_files
+from dunes.runs.completion.baselines import CopyNearest
+from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.cuts import CutPoint, cut_points
+from dunes.runs.completion.metrics import agreement
+from dunes.runs.completion.protocol import LineCompleter
+from dunes.runs.completion.sources import ScoredFile, document_texts, scored_files
 from dunes.runs.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

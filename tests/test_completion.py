@@ -18,14 +18,14 @@ from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs import completion_index
-from dunes.runs.completer import CopyCompleter, name_in_sources
-from dunes.runs.completion import CompleteOptions, CompletionEngine
-from dunes.runs.completion_fit import fit_mixture
-from dunes.runs.completion_gate import places_of, scored_places, text_logprobs
-from dunes.runs.completion_index import index_texts, named_texts
-from dunes.runs.completion_store import read_gate, read_index, write_gate, write_index
-from dunes.runs.completion_text import FileTokenizer, near_text, window, without_overlap
+from dunes.runs.completion import index as completion_index
+from dunes.runs.completion.completer import CopyCompleter, name_in_sources
+from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
+from dunes.runs.completion.fit import fit_mixture
+from dunes.runs.completion.gate import places_of, scored_places, text_logprobs
+from dunes.runs.completion.index import index_texts, named_texts
+from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
+from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 

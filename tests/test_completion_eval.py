@@ -8,21 +8,21 @@ import pytest
 from dunes.cli import verbs
 from dunes.data import collect_corpus
 from dunes.generate.context_index import ContextIndex
-from dunes.runs import completion_report
-from dunes.runs.completion_baselines import BASELINES, CopyNearest, Empty, NGram
-from dunes.runs.completion_cuts import cut_points, file_lines, first_word, sample_lines
-from dunes.runs.completion_keystrokes import (
+from dunes.runs.completion import report
+from dunes.runs.completion.baselines import BASELINES, CopyNearest, Empty, NGram
+from dunes.runs.completion.cuts import cut_points, file_lines, first_word, sample_lines
+from dunes.runs.completion.keystrokes import (
     FileSuggestions,
     Typing,
     fit_threshold,
     type_file,
     type_line,
 )
-from dunes.runs.completion_metrics import agreement, file_means, interval
-from dunes.runs.completion_protocol import Suggestion
-from dunes.runs.completion_report import evaluate_completion
-from dunes.runs.completion_score import CompletionOptions, gate_thresholds, score_baselines, score_completer
-from dunes.runs.completion_sources import LineIndex, scored_files
+from dunes.runs.completion.metrics import agreement, file_means, interval
+from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.report import evaluate_completion
+from dunes.runs.completion.score import CompletionOptions, gate_thresholds, score_baselines, score_completer
+from dunes.runs.completion.sources import LineIndex, scored_files
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -391,7 +391,7 @@ def engine(monkeypatch, tmp_path):
             return 2.0 * len(text)
 
     texts = {name: (tmp_path / "sources" / name).read_text() for name in ("a.py", "b.py", "c.py")}
-    monkeypatch.setattr(completion_report, "load_completer", lambda folder, any_base=False: Engine(texts))
+    monkeypatch.setattr(report, "load_completer", lambda folder, any_base=False: Engine(texts))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

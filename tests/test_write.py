@@ -18,8 +18,9 @@ from dunes.cli import verbs
 from dunes.generate import Token
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs import completer, text_generator
-from dunes.runs.completion_protocol import Suggestion
+from dunes.runs import text_generator
+from dunes.runs.completion import completer
+from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import complete_line, describe_rates, text_before_cursor

@@ -307,8 +307,8 @@ def complete(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.runs.completer import find_completer, name_in_sources
-        from dunes.runs.completion_cuts import first_line
+        from dunes.runs.completion.completer import find_completer, name_in_sources
+        from dunes.runs.completion.cuts import first_line
         from dunes.runs.write import text_around_cursor
         from dunes.text.lines import decode_text
 
@@ -395,8 +395,8 @@ def evaluate(
 
 def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lines: bool, **options: Any) -> None:
     from dunes import checkpoint
-    from dunes.runs.completion_report import evaluate_completion
-    from dunes.runs.completion_score import CompletionOptions
+    from dunes.runs.completion.report import evaluate_completion
+    from dunes.runs.completion.score import CompletionOptions
 
     chosen = CompletionOptions(all_lines=all_lines)
     chosen = chosen if lines is None else replace(chosen, lines=lines)

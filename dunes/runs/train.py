@@ -24,7 +24,7 @@ from dunes.runs.autosize import (
     memory_advice,
     size_warning,
 )
-from dunes.runs.completion_fit import (
+from dunes.runs.completion.fit import (
     CompletionFiles,
     closing_seconds,
     finish_completion,

@@ -22,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from dunes.checkpoint.files.atomic import write_file
 from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Gate
-from dunes.runs.completion_index import IndexedFile, TextIndex
+from dunes.runs.completion.index import IndexedFile, TextIndex
 from dunes.text import json_file
 
 FOLDER, FORMAT = "completion", 1

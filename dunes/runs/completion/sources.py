@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from dunes.data import Document
-from dunes.runs.completion_cuts import Line, file_lines
+from dunes.runs.completion.cuts import Line, file_lines
 from dunes.runs.score import text_digest
 from dunes.text.lines import split_lines
 from dunes.units import plural

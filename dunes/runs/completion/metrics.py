@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
-from dunes.runs.completion_cuts import first_line, first_word
+from dunes.runs.completion.cuts import first_line, first_word
 
 RESAMPLES = 2_000
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
 from dunes.data import Document, header_name
-from dunes.runs.completion import CompletionEngine, knows_paths
-from dunes.runs.completion_baselines import CopyNearest
-from dunes.runs.completion_index import TextIndex
-from dunes.runs.completion_keystrokes import ACCEPTANCE, Policy
-from dunes.runs.completion_protocol import Suggestion
-from dunes.runs.completion_store import read_gate, read_index
-from dunes.runs.completion_text import near_text
+from dunes.runs.completion.baselines import CopyNearest
+from dunes.runs.completion.engine import CompletionEngine, knows_paths
+from dunes.runs.completion.index import TextIndex
+from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
+from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.store import read_gate, read_index
+from dunes.runs.completion.text import near_text
 from dunes.runs.config import STDLIB
 from dunes.runs.run import read_config
 from dunes.runs.step_package import step_source

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from dunes.runs.completion_cuts import Line, first_line, first_word
-from dunes.runs.completion_protocol import LineCompleter, Suggestion
+from dunes.runs.completion.cuts import Line, first_line, first_word
+from dunes.runs.completion.protocol import LineCompleter, Suggestion
 
 Policy = Literal["word", "line"]
 ACCEPTANCE = 0.35

@@ -9,9 +9,9 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from dunes.data import Document
-from dunes.runs.completion_baselines import BASELINES, CopyNearest
-from dunes.runs.completion_cuts import CutPoint, cut_points, first_line, sample_lines
-from dunes.runs.completion_keystrokes import (
+from dunes.runs.completion.baselines import BASELINES, CopyNearest
+from dunes.runs.completion.cuts import CutPoint, cut_points, first_line, sample_lines
+from dunes.runs.completion.keystrokes import (
     FileSuggestions,
     Policy,
     TypedFile,
@@ -19,9 +19,9 @@ from dunes.runs.completion_keystrokes import (
     fit_threshold,
     type_file,
 )
-from dunes.runs.completion_metrics import Agreement, Interval, agreement, file_means, interval
-from dunes.runs.completion_protocol import Completer, LineCompleter
-from dunes.runs.completion_sources import NamedText, ScoredFile, scored_files
+from dunes.runs.completion.metrics import Agreement, Interval, agreement, file_means, interval
+from dunes.runs.completion.protocol import Completer, LineCompleter
+from dunes.runs.completion.sources import NamedText, ScoredFile, scored_files
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 COPY = "copy nearest"

@@ -13,14 +13,14 @@ import torch
 from dunes import checkpoint, measure
 from dunes.data import Corpus
 from dunes.generate.copying import Gate
-from dunes.runs.completion import CompletionEngine, knows_paths
-from dunes.runs.completion_cuts import file_lines, sample_lines
-from dunes.runs.completion_gate import fit_gate, places_of
-from dunes.runs.completion_index import TextIndex, first_documents, index_texts, named_texts
-from dunes.runs.completion_keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
-from dunes.runs.completion_score import POLICIES
-from dunes.runs.completion_store import write_gate, write_index
-from dunes.runs.completion_text import FileTokenizer
+from dunes.runs.completion.cuts import file_lines, sample_lines
+from dunes.runs.completion.engine import CompletionEngine, knows_paths
+from dunes.runs.completion.gate import fit_gate, places_of
+from dunes.runs.completion.index import TextIndex, first_documents, index_texts, named_texts
+from dunes.runs.completion.keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
+from dunes.runs.completion.score import POLICIES
+from dunes.runs.completion.store import write_gate, write_index
+from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer

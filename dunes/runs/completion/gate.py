@@ -12,7 +12,7 @@ from torch import Tensor
 from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, Sources, mixture_loss
-from dunes.runs.completion_text import TokenizedText
+from dunes.runs.completion.text import TokenizedText
 
 PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
 """Places that the gate is fitted on at most, and the settings of the fit by Adam."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dunes.checkpoint import LoadedModel
 from dunes.data.fim import FILE
-from dunes.runs.completion_cuts import first_line
+from dunes.runs.completion.cuts import first_line
 from dunes.runs.trained_text import trained_text
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines

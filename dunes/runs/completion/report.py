@@ -12,10 +12,10 @@ import numpy as np
 
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import Document, collect_corpus
-from dunes.runs.completer import load_completer
-from dunes.runs.completion_baselines import CopyNearest
-from dunes.runs.completion_metrics import interval
-from dunes.runs.completion_score import (
+from dunes.runs.completion.baselines import CopyNearest
+from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.metrics import interval
+from dunes.runs.completion.score import (
     COPY,
     POLICIES,
     CompleterScore,
@@ -27,7 +27,7 @@ from dunes.runs.completion_score import (
     score_baselines,
     score_completer,
 )
-from dunes.runs.completion_sources import ScoredFile, ScoredFiles, document_texts, scored_files
+from dunes.runs.completion.sources import ScoredFile, ScoredFiles, document_texts, scored_files
 from dunes.runs.progress import Display
 from dunes.tables import print_table
 from dunes.text.lines import split_lines

@@ -9,7 +9,7 @@ import numpy as np
 from dunes.data import Document
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
-from dunes.runs.completion_text import FileTokenizer
+from dunes.runs.completion.text import FileTokenizer
 
 MOST = 12_000_000
 """Bytes of text in an index at most: more take longer than ten seconds to sort."""

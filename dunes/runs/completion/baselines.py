@@ -10,8 +10,8 @@ import numpy as np
 
 from dunes.generate.context_index import ContextIndex, Match
 from dunes.generate.copying import TextSource
-from dunes.runs.completion_protocol import LineCompleter, Suggestion
-from dunes.runs.completion_text import without_overlap
+from dunes.runs.completion.protocol import LineCompleter, Suggestion
+from dunes.runs.completion.text import without_overlap
 
 NamedText = tuple[str, str]
 """The name and the text of a file."""

@@ -19,11 +19,11 @@ from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
 from dunes.generate.sampling import Processor
 from dunes.generate.step import CompiledStep
-from dunes.runs.completion_cuts import first_word
-from dunes.runs.completion_gate import scored_places
-from dunes.runs.completion_index import TextIndex, index_texts
-from dunes.runs.completion_protocol import Suggestion
-from dunes.runs.completion_text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.runs.completion.cuts import first_word
+from dunes.runs.completion.gate import scored_places
+from dunes.runs.completion.index import TextIndex, index_texts
+from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
 from dunes.runs.trained_text import trained_text
 from dunes.text.lines import split_lines
 
