@@ -22,7 +22,7 @@ from dunes.runs.completion import index as completion_index
 from dunes.runs.completion.completer import CopyCompleter, name_in_sources
 from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
 from dunes.runs.completion.fit import fit_mixture
-from dunes.runs.completion.gate import places_of, scored_places, text_logprobs
+from dunes.runs.completion.gate import even_share, places_of, scored_places, text_logprobs
 from dunes.runs.completion.index import index_texts, named_texts
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
@@ -141,6 +141,17 @@ def test_a_cursor_between_characters_of_several_bytes():
         assert "\ufffd" not in suggestion
 
 
+def test_lone_surrogates_are_unknown_characters():
+    engine = engine_of([("a.py", CODE)])
+    for before, after, name in CUTS[2:5]:
+        wrong = engine.complete(before + "\udc80\ud83d\ude00", "\ud83d" + after, "\udc80" + name)
+        right = engine.complete(before + "\ufffd\U0001f600", "\ufffd" + after, "\ufffd" + name)
+        assert close(wrong, right)
+    engine.update("\udc80.py", "x = '\udc80'\n")
+    engine.update("\udc80.py", None)
+    assert copier(("a.py", CODE)).complete("\udc80 def area", "", "\udc80") is not None
+
+
 def test_texts_and_lines_may_be_longer_than_what_is_looked_at():
     engine = engine_of([("a.py", CODE)])
     for before, after in [
@@ -171,7 +182,7 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
 
 def test_a_suggestion_ends_within_its_limit(monkeypatch):
     engine, asked = engine_of([("a.py", "x" * 500)], loaded=model_for(BPE, 256, **TRAINED)), []
-    monkeypatch.setattr("dunes.runs.completion.LIMIT", 5)
+    monkeypatch.setattr("dunes.runs.completion.engine.LIMIT", 5)
     found = engine._search
     monkeypatch.setattr(engine, "_search", lambda *args: asked.append(found(*args)) or asked[-1])
     engine.complete("xxxxxxxx", options=CompleteOptions(width=2))
@@ -296,6 +307,18 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     ]
     assert facts["loss"] == pytest.approx(np.mean(alone[:150]), rel=1e-4)
     assert fit_mixture(engine_of(header=False), [("", "")], 9) == (None, {})
+
+
+def test_places_are_of_all_texts():
+    assert even_share([], 5) == 5
+    assert [even_share([3, 100, 7], most) for most in (3, 9, 15, 50, 500)] == [1, 3, 6, 40, 490]
+    engine = engine_of([("a.py", CODE)])
+    texts = [
+        engine.files.tokenize(text, name) for name, text in (("a.py", CODE * 3), ("b.py", OTHER), ("c.py", "x\n"))
+    ]
+    places = places_of(LOADED, texts, lambda ids: engine._sources(ids, [], ""), 60)
+    short = len(texts[2].ids) - texts[2].starts[0]
+    assert len(places.other) == short + 2 * ((60 - short) // 2)
 
 
 # the index and the gate on disk
@@ -440,6 +463,15 @@ def test_texts_of_files_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
     assert len(named_texts(documents, 0.5)[1][1].encode()) <= 1000
 
 
+def test_the_parts_of_records_are_parts_of_each(tmp_path):
+    texts = [f"{letter} = 1\n" * 2_000 for letter in "abc"] + ["short = 1\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    documents = collect_corpus([str(tmp_path)], text_field=("text",)).documents
+    parts = [[text for _, text in named_texts(documents, *part)] for part in ((0, 0.9), (0.9, 1))]
+    for part, count in zip(parts, (1_800, 200), strict=True):
+        assert ["".join(part).count(f"{name} = 1\n") for name in ("a", "b", "c", "short")] == [count] * 3 + [0]
+
+
 # a run
 
 
@@ -503,6 +535,19 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert train(resumed, run, shown, resume=True, override={"steps"}, asked={"steps"}) == 0
     assert (run / "completion" / "index.safetensors").read_bytes() == before
     assert read_gate(run) is not None
+
+
+def test_a_refused_run_leaves_no_index_and_a_refused_resume_the_old_one(programs, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="lr"):
+        train_to(run, programs, vocab_size=330, lr_factors=("nothing.like.it=2",))
+    assert not (run / "completion").exists()
+    train_to(run, programs, vocab_size=330)
+    before = (run / "completion" / "index.safetensors").read_bytes()
+    (programs / "more.py").write_text("y = 2\n" * 9)
+    with pytest.raises(ValueError, match="changed"):
+        train_to(run, programs, vocab_size=330, resume=True)
+    assert (run / "completion" / "index.safetensors").read_bytes() == before
 
 
 def test_what_cannot_be_completed_is_refused_in_one_line(programs, tmp_path, stored, monkeypatch):

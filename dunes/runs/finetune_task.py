@@ -181,17 +181,17 @@ class FinetuneTask:
         remedy = "reduce --context-length or --micro-batch, or use --method qlora"
         return f"{describe_memory(memory(self.data))}; {remedy}"
 
-    def summary(self, run: Run) -> str:
+    def begin(self, run: Run) -> list[str]:
         config, trained = self.config, tree.count(run.model, trainable=True)
         assert config.threads, "set by `FinetuneData.complete`"
         assert config.batch, "set by `FinetuneData.complete`"
         total = tree.count(self.data.base.model)
-        return (
+        return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
             f"{config.micro_batch}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
-        )
+        ]
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:

@@ -99,7 +99,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
         run.elapsed += timings.elapsed
-        display.detail(run.task.summary(run))
+        for line in run.task.begin(run):
+            display.detail(line)
         with TensorBoard(run.folder if options.tensorboard else None, NonFatal(display)) as board:
             status = _train(run, saver, display, board)
         for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():

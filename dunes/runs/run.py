@@ -81,8 +81,9 @@ class Task(Protocol):
         """A sentence with the memory that the run needs, and how to reduce it."""
         ...
 
-    def summary(self, run: "Run") -> str:
-        """The run in one line."""
+    def begin(self, run: "Run") -> list[str]:
+        """Save what is of use while the run, which has started or been restored, goes on; returns lines for the
+        user, the first one about the run."""
         ...
 
     def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:

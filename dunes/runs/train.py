@@ -26,6 +26,7 @@ from dunes.runs.autosize import (
 )
 from dunes.runs.completion.fit import (
     CompletionFiles,
+    begin_completion,
     closing_seconds,
     finish_completion,
     prepare_completion,
@@ -75,7 +76,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
         with run_lock(folder):
             with timings("indexing the text"):
-                completion = prepare_completion(ready, folder, corpus, tokens.tokenizer, display)
+                completion = prepare_completion(ready, corpus, tokens.tokenizer, display)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
@@ -181,15 +182,16 @@ class TrainTask:
     def memory_advice(self) -> str:
         return base_memory_advice(self.config, self.loaded) if self.config.base else memory_advice(self.config)
 
-    def summary(self, run: Run) -> str:
+    def begin(self, run: Run) -> list[str]:
         config = self.config
         assert config.threads, "set by `autosize_run`"
-        return (
+        summary = (
             f"{config.base or config.family}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
         )
+        return [summary] if self.completion is None else [summary, begin_completion(run.folder, self.completion)]
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)

@@ -23,7 +23,15 @@ from dunes.runs.completion.cuts import first_word
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.protocol import Suggestion
-from dunes.runs.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.runs.completion.text import (
+    BELOW,
+    FileTokenizer,
+    fim_form,
+    near_text,
+    valid_text,
+    window,
+    without_overlap,
+)
 from dunes.runs.trained_text import trained_text
 from dunes.text.lines import split_lines
 
@@ -73,7 +81,8 @@ class CompletionEngine:
 
     def update(self, name: str, text: str | None) -> None:
         """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
-        self._changed[name] = index_texts([(name, text)], self.files).without(()) if text else Far()
+        name = valid_text(name)
+        self._changed[name] = index_texts([(name, valid_text(text))], self.files).without(()) if text else Far()
         self._near = self._far = None
 
     def complete(
@@ -84,10 +93,11 @@ class CompletionEngine:
         options: CompleteOptions = CompleteOptions(),
     ) -> Suggestion:
         """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
+        after, name = valid_text(after[:BELOW]), valid_text(name)
         text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
-        below = self.files.plain(after[:BELOW])
+        below = self.files.plain(after)
         prompt = self._prompt([*above, *kept], below, text.starts[0])
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
         found = self._search(prompt, copies, options)

@@ -1,4 +1,4 @@
-"""What a run prepares for completion: an index at its beginning, and at its end the gate and the thresholds."""
+"""What a run keeps for completion: an index from its beginning on, and at its end the gate and the thresholds."""
 
 import math
 import shlex
@@ -46,10 +46,10 @@ class CompletionFiles:
 
 
 def prepare_completion(
-    config: TrainConfig, run: Path, corpus: Corpus, tokenizer: Tokenizer, display: Display
+    config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
 ) -> CompletionFiles | None:
-    """Write the index of the training files, which can be copied from while the model learns; None if the run does
-    not train completion.
+    """Index the training files, and read those that the gate is fitted on; None if the run does not train
+    completion.
 
     Raises ValueError if a file changed since it was collected.
     """
@@ -61,10 +61,14 @@ def prepare_completion(
     if left := len(corpus.train) - len(texts):
         display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
     index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers), [d.digest for d in corpus.train])
-    write_index(run, index)
-    folder = shlex.quote(str(run))
-    display.detail(f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN")
     return CompletionFiles(index, gate)
+
+
+def begin_completion(run: Path, files: CompletionFiles) -> str:
+    """Write the index of a run, which can be copied from while the model learns. Returns a line for the user."""
+    write_index(run, files.index)
+    folder = shlex.quote(str(run))
+    return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
@@ -115,7 +119,7 @@ def fit_mixture(
     engine: CompletionEngine, texts: Sequence[tuple[str, str]], most: int
 ) -> tuple[Gate | None, dict[str, Any]]:
     """A gate for the engine's model and index, and nats a token before and after it; None without a token."""
-    tokenized = (engine.files.tokenize(text, name) for name, text in texts)
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     places = places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
     if places is None:
         return None, {}

@@ -2,7 +2,7 @@
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -60,13 +60,22 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel, texts: Iterable[TokenizedText], sources_of: SourcesOf, most: int = PLACES
+    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
 ) -> Places | None:
-    """The first places of these texts, at most so many; None if there are none."""
-    places = (place for text in texts for place in scored_places(loaded, text, sources_of))
-    if not (rows := [_row(*place) for place in islice(places, most)]):
-        return None
-    return Places(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    """About `most` places, the first ones of each text, so that no long text has nearly all; None without any."""
+    each = even_share([len(text.ids) - text.starts[0] for text in texts], most)
+    rows = [_row(*place) for text in texts for place in islice(scored_places(loaded, text, sources_of), each)]
+    return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None
+
+
+def even_share(sizes: Sequence[int], most: int) -> int:
+    """How many are taken of each where `most` are, or all of those that have fewer."""
+    share, left = most, most
+    for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+        if (share := left // count) < size:
+            break
+        left -= size
+    return share
 
 
 def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:

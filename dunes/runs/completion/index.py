@@ -1,8 +1,8 @@
 """Files at hand, indexed so that what is in them can be copied."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from dunes.runs.completion.text import FileTokenizer
 
 MOST = 12_000_000
 """Bytes of text in an index at most: more take longer than ten seconds to sort."""
+SHORT = 4_000
+"""Bytes of a text of which a part is taken, at least."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,30 @@ def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
     """The path in its source, and the text, of each document, without byte order marks.
 
-    With `first` and `last`, a part of the text: between these fractions of its bytes, and at most `MOST` of them.
+    With `first` and `last`, a part of each text in it: between these fractions of its bytes. At most `MOST` bytes,
+    and none of texts so short that a fraction of their bytes says little about that of their tokens.
     """
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 
 
 def _part(document: Document, first: float, last: float) -> str:
-    size = sum(len(block) for block in _blocks(document))
-    start, stop = int(first * size), int(last * size)
-    stop, done, parts = min(stop, start + MOST), 0, list[bytes]()
-    for block in _blocks(document):  # no more than the part is kept
-        parts.append(block[max(0, start - done) : max(0, stop - done)])
-        done += len(block)
-    return b"".join(parts).decode(errors="ignore")
+    parts, left = list[str](), MOST
+    sizes = [sum(len(block.encode()) for block in text) for text in document.texts()]
+    for size, text in zip(sizes, document.texts(), strict=True):
+        start, stop = int(first * size), int(last * size)
+        stop = 0 if (first, last) != (0, 1) and size < SHORT else min(stop, start + left)
+        part = b"".join(_between(text, start, stop)).decode(errors="ignore")
+        parts, left = [*parts, part] if part else parts, left - max(0, stop - start)
+    return "\n".join(parts)
 
 
-def _blocks(document: Document) -> Iterator[bytes]:
-    return (block.encode() for block in chain.from_iterable(document.texts()))
+def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
+    """The bytes of a text from `start` to `stop`; no more are kept."""
+    done = 0
+    for block in text:
+        data = block.encode()
+        yield data[max(0, start - done) : max(0, stop - done)]
+        done += len(data)
 
 
 def index_texts(

@@ -130,10 +130,15 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 def near_text(before: str) -> str:
     """The last part of the text above the cursor, from the beginning of a line where there is one."""
-    if len(before) <= NEAR:
-        return before
-    part = before[-NEAR:]
-    return part[part.find("\n") + 1 :]
+    if len(before) > NEAR:
+        part = before[-NEAR:]
+        before = part[part.find("\n") + 1 :]
+    return valid_text(before)
+
+
+def valid_text(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer takes."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def without_overlap(suggestion: str, after: str) -> str:
