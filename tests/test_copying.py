@@ -344,10 +344,18 @@ def forbid(banned, logits, ids):
     return logits.index_fill(0, torch.tensor(banned), -torch.inf).log_softmax(-1)
 
 
-def search(model, prompt, cache=None, process=log_softmax, end=1, **sizes):
-    return beam_search(
-        cache or PrefixCache(model), prompt, process=process, ends=lambda ids: ids[-1] == end, **sizes
+def search(model, prompt, cache=None, rows=None, process=log_softmax, end=1, width=2, **options):
+    """The best continuation that ends with the id `end`; if none does, the best of all."""
+    beams = beam_search(
+        cache or PrefixCache(model),
+        rows or PrefixCache(model, width),
+        prompt,
+        process=process,
+        ends=lambda ids: ids[-1] == end,
+        **options,
     )
+    assert [beam.total for beam in beams] == sorted((beam.total for beam in beams), reverse=True)
+    return next((beam for beam in beams if beam.ids[-1] == end), beams[0] if beams else Beam())
 
 
 def exhaustive(model, prompt, limit, process=log_softmax, end=1):
@@ -392,7 +400,7 @@ def without_cache(model):
 @pytest.mark.parametrize("process", [log_softmax, partial(forbid, [1]), partial(forbid, [0, 2, 3, 4, 5])])
 def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
     cache, prompt = PrefixCache(wrap(model_of())), [3, 2, 5]
-    best = search(cache.model, prompt, cache, process, width=VOCAB**2, limit=3)
+    best = search(cache.model, prompt, cache, process=process, width=VOCAB**2, limit=3)
     assert (cache.cache is None) == (wrap is without_cache)
     expected = exhaustive(model_of(), prompt, 3, process)
     assert best.ids == expected.ids
@@ -411,14 +419,35 @@ def test_one_beam_is_greedy_decoding(family):
     assert [*best.logprobs] == pytest.approx([token.logprob for token in greedy[:stop]], abs=1e-4)
 
 
-def test_a_used_cache_changes_nothing_and_holds_the_prompt():
-    model, cache, prompts = model_of(), None, [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6]]
-    cache = PrefixCache(model)
+def test_used_caches_change_nothing_and_the_first_holds_the_prompt():
+    model, prompts = model_of(), [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6], [6] * 20, [6] * 19]
+    cache, rows = PrefixCache(model), PrefixCache(model, 4)
     for prompt in [*prompts, *reversed(prompts)]:
-        used, fresh = (search(model, prompt, c, width=4, limit=6) for c in (cache, PrefixCache(model)))
+        used = search(model, prompt, cache, rows, limit=6)
+        fresh = search(model, prompt, width=4, limit=6)
         assert used.ids == fresh.ids
         assert used.total == pytest.approx(fresh.total, abs=1e-4)
         assert cache.ids[0] == prompt
+
+
+def test_a_search_is_over_when_its_beams_are_decided():
+    model, prompt, seen = model_of(), [3, 2, 5], []
+
+    def decided(beams):
+        seen.append(beams)
+        return len(seen) == 3
+
+    beams = beam_search(
+        PrefixCache(model),
+        PrefixCache(model, 3),
+        prompt,
+        limit=9,
+        process=partial(forbid, [1]),
+        ends=lambda ids: False,
+        decided=decided,
+    )
+    assert beams == seen[-1]
+    assert [[len(beam.ids) for beam in each] for each in seen] == [[n] * 3 for n in (1, 2, 3)]
 
 
 def test_where_nothing_may_follow_there_is_no_beam():

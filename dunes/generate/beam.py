@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.prefix_cache import PADDED, PrefixCache, common_length
 from dunes.generate.sampling import Processor
 
 
@@ -26,23 +26,25 @@ class Beam(NamedTuple):
 
 def beam_search(
     cache: PrefixCache,
+    rows: PrefixCache,
     prompt: Sequence[int],
     *,
-    width: int,
     limit: int,
     process: Processor,
     ends: Callable[[Sequence[int]], bool],
-) -> Beam:
-    """The most probable continuation that `ends`, of those that `width` beams of up to `limit` ids find; if none
-    does, the best that does not; none, if nothing may follow.
+    decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
+) -> list[Beam]:
+    """Continuations that beams of up to `limit` ids find, the most probable first; none, if nothing may follow.
 
-    `process` makes log-probabilities (V,) of logits, with -inf for what must not follow. The cache then holds the
-    prompt.
+    There are as many beams as `rows`, a second cache of the same model, has rows: what it holds of the prompt from
+    an earlier search is not evaluated again. The search is over when no unfinished continuation is as probable as
+    the best that `ends`, or earlier, when all that are left, the most probable first, are `decided`. `process`
+    makes log-probabilities (V,) of logits, with -inf for what must not follow. `cache` then holds the prompt.
     """
     cache.reserve(len(prompt) + limit)
     logits = [cache.logits({0: prompt})[0][-1]]
-    rows, beams = forked(cache, width), [Beam()]
-    finished: list[Beam] = []
+    width, beams, finished = len(rows.ids), [Beam()], list[Beam]()
+    left: list[Beam] = []
     for _ in range(limit):
         candidates = [
             b for beam, row in zip(beams, logits, strict=True) for b in _grown(beam, row, prompt, process, width)
@@ -53,11 +55,11 @@ def beam_search(
             (finished if ends(beam.ids) else beams).append(beam)
         best = max((beam.total for beam in finished), default=-torch.inf)
         beams = [beam for beam in beams if beam.total > best]
-        if not beams:
+        left = sorted([*finished, *beams], key=lambda beam: -beam.total)
+        if not beams or len(beams[0].ids) == limit or decided(left):
             break
-        if len(beams[0].ids) < limit:
-            logits = rows(prompt, beams)
-    return max(finished or beams, key=lambda beam: beam.total, default=Beam())
+        logits = _logits(cache, rows, prompt, beams)
+    return left
 
 
 def _grown(beam: Beam, logits: Tensor, prompt: Sequence[int], process: Processor, width: int) -> list[Beam]:
@@ -67,23 +69,19 @@ def _grown(beam: Beam, logits: Tensor, prompt: Sequence[int], process: Processor
     return [Beam((*beam.ids, id), (*beam.logprobs, logprob)) for id, logprob in pairs if logprob > -torch.inf]
 
 
-def forked(cache: PrefixCache, width: int) -> Callable[[Sequence[int], Sequence[Beam]], list[Tensor]]:
-    """A function that gives the logits (V,) after the prompt and each beam, from a copy of the cache for each."""
-    made: list[PrefixCache] = []
-
-    def logits(prompt: Sequence[int], beams: Sequence[Beam]) -> list[Tensor]:
-        if not made:
-            made.append(PrefixCache(cache.model, width))
-            if cache.cache is not None:
-                first = torch.zeros(width, dtype=torch.long, device=cache.cache.length.device)
-                made[0].cache = cache.cache.select_rows(first)
-                made[0].ids = [list(cache.ids[0]) for _ in range(width)]
-        texts = assigned(made[0].ids, [[*prompt, *beam.ids] for beam in beams])
-        found = made[0].logits(texts)
-        by_text = {tuple(text): found[row][-1] for row, text in texts.items()}
-        return [by_text[(*prompt, *beam.ids)] for beam in beams]
-
-    return logits
+def _logits(cache: PrefixCache, rows: PrefixCache, prompt: Sequence[int], beams: Sequence[Beam]) -> list[Tensor]:
+    """The logits (V,) after the prompt, which `cache` has, and each beam, by a forward of `rows`."""
+    texts = assigned(rows.ids, [[*prompt, *beam.ids] for beam in beams])
+    missing = max(len(text) - common_length(rows.ids[row], text, 1) for row, text in texts.items())
+    if cache.cache is not None and missing > PADDED:
+        first = torch.zeros(len(rows.ids), dtype=torch.long, device=cache.cache.length.device)
+        rows.cache = cache.cache.select_rows(first)
+        rows.ids = [list(cache.ids[0]) for _ in rows.ids]
+        texts = assigned(rows.ids, [*texts.values()])
+    rows.reserve(max(map(len, texts.values())))
+    found = rows.logits(texts)
+    by_text = {tuple(text): found[row][-1] for row, text in texts.items()}
+    return [by_text[(*prompt, *beam.ids)] for beam in beams]
 
 
 def assigned(held: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:

@@ -24,6 +24,8 @@ CHUNK = 2048
 MAX_STEPPED, IN_FLOAT32 = 16, 8
 """New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M,
 15 at 1.1B; with matrices in float32 16, 9 and 10."""
+PADDED = 8
+"""Tokens of padding in the other rows that cost no more than a copy of the keys and values of one."""
 AHEAD = 8e-3
 """Seconds during which the most probable ids may be computed before they are asked for."""
 
@@ -87,9 +89,9 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many tokens in one row would be as many of padding in all others.
-            new = {i: len(ids) - _common(self.ids[i], ids, last[i]) for i, ids in texts.items()}
-            prefill = [i for i in texts if new[i] > last[i]] if any(self.ids) else []
+            # Many tokens in one row would be as many of padding in all others; a few cost less than rows apart.
+            new = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
+            prefill = [i for i in texts if new[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
             logits = self._evaluate({i: texts[i] for i in prefill}, prefill, last)
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
@@ -114,7 +116,7 @@ class PrefixCache:
             return [later.pop(len(text))]
         began = perf_counter()
         later.clear()
-        kept = _common(held, text, last) if len(self.ids) == 1 else 0
+        kept = common_length(held, text, last) if len(self.ids) == 1 else 0
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
         begins = not kept and last == 1 and len(text) > limit and self._reads_text(step, len(text))
         if (len(text) - kept > limit and not begins) or not self._fits_after(kept, step, cache):
@@ -195,7 +197,7 @@ class PrefixCache:
         whole = len(rows) == len(self.ids)
         index = torch.tensor(() if whole else rows, dtype=torch.long, device=self.cache.length.device)
         part = self.cache if whole else self.cache.select_rows(index)
-        kept = [_common(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
+        kept = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
         held = [len(self.ids[i]) for i in rows]
         if kept != held or not all(held):  # an interrupted forward leaves tokens in a row without ids
             kept = part.truncate(torch.tensor(kept)).tolist()
@@ -238,7 +240,7 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
-def _common(held: Sequence[int], ids: Sequence[int], last: int) -> int:
+def common_length(held: Sequence[int], ids: Sequence[int], last: int) -> int:
     """How many ids at the beginning are equal, but for the last ones, which give the logits."""
     equal, most = 0, min(len(held), len(ids) - last)
     if (held if most == len(held) else held[:most]) == ids[:most]:  # as usual

@@ -39,6 +39,8 @@ LIMIT = 48
 """Tokens of a suggestion at most."""
 WIDTH = 4
 """Beams."""
+BEAMED, LEAD = 8, 2.0
+"""Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
 
@@ -74,6 +76,7 @@ class CompletionEngine:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         self.cache, self._find_step = PrefixCache(loaded.model), find_step
+        self._beams = PrefixCache(loaded.model, WIDTH)
         self._changed: dict[str, Far] = {}
         self._near: tuple[list[int], list[int], str, Sources] | None = None
         self._far: tuple[str, Far] | None = None
@@ -180,19 +183,54 @@ class CompletionEngine:
         ends = partial(self._ends, copies.typed, options.lines)
         limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
         if options.width == 1:
-            return self._decode(prompt, copies, limit, process, ends)
+            self.cache.step = self._find_step()
+            return self._decode(prompt, Beam(), copies, limit, process, ends)
         self.cache.step = None  # its weights may be rounded: an answer would depend on what was asked before
-        return beam_search(self.cache, prompt, width=options.width, limit=limit, process=process, ends=ends)
+        beams = beam_search(
+            self.cache,
+            self._rows(options.width),
+            prompt,
+            limit=min(limit, BEAMED),
+            process=process,
+            ends=ends,
+            decided=partial(self._decided, prompt, copies),
+        )
+        if not beams or ends(beams[0].ids):
+            return beams[0] if beams else Beam()
+        finished = [beam for beam in beams if ends(beam.ids)]
+        return max(
+            [self._decode(prompt, beams[0], copies, limit, process, ends), *finished], key=lambda b: b.total
+        )
+
+    def _decided(self, prompt: Sequence[int], copies: Copies, beams: Sequence[Beam]) -> bool:
+        """Whether the first beam is far more probable than the next.
+
+        Those without all of what is typed are not comparable: they have yet to lose what others have lost.
+        """
+        lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
+        return lead >= LEAD and not any(copies.rest([*prompt, *beam.ids]) for beam in beams)
+
+    def _rows(self, width: int) -> PrefixCache:
+        """The cache of so many beams."""
+        if len(self._beams.ids) != width:
+            self._beams = PrefixCache(self.loaded.model, width)
+        return self._beams
 
     def _decode(
-        self, prompt: Sequence[int], copies: Copies, limit: int, process: Processor, ends: Callable[..., bool]
+        self,
+        prompt: Sequence[int],
+        begun: Beam,
+        copies: Copies,
+        limit: int,
+        process: Processor,
+        ends: Callable[..., bool],
     ) -> Beam:
-        """The most probable ids one by one, where possible several by a forward."""
-        chosen, found, self.cache.step = Chosen(), list[int](), self._find_step()
+        """The most probable ids one by one, after those of `begun`, where possible several by a forward."""
+        chosen, found = Chosen(list(begun.logprobs)), list(begun.ids)
         for token in generate(
             self.loaded.model,
-            prompt,
-            limit=limit,
+            [*prompt, *begun.ids],
+            limit=limit - len(begun.ids),
             context_length=self.loaded.context_length,
             sample=Sampler((process,), chosen),
             cache=self.cache,
@@ -221,8 +259,8 @@ def knows_paths(loaded: LoadedModel) -> bool:
 class Chosen:
     """The choice of the most probable id, which notes the log-probability of each."""
 
-    def __init__(self) -> None:
-        self.logprobs: list[float] = []
+    def __init__(self, logprobs: list[float]) -> None:
+        self.logprobs = logprobs
 
     def __call__(self, logprobs: Tensor) -> Tensor:
         best = logprobs.argmax(-1)

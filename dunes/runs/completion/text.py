@@ -1,6 +1,6 @@
 """A file's text as ids, as training and completion see it: its path, then its lines."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
@@ -40,7 +40,8 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
-        self._sorted = sorted(set(self.pieces))
+        self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
+        self._sorted = [self.pieces[i] for i in self._order]
         self._allowed = lru_cache(256)(self._find_allowed)
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
@@ -76,7 +77,14 @@ class FileTokenizer:
         return self._allowed(typed) if typed else None
 
     def _find_allowed(self, typed: bytes) -> Tensor:
-        return torch.tensor([p.startswith(typed) or (bool(p) and typed.startswith(p)) for p in self.pieces])
+        allowed, pieces = torch.zeros(len(self.pieces), dtype=torch.bool), self._sorted
+        begins = lambda piece: piece[: len(typed)]
+        ranges = [(bisect_left(pieces, typed, key=begins), bisect_right(pieces, typed, key=begins))]
+        parts = (typed[:n] for n in range(1, len(typed)))
+        ranges += [(bisect_left(pieces, part), bisect_right(pieces, part)) for part in parts]
+        for first, last in ranges:
+            allowed[self._order[first:last]] = True
+        return allowed
 
     def plain(self, text: str) -> list[int]:
         """The ids of a text that is no beginning of a file."""
