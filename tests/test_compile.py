@@ -231,7 +231,8 @@ def test_a_trainer_takes_a_compiled_loss_and_a_compiled_model():
         model = build("llama")
         function = torch.compile(loss, backend="aot_eager") if compiled == "loss" else loss
         model = torch.compile(model, backend="aot_eager") if compiled == "model" else model
-        losses.append([step.loss for step in Trainer(model, muon(model), function).run(batches)])
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)  # Muon and Adam magnify the last bits
+        losses.append([step.loss for step in Trainer(model, optimizer, function).run(batches)])
     assert losses[1] == pytest.approx(losses[0], abs=LIMIT)
     assert losses[2] == pytest.approx(losses[0], abs=LIMIT)
     assert losses[0][2] < losses[0][0]

@@ -153,7 +153,7 @@ def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
     for name, request in stack.items():
         augment_folder(base, tmp_path / name, name, **request)
         base = tmp_path / name
-    config = going_on(base, code, trainable=("**.adapters.**",), steps=4)
+    config = going_on(base, code, trainable=("**.adapters.**",), steps=4, lr=2e-3)
     straight, halves = tmp_path / "a", tmp_path / "b"
     assert train(config, straight, display()[0]) == 0
     with monkeypatch.context() as patch:
