@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import indent
 from time import time, time_ns
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -91,7 +90,7 @@ class TensorBoard:
 
     def _text(self, step: int, text: str) -> None:
         # TensorBoard renders Markdown: indented text is shown verbatim.
-        self._put(step=step, summary=self._summary.text("sample", indent(text, "    ", lambda line: True)))
+        self._put(step=step, summary=self._summary.text("sample", "    " + text.replace("\n", "\n    ")))
 
     def _put(self, **fields: Any) -> None:
         event = self._event.Event(**{"wall_time": time()} | fields)
