@@ -28,6 +28,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests are skipped, with their names, unless they are asked for."""
+    if "long" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason=f"long: pytest -m long {item.nodeid}"))
+
+
 @pytest.fixture(autouse=True)
 def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))

@@ -176,6 +176,7 @@ work.main({"decode": (("float32", "bfloat16"), answers)})
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(700)
 def test_transformers_gives_what_ours_gives_and_is_raced():
     tasks = ("decode", "prefill", "decode16", "first", "train")
@@ -193,6 +194,7 @@ def test_transformers_gives_what_ours_gives_and_is_raced():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(700)
 def test_finetuning_learns_as_peft_does_and_is_raced():
     row = last_line("finetune.py", "--toy", "--here", "--tasks", "packed")

@@ -544,6 +544,7 @@ def test_three_kills_end_bit_for_bit_as_none(code, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_seventy_kills_end_bit_for_bit_as_none(code, tmp_path):
     assert training(code, tmp_path / "straight").wait(timeout=120) == 0

@@ -32,6 +32,7 @@ def test_a_silent_fallback_to_the_cpu_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_code_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run("--device", "cpu", "--size", "50k")

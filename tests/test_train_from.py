@@ -137,7 +137,9 @@ def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
+@pytest.mark.parametrize(
+    "router", [*(pytest.param(r, marks=pytest.mark.long) for r in ("linear", "shared")), "mlp"]
+)
 def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
     router, converted, code, tmp_path, monkeypatch
 ):
@@ -179,6 +181,7 @@ def test_a_stack_of_all_changes_is_saved_loaded_and_resumed_bit_for_bit(
 
 LEARNING = [(train, *pair) for pair in PAIRS if pair not in REFUSED]
 LEARNING += [(finetune, *pair) for _, *pair in LEARNING if pair[0] in ("int8", "nf4", "expand") and "a" in pair[1]]
+LEARNING = [pytest.param(*each, marks=[pytest.mark.long] if i % 4 else []) for i, each in enumerate(LEARNING)]
 
 
 @pytest.mark.slow
