@@ -90,7 +90,7 @@ def data(name: str) -> Path:
 def toy(code, **changes):
     fixed = {"sources": (str(code),), "size": "60k", "context_length": 32, "batch": 4, "steps": 12}
     fixed |= {"vocab_size": 300} if changes.get("tokenizer", "bpe") == "bpe" else {}
-    return TrainConfig(**fixed | {"dtype": "float32", "threads": 1} | changes)
+    return TrainConfig(**fixed | {"dtype": "float32", "threads": 1, "complete": False} | changes)
 
 
 def display():

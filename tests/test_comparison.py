@@ -37,7 +37,9 @@ def programs(tmp_path_factory):
 def run(programs, tmp_path_factory):
     """A model trained for a few steps on files, of which some are validation text."""
     out = tmp_path_factory.mktemp("compared") / "run"
-    config = TrainConfig(sources=(str(programs),), steps=4, batch=4, context_length=32, dtype="float32", threads=1)
+    config = TrainConfig(
+        sources=(str(programs),), steps=4, batch=4, context_length=32, dtype="float32", threads=1, complete=False
+    )
     train(config, out, display()[0])
     return out
 

@@ -249,7 +249,7 @@ def folders(tmp_path_factory):
 
 def going_on(base, code, **changes):
     fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
-    return TrainConfig(sources=(str(code),), base=str(base), trainable=("new",), **fixed | changes)
+    return TrainConfig(sources=(str(code),), base=str(base), trainable=("new",), complete=False, **fixed | changes)
 
 
 def test_new_blocks_learn_alone_and_taken_out_give_back_the_original(folders, code, tmp_path):

@@ -484,7 +484,7 @@ from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1
 plan = TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=4, steps=120,
-            dtype="float32", threads=1)
+            complete=False, dtype="float32", threads=1)
 folder = Path(sys.argv[2])
 sys.exit(train(plan, folder, Display(), resume=(folder / "state" / "plan.json").exists()))
 """

@@ -388,18 +388,18 @@ def chosen(config, folder, base=None):
 def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     code, prose = put_files(tmp_path / "code", 4), put_files(tmp_path / "prose", 4, ".txt")
     assert code_fraction(collect_corpus([code]).documents) == 1
-    assert chosen(toy(code), code) == (
+    assert chosen(toy(code, complete=None), code) == (
         True,
         "completion of lines: on, 100% of the text is source code (--no-complete turns it off); 25% of windows "
         "are cut into prefix, suffix and middle",
     )
-    assert chosen(toy(prose), prose) == (
+    assert chosen(toy(prose, complete=None), prose) == (
         False,
         "completion of lines: off, 0% of the text is source code (--complete turns it on)",
     )
     (prose / "more.PY").write_text("x" * 100)
-    assert chosen(toy(prose), prose)[0]
-    assert not chosen(toy(code, tokenizer="bytes"), code)[0]
+    assert chosen(toy(prose, complete=None), prose)[0]
+    assert not chosen(toy(code, tokenizer="bytes", complete=None), code)[0]
     assert chosen(toy(code, tokenizer="bytes", complete=True), code)[0]
     assert chosen(toy(prose, complete=True), prose)[0]
     assert not chosen(toy(code, complete=False), code)[0]
@@ -410,7 +410,7 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     with pytest.raises(ValueError, match="completion needs the special tokens"):
         chosen(replace(base, complete=True), code, metaspace_tokenizer())
     with pytest.raises(ValueError, match=r"--fim-rate is 0\.9, but completion is off .* pass --complete"):
-        chosen(toy(code, tokenizer="chars", fim_rate=0.9), code)
+        chosen(toy(code, tokenizer="chars", fim_rate=0.9, complete=None), code)
     assert missing_sentinels(BPE) == []
 
 
@@ -448,7 +448,7 @@ def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
 def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     folder = tmp_path / "run"
     show, out = display()
-    assert train(toy(code, steps=8), folder, show) == 0
+    assert train(toy(code, steps=8, complete=None), folder, show) == 0
     plan = json.loads((folder / "state" / "plan.json").read_text())
     assert (plan["complete"], plan["fim_rate"]) == (True, 0.25)
     assert "completion of lines: on" in " ".join(out.getvalue().split())
