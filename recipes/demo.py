@@ -29,7 +29,7 @@ Place = tuple[ScoredFile, CutPoint]
 
 def unseen_places(completer: FolderCompleter, count: int, seed: int) -> list[Place]:
     """Random cursors inside lines of the files that the training left for a test."""
-    texts = document_texts(completer.test_documents())
+    texts = [*document_texts(completer.test_documents())]
     files = scored_files(texts, completer.training_files, all_lines=True).files
     each = math.ceil(2 * count / len(files))
     places = [(file, cut) for file in files for cut in cut_points(file.name, file.text, file.lines, seed, each)]

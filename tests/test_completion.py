@@ -195,6 +195,10 @@ def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("a = 1", "\r\n  a = 1\r\nb\r\n") == ""
     assert without_overlap("a = 1", "") == "a = 1"
     assert without_overlap("a(b", "b c\nx") == "a("
+    assert without_overlap("import os", "\rimport os\rx") == ""
+    assert without_overlap("a = 1\n    b = 2", "\n\na = 1\n    b = 2\nc") == ""
+    assert without_overlap("a = 1\nb = 3", "\na = 1\nb = 2\n") == "a = 1\nb = 3"
+    assert without_overlap("x)\n    return y", ")\n") == "x"
     engine = engine_of([("a.py", CODE)])
     for before, after in [(CODE + "    result = width * ", " + 7\n"), (CODE + "def area_9(", "):\n    pass\n")]:
         suggestion = engine.complete(before, after, "b.py").text
@@ -307,6 +311,30 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     ]
     assert facts["loss"] == pytest.approx(np.mean(alone[:150]), rel=1e-4)
     assert fit_mixture(engine_of(header=False), [("", "")], 9) == (None, {})
+
+
+@pytest.mark.parametrize("options", [{"lines": 0}, {"lines": -1}, {"width": 0}])
+def test_no_lines_and_no_beams_are_refused(options):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        CompleteOptions(**options)
+
+
+def test_records_without_names_are_copied_from():
+    engine = engine_of([("", CODE), ("", OTHER)])
+    assert len(engine.sources_above("", [1]).far[0]) == len(engine.sources_above("x.py", [1]).far[0]) > 0
+    copied = copier(("", "alpha = beta\n")).complete("x\nalpha = ")
+    assert copied.text == "beta"
+
+
+def test_a_long_text_is_not_sorted_anew_for_each_line():
+    text = FileTokenizer(BPE, True).tokenize("x = 1\n" * 2_000, "a.py")
+    sources, calls = engine_of()._sources([], [], ""), []
+    places = list(scored_places(LOADED, text, lambda above: calls.append(len(above)) or sources))
+    assert len(places) == len(text.ids) - text.starts[0]
+    assert len(calls) < 700
+    starts = [*text.starts, len(text.ids)]
+    lengths = [max(n for n in calls if n <= start) for start in starts[1:-1]]
+    assert all(n >= start - max(start / 100, 0) - 8 for n, start in zip(lengths, starts[1:-1], strict=True))
 
 
 def test_places_are_of_all_texts():

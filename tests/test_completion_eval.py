@@ -23,6 +23,7 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
 from dunes.runs.completion.score import CompletionOptions, gate_thresholds, score_baselines, score_completer
 from dunes.runs.completion.sources import LineIndex, scored_files
+from dunes.runs.score import text_digest
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -380,6 +381,11 @@ def engine(monkeypatch, tmp_path):
             right = super().complete(before, after, name)
             return Suggestion(right.text + "!" * (name == "c.py"))
 
+        known = frozenset()
+
+        def seen(self):
+            return self.known
+
         def threshold(self, policy):
             return 0.5
 
@@ -439,6 +445,46 @@ def test_the_verb_refuses_in_one_line(engine, arguments, options, message):
         verbs.evaluate("model", *arguments, completion=True, **options)
     assert "\n" not in str(caught.value)
     assert not (engine / "completion.md").exists()
+
+
+def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are_not_known(engine, capsys):
+    model = report.load_completer("model")
+    type(model).known = {text_digest([(engine / "sources" / "b.py").read_text() + "\n"])}
+    verbs.evaluate("model", completion=True, lines=1)
+    printed = capsys.readouterr().out
+    assert "1 file, 4 lines; left out: 2 files that the model was trained on" in printed
+    assert "not known" not in printed
+    type(model).known = None
+    verbs.evaluate("model", completion=True, lines=1)
+    printed = capsys.readouterr().out
+    assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
+    assert "the files that the model was trained on are not known, but for those in its index" in printed
+
+
+def test_only_a_page_of_its_own_is_overwritten(engine):
+    (engine / "completion.md").write_text("# Notes\n")
+    for out in (None, engine / "sources"):
+        with pytest.raises(ValueError, match="exists, and is no page of this command; pass another file"):
+            verbs.evaluate("model", completion=True, lines=1, out=out)
+    assert (engine / "completion.md").read_text() == "# Notes\n"
+
+
+def test_a_run_without_a_model_is_not_scored(tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "plan.json").write_text("{}")
+    with pytest.raises(ValueError, match="a run without a model yet; let it end, or go on with it by --resume"):
+        evaluate_completion(tmp_path, out=tmp_path / "page.md")
+
+
+def test_lines_of_a_character_alone_have_no_cursor():
+    with pytest.raises(ValueError, match="no line to complete"):
+        scored_files([("a.c", "{\na\n}\n")], [], all_lines=True)
+
+
+def test_long_lines_are_not_typed():
+    text = "x = [" + "1, " * 100 + "]\n" + "y = 1\n"
+    assert [line.text for line in sample_lines("a.py", text, file_lines(text))] == ["y = 1"]
+    assert not sample_lines("a.py", "1, " * 100, file_lines("1, " * 100))
 
 
 def test_a_page_needs_a_folder_before_any_work(engine):

@@ -247,6 +247,37 @@ def refused(config, folder, resume=False):
     return str(error.value)
 
 
+def test_a_run_that_another_process_has_made_meanwhile_stays(code, tmp_path, monkeypatch):
+    """The folder was free when the second run began, and the first ended while that one read its text."""
+    folder, other = tmp_path / "run", train_module.gather
+
+    def gather(config):
+        with monkeypatch.context() as patch:
+            patch.setattr(train_module, "gather", other)
+            assert train(toy(code, steps=3), folder, display()[0]) == 0
+        return other(config)
+
+    monkeypatch.setattr(train_module, "gather", gather)
+    with pytest.raises(ValueError, match="already contains a run"):
+        train(toy(code, steps=5, seed=1), folder, display()[0])
+    assert len(read_metrics(folder / "metrics.jsonl")) >= 3
+    assert checkpoint.latest_state(folder).name == "step-000003"
+
+
+def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch):
+    real = train_module.TrainTask.close
+
+    def close(self, run, score, interrupted):
+        signal.raise_signal(signal.SIGTERM)
+        return real(self, run, score, interrupted)
+
+    monkeypatch.setattr(train_module.TrainTask, "close", close)
+    show, out = display()
+    assert train(toy(code, steps=3), tmp_path / "run", show) == 0
+    assert "done after 3 steps" in out.getvalue()
+    assert "resume with" not in out.getvalue()
+
+
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
     assert "no run to resume" in refused(toy(code), folder, resume=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import expansion
 from adapters import IDS
@@ -17,6 +17,7 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES
+from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
 from dunes.runs.evaluate import evaluate
 from dunes.runs.export import export
@@ -24,7 +25,7 @@ from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
 from dunes.runs.score import evaluation_tokens
-from dunes.runs.train import train
+from dunes.runs.train import dropouts, train
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.train_from import memory_advice
 from dunes.text import Tokenizer
@@ -58,6 +59,22 @@ def losses(folder):
     return [
         (r["step"], r.get("loss_hex"), r.get("validation_loss")) for r in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+@pytest.mark.parametrize(("asked", "trained_with"), [(None, 0.1), (0.4, 0.4), (0.0, 0.0)])
+def test_a_base_keeps_its_dropout(asked, trained_with, code, tmp_path, monkeypatch):
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    config = GPT2Config(
+        vocab_size=TOKENIZER.vocab, bos_token_id=TOKENIZER.eos, eos_token_id=TOKENIZER.eos, **sizes
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    TOKENIZER.save(tmp_path / "base")
+    seen, real = [], train_module.TrainTask.score
+    noted = lambda self, *a: seen.append([d.p for d in dropouts(self.loaded.model)]) or real(self, *a)
+    monkeypatch.setattr(train_module.TrainTask, "score", noted)
+    assert train(going_on(tmp_path / "base", code, steps=2, dropout=asked), tmp_path / "run", display()[0]) == 0
+    assert seen[0] == [trained_with] * 2
+    assert [d.p for d in dropouts(checkpoint.load(tmp_path / "run").model)] == [0.1] * 2
 
 
 def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):

@@ -314,21 +314,22 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save state and results, plot the loss, and print the final report."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    status = 128 + request.signal if request.signal else 0
+    interrupted = bool(request.signal)  # a signal from here on is too late: what is begun is finished
+    status = 128 + request.signal if interrupted else 0
     try:
         with run.timings("saves"):
             saved = saver.last(run)
         if not saved:
             status = NOT_SAVED
         with run.timings("final validation"):
-            score = _final_score(run, interrupted=bool(request.signal))
+            score = _final_score(run, interrupted=interrupted)
             saved_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
-            if run.warm and not request.signal:
+            if run.warm and not interrupted:
                 board.sample(step, _sample(run, display, saved_step))
         run.elapsed = monotonic() - run.start_time
         with run.timings("saves"):
-            report = run.task.close(run, score, bool(request.signal))
+            report = run.task.close(run, score, interrupted)
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
@@ -337,7 +338,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         records = read_metrics(run.folder / METRICS, display.line)
         loss_picture(records, score, saved_step, run.folder / "loss.png")
         drawn = load_picture(records, run.folder / LOAD_PICTURE)
-    outcome = "stopped" if request.signal else "done"
+    outcome = "stopped" if interrupted else "done"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
         f"{score.loss:.3f} nats/token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits/byte"
@@ -351,7 +352,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     loads = f"   load of experts: {folder}/{LOAD_PICTURE}" if drawn else ""
     display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
     resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
-    display.line(resume if request.signal else next_steps)
+    display.line(resume if interrupted else next_steps)
     return status
 
 

@@ -211,7 +211,12 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save tokenizer and config. The config is written last: it makes the folder a run."""
+    """Save tokenizer and config. The config is written last: it makes the folder a run.
+
+    Raises FolderInUse if another process has made it one meanwhile.
+    """
+    if (folder / "state" / "plan.json").exists():
+        raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_config(config, folder)
 

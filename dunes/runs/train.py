@@ -1,7 +1,7 @@
 """Training on text, from scratch or from a model."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, scale_rates
 from dunes.units import format_count, plural
+
+TYPICAL_RATE = 10_000
+"""Tokens a second that a run of so many steps is taken to have, where its time must not depend on the machine."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -135,17 +138,20 @@ def prepare(
     optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
     scale_rates(optimizer, rate_factors(model, config.lr_factors, base))
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
-    set_dropout(model, config.dropout or 0.0)
-    return Run(folder, config, TrainTask(config, tokens, loaded, completion), trainer, schedule)
+    built = [p.p for p in dropouts(model)]
+    if config.dropout is not None:
+        set_dropout(model, [config.dropout] * len(built))
+    return Run(folder, config, TrainTask(config, tokens, loaded, built, completion), trainer, schedule)
 
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text."""
+    """Next-token prediction on text. `dropout` are the probabilities that the model was built with."""
 
     config: TrainConfig
     text: Tokens
     loaded: LoadedModel
+    dropout: Sequence[float]
     completion: CompletionFiles | None = None
 
     @property
@@ -159,6 +165,13 @@ class TrainTask:
     @property
     def closing_seconds(self) -> float:
         return closing_seconds(self.config.seconds) if self.completion is not None else 0.0
+
+    @property
+    def _seconds(self) -> float:
+        """The time of the run that the gate's is a share of: a function of the config, so that it is exact."""
+        config = self.config
+        tokens = (config.steps or 0) * config.batch * config.context_length
+        return tokens / TYPICAL_RATE if config.steps else config.seconds
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -199,18 +212,22 @@ class TrainTask:
         return f"{share}{format_parameters(total, active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        set_dropout(run.model, 0.0)  # a folder says what computes, not how it was trained
+        set_dropout(run.model, self.dropout)  # a folder says what computes, not how it was trained
         facts = card_facts(run, score, "trained")
         save_changed(self.loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
         lines = [f"model: {folder}"]
         if self.completion is not None and not interrupted:
-            lines.append(finish_completion(run.folder, self.completion, run.elapsed))
+            lines.append(finish_completion(run.folder, self.completion, self._seconds))
         return [*lines, f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
 
 
-def set_dropout(model: nn.Module, p: float) -> None:
-    """Set the dropout of each block's outputs, which acts in training only."""
-    for block in model.modules():
-        if isinstance(block, Block):
-            block.dropout.p = p
+def dropouts(model: nn.Module) -> list[nn.Dropout]:
+    """The dropout of each block's outputs, which acts in training only."""
+    return [block.dropout for block in model.modules() if isinstance(block, Block)]
+
+
+def set_dropout(model: nn.Module, probabilities: Sequence[float]) -> None:
+    """Set the dropout of each block's outputs."""
+    for dropout, p in zip(dropouts(model), probabilities, strict=True):
+        dropout.p = p

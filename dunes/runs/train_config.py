@@ -92,7 +92,9 @@ class Completion:  # without `file_headers`, files do not begin with their paths
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the share of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
-    dropout: Annotated[float | None, flag("P", "0.1 with --complete, where the text is read often; else 0")] = None
+    dropout: Annotated[
+        float | None, flag("P", "0.2 with --complete, where the text is read often; that of --from; else 0")
+    ] = None
     """Probability of a block's outputs to be zero in training."""
 
 

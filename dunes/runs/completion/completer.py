@@ -14,6 +14,7 @@ from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
 from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
 from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.sources import document_texts, text_digests
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.completion.text import near_text
 from dunes.runs.config import STDLIB
@@ -45,6 +46,15 @@ class FolderCompleter(CompletionEngine):
         """
         pairs = self.facts.get("thresholds", {}).get(policy, ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
+
+    def seen(self) -> set[bytes] | None:
+        """The digests of all texts that the model was trained and validated on; None if they cannot be known."""
+        from dunes.runs.score import split_documents  # which imports what draws progress
+
+        with suppress(ValueError, OSError):
+            corpus = split_documents(self.loaded.card)
+            return text_digests(document_texts([*corpus.train, *corpus.valid]))
+        return None
 
     def test_documents(self) -> list[Document]:
         """The files that the training left for a test. Raises ValueError if it left none."""

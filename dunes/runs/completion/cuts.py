@@ -16,6 +16,8 @@ from dunes.text.lines import split_lines
 
 WORD = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
 """A word: the next run of identifier characters, or one other character, with the spaces before it."""
+LONGEST = 200
+"""Characters of a line that is typed, at most: nobody types longer ones, and each is a request."""
 _IDENTIFIER = re.compile(r"\w\w")
 _LINE_END = re.compile(r"[\r\n]")
 
@@ -68,7 +70,8 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
-    """At most `count` of the lines, in their order."""
+    """At most `count` of the lines of at most 200 characters, in their order."""
+    lines = [line for line in lines if len(line.text) <= LONGEST]
     drawn = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
     return [lines[number] for number in np.sort(drawn)]
 

@@ -57,6 +57,10 @@ class CompleteOptions:
     width: int = WIDTH
     cancelled: Callable[[], bool] = lambda: False
 
+    def __post_init__(self) -> None:
+        if self.lines < 1 or self.width < 1:
+            raise ValueError(f"lines is {self.lines} and width is {self.width}; both must be at least 1")
+
 
 class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from files that are open, and from an index.

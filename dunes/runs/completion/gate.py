@@ -16,6 +16,9 @@ from dunes.runs.completion.text import TokenizedText
 
 PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
 """Places that the gate is fitted on at most, and the settings of the fit by Adam."""
+RENEWED = 100
+"""Sources are renewed for each line of a text, or when it is longer by so small a part: else a text of N lines
+would be sorted N times."""
 ROOM = 3 * CANDIDATES
 """Candidates of a place."""
 
@@ -93,11 +96,13 @@ def scored_places(
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
     """Of each id of a text after its header: the id, log-probabilities (V,) of the model, and what can be copied.
 
-    Copied is from the sources for the lines above.
+    Copied is from the sources for the lines above, in long texts but for the last percent.
     """
     logprobs = islice(text_logprobs(loaded, text.ids), max(text.starts[0] - 1, 0), None)
+    copied, copies = 0, Copies(sources_of([]))
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
-        copies = Copies(sources_of(text.ids[:start]))
+        if start - copied >= copied // RENEWED:
+            copied, copies = start, Copies(sources_of(text.ids[:start]))
         for place in range(max(start, 1), stop):
             yield text.ids[place], next(logprobs), copies.candidates(text.ids[max(0, place - 64) : place])
 

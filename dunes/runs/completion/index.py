@@ -37,7 +37,8 @@ class TextIndex:
     contexts: ContextIndex
 
     def without(self, names: Collection[str]) -> Far:
-        """What can be copied from the files but those with these names."""
+        """What can be copied from the files but those with these names; records have none."""
+        names = {name for name in names if name}
         if not any(file.name in names for file in self.files):
             return Far([self.ids], [TextSource(self.text, self.contexts)])
         ends = [*self.files, IndexedFile("", "", len(self.ids), len(self.text))]

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,6 +38,7 @@ EXAMPLES = 40
 ABOVE = 2
 """Lines above that it shows of each."""
 CURSOR = "▏"
+TITLE = "# Line completion of"
 
 
 @dataclass(frozen=True)
@@ -76,17 +78,23 @@ def evaluate_completion(
     """
     options = options or CompletionOptions()
     _check(options, out, files)
+    if (folder / "state" / "plan.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
     engine: TrainedCompleter = load_completer(folder, any_base=any_base)
     documents = _documents(sources, corpus_options) if sources else engine.test_documents()
-    documents = sorted(documents, key=lambda document: (document.split_hash, document.name))[:files]
-    training = list(engine.training_files)
+    documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
+    training, seen = list(engine.training_files), engine.seen()
     try:
-        scored = scored_files(document_texts(documents), training, options.all_lines)
+        texts = list(islice(document_texts(documents), files))
+        scored = scored_files(texts, training, options.all_lines, seen or ())
     except ValueError as error:
         raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
     name = folder.resolve().name
     with display or Display() as display:
         display.line(scored.report())
+        if seen is None:
+            indexed = "but for those in its index" if training else "so none of them is left out"
+            display.line(f"note: the files that the model was trained on are not known, {indexed}")
         thresholds = {policy: engine.threshold(policy) for policy in POLICIES}
         scores = [score_completer(name, engine, scored.files, options, thresholds, display.time_left)]
         scores += score_baselines(training, scored.files, options, display.time_left)
@@ -104,6 +112,8 @@ def _check(options: CompletionOptions, out: Path, files: int | None) -> None:
             raise ValueError(f"{flag} is {value}; it must be at least 1")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out: {out.parent} is not a folder; create it, or pass another file")
+    if out.is_dir() or (out.exists() and not out.read_bytes().startswith(TITLE.encode())):
+        raise ValueError(f"--out: {out} exists, and is no page of this command; pass another file")
 
 
 def _documents(sources: Sequence[str], options: dict[str, Any]) -> list[Document]:
@@ -230,7 +240,7 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 def page(score: CompleterScore, scored: ScoredFiles, tables: Sequence[Table], seed: int = 0) -> str:
     """The tables and examples in Markdown, half of them right and half wrong, from as many files as there are."""
-    parts = [f"# Line completion of {score.name}", scored.report(), *(table.markdown() for table in tables)]
+    parts = [f"{TITLE} {score.name}", scored.report(), *(table.markdown() for table in tables)]
     for title, right in (("Right", 1.0), ("Wrong", 0.0)):
         points = [point for point in score.points if point.agreement.exact == right and is_inside(point)]
         parts.append(f"## {title}")

@@ -53,6 +53,10 @@ class TrainedCompleter(Completer, Protocol):
         """The names and texts of the files that it was trained on."""
         ...
 
+    def seen(self) -> set[bytes] | None:
+        """The digests of all texts that its training read; None if they cannot be known."""
+        ...
+
     def threshold(self, policy: Policy) -> float:
         """The probability from which on suggestions are shown."""
         ...

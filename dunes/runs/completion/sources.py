@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
@@ -87,24 +87,31 @@ class LineIndex:
         return rarity[: len(tokens) - ceil(SIMILAR * len(tokens)) + 1]
 
 
-def document_texts(documents: Iterable[Document]) -> list[NamedText]:
+def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
     """The texts of documents with their names, without byte order marks."""
-    return [
-        (document.name, "".join(text).removeprefix("\ufeff"))
-        for document in documents
-        for text in document.texts()
-    ]
+    for document in documents:
+        for text in document.texts():
+            yield document.name, "".join(text).removeprefix("\ufeff")
+
+
+def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
+    """The digests of texts, whatever white space is around them."""
+    return {text_digest([text]) for _, text in texts}
 
 
 def scored_files(
-    texts: Sequence[NamedText], training: Sequence[NamedText], all_lines: bool = False
+    texts: Sequence[NamedText],
+    training: Sequence[NamedText],
+    all_lines: bool = False,
+    seen: Collection[bytes] = (),
 ) -> ScoredFiles:
     """The files and lines that are scored of a model that was trained on the training files.
 
-    Files with the text of a training file are left out whatever white space is around it, and lines that are
-    near-duplicates of a training line unless `all_lines`. Raises ValueError if nothing is left.
+    Files with the text of a training file, or one whose digest is in `seen`, are left out whatever white space is
+    around it, and lines that are near-duplicates of a training line unless `all_lines`. Raises ValueError if
+    nothing is left.
     """
-    digests = {text_digest([text]) for _, text in training}
+    digests = text_digests(training) | {*seen}
     unseen = [(name, text) for name, text in texts if text_digest([text]) not in digests]
     index = LineIndex(() if all_lines else (text for _, text in training))
     files, line_count = [], 0
@@ -112,7 +119,7 @@ def scored_files(
         lines = file_lines(text)
         line_count += len(lines)
         files.append(ScoredFile(name, text, [line for line in lines if not index.has_similar(line.text)]))
-    kept = [file for file in files if file.lines]
+    kept = [file for file in files if any(len(line.text) > 1 for line in file.lines)]
     left = sum(len(file.lines) for file in kept)
     scored = ScoredFiles(kept, len(texts) - len(unseen), line_count, line_count - left, len(unseen) - len(kept))
     if not kept:

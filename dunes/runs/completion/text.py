@@ -140,7 +140,7 @@ def near_text(before: str) -> str:
     """The last part of the text above the cursor, from the beginning of a line where there is one."""
     if len(before) > NEAR:
         part = before[-NEAR:]
-        before = part[part.find("\n") + 1 :]
+        before = part[part.find("\n", 0, LINE) + 1 :]
     return valid_text(before)
 
 
@@ -150,16 +150,18 @@ def valid_text(text: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str) -> str:
-    """The suggestion without an end that stands behind the cursor; empty if all of it is the next line."""
-    rest = first_line(after)
-    following = after[len(rest) :].lstrip("\r\n").partition("\n")[0].strip()
-    if following and not rest.strip() and suggestion.strip() == following:
-        return ""
-    if rest.strip():
-        sizes = range(min(len(suggestion), len(rest.rstrip())), 0, -1)
-        size = next((n for n in sizes if suggestion.endswith(rest[:n])), 0)
-        return suggestion[: len(suggestion) - size]
-    return suggestion
+    """The suggestion without an end that stands behind the cursor; empty if all of it is what follows the line.
+
+    Where something stands behind the cursor in its line, only the first line is suggested.
+    """
+    if (rest := first_line(after).rstrip()).strip():
+        line = first_line(suggestion)
+        sizes = range(min(len(line), len(rest)), 0, -1)
+        size = next((n for n in sizes if line.endswith(rest[:n])), 0)
+        return line[: len(line) - size]
+    said = [line.strip() for line in split_lines(suggestion) if line.strip()]
+    following = split_lines(after[len(first_line(after)) :].lstrip("\r\n"))
+    return "" if said and said == [line.strip() for line in following[: len(said)]] else suggestion
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
