@@ -438,16 +438,6 @@ BROKEN_INDEX = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_INDEX)
-def test_a_damaged_index_is_refused_in_one_line(stored, name):
-    run, _ = stored
-    BROKEN_INDEX[name](run / "completion")
-    with pytest.raises(ValueError, match="completion") as error:
-        read_index(run)
-    assert "\n" not in str(error.value)
-    assert type(error.value) is ValueError
-
-
 def change_gate(change):
     def apply(folder):
         tensors = {name: change(p.numpy().copy()) for name, p in Gate().state_dict().items()}
@@ -469,12 +459,16 @@ BROKEN_GATE = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN_GATE)
-def test_a_damaged_gate_is_refused_in_one_line(stored, name):
+DAMAGES = [(read_index, damage, name) for name, damage in BROKEN_INDEX.items()]
+DAMAGES += [(read_gate, damage, name) for name, damage in BROKEN_GATE.items()]
+
+
+@pytest.mark.parametrize(("read", "damage"), [each[:2] for each in DAMAGES], ids=[each[2] for each in DAMAGES])
+def test_a_damaged_index_or_gate_is_refused_in_one_line(read, damage, stored):
     run, _ = stored
-    BROKEN_GATE[name](run / "completion")
+    damage(run / "completion")
     with pytest.raises(ValueError, match="completion") as error:
-        read_gate(run)
+        read(run)
     assert "\n" not in str(error.value)
     assert type(error.value) is ValueError
 
