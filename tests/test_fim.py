@@ -30,6 +30,7 @@ from dunes.data.fim import draw_middle, find_headers, sentinels
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.ops.cross_entropy import IGNORE
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
@@ -37,7 +38,7 @@ from dunes.runs.score import calibration_ids, evaluation_tokens, score_folder, s
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import complete_line, sample_text
+from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
 from test_stored_state import resealed
@@ -463,7 +464,7 @@ def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     assert evaluation_tokens(loaded, [str(code)])[1] == 40
     assert calibration_ids(loaded).max() < loaded.tokenizer.vocab
     marks = sentinels(loaded.tokenizer)
-    for text in (sample_text(loaded), complete_line(TextGenerator(loaded), "def task_3_4(val")):
+    for text in (sample_text(loaded), CompletionEngine(loaded).complete("def task_3_4(val").text):
         assert "<|" not in text
     ids = [piece.token.id for piece in TextGenerator(loaded).stream("", 60)]
     assert not set(ids) & {*marks[:3]}
@@ -487,9 +488,9 @@ def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
         return int((tokens[np.arange(len(tokens))[None]] == file).sum())
 
     assert [count(t.train) for t in (off, unheaded, on)] == [0, 0, 36]
-    batches = TrainTask(config, off, None).batches(0)
+    batches = TrainTask(config, off, None, ()).batches(0)
     assert isinstance(next(batches), torch.Tensor)
-    assert isinstance(next(TrainTask(replace(config, complete=True), on, None).batches(0)), tuple)
+    assert isinstance(next(TrainTask(replace(config, complete=True), on, None, ()).batches(0)), tuple)
 
 
 def test_a_run_from_before_there_was_a_choice_goes_on_as_it_was(code, tmp_path):

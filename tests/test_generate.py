@@ -3,7 +3,6 @@
 import itertools
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from dunes.generate import (
     PrefixCache,
     Request,
     Sampler,
-    force_prefix,
     generate,
     generate_all,
     prefix_cache,
@@ -342,19 +340,3 @@ def test_an_empty_prompt_is_refused():
         next(generate(model, [], limit=1, context_length=CONTEXT))
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         Request([], 1)
-
-
-def test_a_begun_sampler_spells_what_it_must_begin_with():
-    pieces = [b"im", b"port", b"import", b"i", b"x", b"mp", b"", b"importer"]
-    logits = torch.zeros(8)
-    logits[4], logits[6] = 9.0, 9.0  # what the model would like does not fit
-    sample = Sampler((partial(force_prefix, pieces, b"impo", 2),))
-    text, history = b"", [4, 4]
-    for _ in range(4):
-        chosen = int(sample(logits, history))
-        text += pieces[chosen]
-        history.append(chosen)
-        if len(text) >= 4:
-            break
-    assert text.startswith(b"impo")
-    assert int(sample(logits, history)) == 4, "then it is free"

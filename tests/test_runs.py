@@ -32,6 +32,7 @@ from dunes.runs import run as run_module
 from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.export import export
@@ -40,10 +41,8 @@ from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
 from dunes.runs.score import evaluation_tokens, score_folder
 from dunes.runs.tensorboard import scalars
-from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
-from dunes.runs.write import complete_line
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
 
@@ -674,7 +673,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = complete_line(TextGenerator(loaded), prefix)
+        rest = CompletionEngine(loaded).complete(prefix).text
         assert cut + rest == "import itertools"
 
 

@@ -20,7 +20,6 @@ from dunes.generate import (
     Request,
     Sampler,
     first_proposal,
-    force_prefix,
     generate,
     generate_all,
     limit_vocab,
@@ -92,7 +91,6 @@ PIECES = [bytes([65 + i % 26]) * (1 + i // 26) for i in range(VOCAB)]
 PROCESSED = {
     "penalty": lambda: sampler(0.0, penalty=1.3),
     "all": lambda: sampler(1.5, top_k=20, top_p=0.95, min_p=0.01, penalty=1.2, seed=5),
-    "forced": lambda: sampler(1.0, seed=2).after(partial(force_prefix, PIECES, b"BBBCCDAAAB", 4)),
     "limited": lambda: sampler(1.0, seed=3).after(partial(limit_vocab, 40)),
 }
 

@@ -283,8 +283,8 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     from dunes.generate import sampler
     from dunes.models import llama
     from dunes.models.initialise import initialise
+    from dunes.runs.completion.engine import CompletionEngine
     from dunes.runs.text_generator import TextGenerator
-    from dunes.runs.write import complete_line
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]
@@ -295,7 +295,7 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
         pieces = list(TextGenerator(LoadedModel(model, tokenizer, 16)).stream("a", 20, sampler(temperature)))
         assert len(pieces) <= 20
         assert all(piece.token.id < tokenizer.vocab for piece in pieces)
-    complete_line(TextGenerator(LoadedModel(model, tokenizer, 16)), "a")
+    CompletionEngine(LoadedModel(model, tokenizer, 16)).complete("a")
 
 
 def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():

@@ -11,8 +11,8 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.parts import Cache, RollingCache
 from dunes.runs.chat import Chat, load_chat_engine
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.text_generator import TextGenerator, cut_at_stop
-from dunes.runs.write import complete_line
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from test_chat_verb import three  # noqa: F401  (fixture)
@@ -206,15 +206,16 @@ def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
 
 def test_a_keystroke_evaluates_only_what_it_changes():
     model = made_for(TOKENS)
-    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    engine = CompletionEngine(LoadedModel(model, TOKENS, CONTEXT))
     lines = ["ab", "abc", "abcd", "abcx"]
     with evaluated(model) as counts:
         got = []
         for line in lines:
             start = len(counts)
-            got.append(complete_line(generator, line, 6))
+            got.append(engine.complete(line).text)
             assert counts[start] <= (3 if line == "ab" else 2)
-    assert got == [complete_line(TextGenerator(LoadedModel(model, TOKENS, CONTEXT)), line, 6) for line in lines]
+    fresh = (CompletionEngine(LoadedModel(model, TOKENS, CONTEXT)) for _ in lines)
+    assert got == [each.complete(line).text for each, line in zip(fresh, lines, strict=True)]
 
 
 def made_for(tokenizer):

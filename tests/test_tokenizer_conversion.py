@@ -238,7 +238,6 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
 def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
     from dunes.runs import text_generator
     from dunes.runs.text_generator import TextGenerator
-    from dunes.runs.write import complete_line
 
     asked = []
 
@@ -249,7 +248,7 @@ def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
     monkeypatch.setattr(text_generator, "generate_all", generate_all)
     tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
     assert TextGenerator(LoadedModel(None, tokenizer, 64)).text("to", 9) == ""
-    complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "(x, y): ")
+    assert TextGenerator(LoadedModel(None, tokenizer, 64)).text("(x, y): ", 9) == ""
     own = TextGenerator(LoadedModel(None, Tokenizer.train("bytes", []), 64))
     assert own.text("to", 9) == ""
     assert asked[0] == ([1, *tokenizer.encode("to")], {2})

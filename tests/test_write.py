@@ -16,17 +16,18 @@ from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.generate import Token
+from dunes.generate.beam import Beam
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs import text_generator
 from dunes.runs.completion import completer
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
-from dunes.runs.write import complete_line, describe_rates, text_before_cursor
+from dunes.runs.write import describe_rates, text_before_cursor
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
-from dunes.text.special_tokens import SpecialTokens
 
 
 def test_the_rate_of_a_prompt_ends_with_the_first_token():
@@ -119,31 +120,12 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
         text_before_cursor(f"{tmp_path / 'file'}:1:1")
 
 
-def writes(monkeypatch, tokenizer, text):
-    """Let the decode loop write this text whatever it is asked; return what it is asked."""
-    asked = []
-
-    def generate_all(model, requests, **options):
-        asked.append(requests[0].prompt)
-        yield from ([Token(i, 0.0)] for i in [*tokenizer.encode(text), tokenizer.eos])
-
-    monkeypatch.setattr(text_generator, "generate_all", generate_all)
-    return asked
-
-
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
-def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
+def test_the_rest_of_a_line_is_without_its_end(end):
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
-        writes(monkeypatch, tokenizer, f"a\x0cb;{end}")
-        assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x = ") == "a\x0cb;"
-
-
-def test_a_line_end_that_is_healed_does_not_end_the_rest(monkeypatch):
-    tokenizer = foreign(["\n\n", "\nab"])
-    writes(monkeypatch, tokenizer, "\nabc\nd")
-    assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x\n") == "abc"
-    writes(monkeypatch, tokenizer, "\n\nabc")
-    assert complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x\n") == ""
+        engine, ids = CompletionEngine(LoadedModel(None, tokenizer, 64)), tokenizer.encode(f"a\x0cb;{end}")
+        engine._search = lambda *asked, ids=ids: Beam(tuple(ids), (0.0,) * len(ids))
+        assert engine.complete("x = ").text == "a\x0cb;"
 
 
 def foreign(tokens):
@@ -161,20 +143,6 @@ def foreign(tokens):
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>"])
     return Tokenizer(inner)
-
-
-def test_the_end_token_stands_before_a_whole_file_only(monkeypatch):
-    own, other = Tokenizer.train("bytes", []), foreign(["ab"])
-    for tokenizer, start in ((own, [own.eos]), (other, [])):
-        asked = writes(monkeypatch, tokenizer, "")
-        for length in (1, 32, 33, 8 * 64 + 1):
-            complete_line(TextGenerator(LoadedModel(None, tokenizer, 64)), "x" * length)
-        ids = tokenizer.encode("x" * 32)
-        assert asked == [[*start, ids[0]], [*start, *ids], ids, ids]
-    begins = Tokenizer(foreign(["ab"]).inner, SpecialTokens((7,), None))
-    asked = writes(monkeypatch, begins, "")
-    complete_line(TextGenerator(LoadedModel(None, begins, 64)), "x" * 100)
-    assert asked == [[7, *begins.encode("x" * 32)]]
 
 
 def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):

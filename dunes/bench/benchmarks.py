@@ -30,11 +30,10 @@ from dunes.generate import CompiledStep, PrefixCache, Request, generate, generat
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
 from dunes.runs.step_package import make_step
-from dunes.runs.text_generator import TextGenerator
-from dunes.runs.write import complete_line
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 
@@ -158,7 +157,7 @@ def complete(subject: Subject, setting: Setting) -> Work:
     """Completion of a truncated line of the standard library."""
     loaded = LoadedModel(subject.model(setting.dtype), subject.tokenizer, setting.context)
     text = _text(4 * setting.context)
-    run = lambda _: complete_line(TextGenerator(loaded), text)
+    run = lambda _: CompletionEngine(loaded).complete(text)
     return Work(run, 1, "lines", model=loaded.model)
 
 

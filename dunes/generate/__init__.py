@@ -2,7 +2,7 @@
 
 from dunes.generate.decode import Request, Token, generate, generate_all, prompt_tokens
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.sampling import Sampler, force_prefix, limit_vocab, sampler
+from dunes.generate.sampling import Sampler, limit_vocab, sampler
 from dunes.generate.speculate import DraftModel, Proposal, Proposer, first_proposal, look_up
 from dunes.generate.step import CompiledStep
 
@@ -16,7 +16,6 @@ __all__ = [
     "Sampler",
     "Token",
     "first_proposal",
-    "force_prefix",
     "generate",
     "generate_all",
     "limit_vocab",

@@ -111,22 +111,6 @@ def _keeps(processor: Processor, id: int) -> bool:
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 
-def force_prefix(pieces: Sequence[bytes], prefix: bytes, start: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep ids with which the text from `ids[start]` on begins with `prefix`, or if there are none, that spell it.
-
-    Token healing: text that ends inside a word is tokenized as it never was in training, so its last token is
-    removed and its bytes are given as a `prefix` that the model must generate again.
-    """
-    remaining = prefix[sum(len(pieces[i]) for i in ids[start : start + len(prefix)]) :]
-    if not remaining:
-        return logits
-    fits = [p.startswith(remaining) for p in pieces]
-    if not any(fits):
-        fits = [bool(p) and remaining.startswith(p) for p in pieces]
-    fits += [False] * (len(logits) - len(fits))
-    return logits.masked_fill(~torch.tensor(fits, device=logits.device), -torch.inf)
-
-
 def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     """Divide positive logits of ids that occurred before and multiply negative ones.
 

@@ -1,17 +1,14 @@
-"""Samples, and the rest of a line."""
+"""Samples, rates of generation, the text around a cursor."""
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Sampler, force_prefix, sampler
-from dunes.runs.text_generator import TextGenerator, cut_at_stop
+from dunes.generate import PrefixCache, sampler
+from dunes.runs.text_generator import TextGenerator
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import format_bytes, format_count, plural
-
-LINE_ENDS = "\n", "\r"
 
 
 def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
@@ -52,37 +49,6 @@ def describe_rates(prompt: int, times: Sequence[float]) -> str:
         return text
     rate = format_count((len(times) - 2) / (last - first))
     return f"{text}; generated: {plural(len(times) - 1, 'token')}, {rate} tokens/s"
-
-
-def complete_line(generator: TextGenerator, prefix: str, limit: int = 48) -> str:
-    """Complete the line that the prefix ends in, by greedy decoding, without the newline (\\n, \\r\\n or \\r).
-
-    A prefix that fits the context is the start of a document. Token healing: the last tokens are removed, and
-    generation is constrained to start with their bytes.
-    """
-    tokenizer, context = generator.tokenizer, generator.context_length
-    pieces = tokenizer.token_bytes
-    room = max(context // 2, context - limit)
-    encoded = tokenizer.encode(prefix[-8 * context :])
-    is_whole = len(prefix) <= 8 * context and len(encoded) <= room
-    ids, healed = split_last_tokens(encoded[-room:], pieces)
-    prompt = [*(tokenizer.document_start if is_whole else tokenizer.bos), *ids] or [tokenizer.eos]
-    sample = Sampler((partial(force_prefix, pieces, healed, len(prompt)),))
-    stream = generator.stream(prompt, limit, sample, until=LINE_ENDS, skip=len(healed))
-    text = b"".join(pieces[piece.token.id] for piece in stream)[len(healed) :].decode(errors="ignore")
-    return cut_at_stop(text, LINE_ENDS)
-
-
-def split_last_tokens(ids: list[int], pieces: list[bytes]) -> tuple[list[int], bytes]:
-    """The ids without those at the end that could be part of one longer token, and the bytes of the removed ones.
-
-    Text that ends in several tokens may continue as one longer token.
-    """
-    for cut in range(max(0, len(ids) - 8), len(ids)):
-        tail = b"".join(pieces[i] for i in ids[cut:])
-        if any(len(p) > len(tail) and p.startswith(tail) for p in pieces):
-            return ids[:cut], tail
-    return ids, b""
 
 
 def text_before_cursor(place: str) -> str:

@@ -14,7 +14,6 @@ from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
 from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
 from dunes.runs.completion.protocol import Suggestion
-from dunes.runs.completion.sources import document_texts, text_digests
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.completion.text import near_text
 from dunes.runs.config import STDLIB
@@ -49,7 +48,8 @@ class FolderCompleter(CompletionEngine):
 
     def seen(self) -> set[bytes] | None:
         """The digests of all texts that the model was trained and validated on; None if they cannot be known."""
-        from dunes.runs.score import split_documents  # which imports what draws progress
+        from dunes.runs.completion.sources import document_texts, text_digests  # which import what draws progress
+        from dunes.runs.score import split_documents
 
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
