@@ -189,6 +189,18 @@ def test_a_suggestion_ends_within_its_limit(monkeypatch):
     assert len(asked[0].ids) <= 5
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
+    engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
+    monkeypatch.setattr("dunes.runs.completion.engine.BEAMED", 2)
+    monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", -math.inf)
+    whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
+    monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", 0.0)
+    parts = [engine.complete(before, "", name, options) for before, _, name in CUTS]
+    assert all(full.text.startswith(part.text.rstrip()) for full, part in zip(whole, parts, strict=True))
+    assert sum(len(part.text) for part in parts) < 0.7 * sum(len(full.text) for full in whole)
+
+
 def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("height)", ")") == "height"
     assert without_overlap("height) + 1", ")") == "height) + 1"

@@ -10,7 +10,7 @@ from dunes.data import collect_corpus
 from dunes.generate.context_index import ContextIndex
 from dunes.runs.completion import report
 from dunes.runs.completion.baselines import BASELINES, CopyNearest, Empty, NGram
-from dunes.runs.completion.cuts import cut_points, file_lines, first_word, sample_lines
+from dunes.runs.completion.cuts import cut_points, file_lines, first_word, sample_lines, whole_words
 from dunes.runs.completion.keystrokes import (
     FileSuggestions,
     Typing,
@@ -479,6 +479,22 @@ def test_a_run_without_a_model_is_not_scored(tmp_path):
 def test_lines_of_a_character_alone_have_no_cursor():
     with pytest.raises(ValueError, match="no line to complete"):
         scored_files([("a.c", "{\na\n}\n")], [], all_lines=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("", ""),
+        ("ab", "ab"),
+        ("ab cd", "ab"),
+        ("ab(c", "ab("),
+        ("ab)", "ab"),
+        ("ab\ncd.e", "ab\ncd."),
+        ("  ", "  "),
+    ],
+)
+def test_a_part_of_a_line_ends_with_a_whole_word(text, whole):
+    assert whole_words(text) == whole
 
 
 def test_long_lines_are_not_typed():

@@ -123,7 +123,10 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
 def test_the_rest_of_a_line_is_without_its_end(end):
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
-        engine, ids = CompletionEngine(LoadedModel(None, tokenizer, 64)), tokenizer.encode(f"a\x0cb;{end}")
+        engine, ids = (
+            CompletionEngine(LoadedModel(None, tokenizer, 64)),
+            [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos],
+        )
         engine._search = lambda *asked, ids=ids: Beam(tuple(ids), (0.0,) * len(ids))
         assert engine.complete("x = ").text == "a\x0cb;"
 

@@ -81,6 +81,12 @@ def first_line(text: str) -> str:
     return _LINE_END.split(text, maxsplit=1)[0]
 
 
+def whole_words(text: str) -> str:
+    """The text without its last word, which may be a part of one; all of a text of one word."""
+    *_, last = 0, *(word.start() for word in WORD.finditer(text))
+    return text[:last] if last else text
+
+
 def first_word(text: str) -> str:
     """The first word of a text with the spaces before it; empty if there is none."""
     word = WORD.match(text)

@@ -19,7 +19,7 @@ from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
 from dunes.generate.sampling import Processor
 from dunes.generate.step import CompiledStep
-from dunes.runs.completion.cuts import first_word
+from dunes.runs.completion.cuts import first_word, whole_words
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.protocol import Suggestion
@@ -37,10 +37,12 @@ from dunes.text.lines import split_lines
 
 LIMIT = 48
 """Tokens of a suggestion at most."""
-WIDTH = 4
+WIDTH = 3
 """Beams."""
-BEAMED, LEAD = 8, 2.0
+BEAMED, LEAD = 5, 1.5
 """Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
+HOPELESS = -4.0
+"""Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
 
@@ -109,7 +111,10 @@ class CompletionEngine:
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
         found = self._search(prompt, copies, options)
         data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :].decode(errors="ignore")
-        rest = without_overlap("".join(split_lines(data)[: options.lines]).rstrip("\r\n"), after)
+        rest = "".join(split_lines(data)[: options.lines]).rstrip("\r\n")
+        if found.ids and not self._ends(typed, options.lines, found.ids):
+            rest = whole_words(rest)
+        rest = without_overlap(rest, after)
         end = len(typed) + len(first_word(rest).encode())
         return Suggestion(rest, math.exp(self._until(found, end)), math.exp(found.total))
 
@@ -241,7 +246,7 @@ class CompletionEngine:
             proposer=copies.propose if self.gate else None,
         ):
             found.append(token.id)
-            if ends(found):
+            if ends(found) or sum(chosen.logprobs[: len(found)]) < HOPELESS:
                 break
         return Beam(tuple(found), tuple(chosen.logprobs[: len(found)]))
 
