@@ -7,24 +7,22 @@ Without Zig: `pip download --no-deps ziglang==0.17.0` fetches a wheel (a zip fil
 
 from pathlib import Path
 
-from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
+from dunes.runs.completion.completer import load_completer
 from dunes.runs.progress import Display
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import complete_line
 
 
 def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
     if status := train(TrainConfig(sources=(folder,), minutes=minutes), Path(out), Display()):
         return status
-    zig = checkpoint.load(out)
-    generator = TextGenerator(zig)
-    print(generator.text("pub fn ", 200, sampler(0.7, top_k=50)))
+    completer = load_completer(Path(out))
+    print(TextGenerator(completer.loaded).text("pub fn ", 200, sampler(0.7, top_k=50)))
     for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
-        print(f"{prefix}▏{complete_line(generator, prefix)}")
+        print(f"{prefix}▏{completer.complete(prefix).text}")
     return 0
 
 
