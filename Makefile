@@ -16,7 +16,7 @@ test-more: .venv/more
 # On a Mac: operations, a short training, generation and a benchmark on Apple's GPU, as one table.
 test-mps: .venv/test
 	env -u PYTORCH_ENABLE_MPS_FALLBACK $(BIN)/python benchmarks/apple_gpu.py
-	$(BIN)/python -m pytest -m "slow or not slow" tests/test_mps.py
+	$(BIN)/python -m pytest -m "slow or not slow or long" tests/test_mps.py
 
 # Every figure of the README, again: more than an hour, alone on the machine. TEXT=tinyshakespeare.txt adds a race on it.
 bench: .venv/more
