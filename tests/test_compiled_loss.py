@@ -297,7 +297,6 @@ def test_a_finetune_with_accumulated_gradients_changes_over(method, eager, tmp_p
     finetuned(eager, other, rows, micro_batch=2, method=method, compile="off")
     assert changes(ours) == [(CHANGE, True)]
     assert losses(ours) == pytest.approx(losses(other), abs=LIMIT)
-    assert losses(ours) != losses(other)
     assert counters["stats"]["unique_graphs"] == 1
 
 
