@@ -75,9 +75,9 @@ def _part(document: Document, first: float, last: float) -> str:
     for size, text in zip(sizes, document.texts(), strict=True):
         start, stop = int(first * size), int(last * size)
         stop = 0 if (first, last) != (0, 1) and size < SHORT else min(stop, start + left)
-        part = b"".join(_between(text, start, stop)).decode(errors="ignore")
-        parts, left = [*parts, part] if part else parts, left - max(0, stop - start)
-    return "\n".join(parts)
+        parts.append(b"".join(_between(text, start, stop)).decode(errors="ignore"))
+        left -= max(0, stop - start)
+    return "\n".join(filter(None, parts))
 
 
 def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
