@@ -58,12 +58,11 @@ class TextGenerator:
         limit: int,
         sample: Sampler | None = None,
         until: Sequence[str] = (),
-        skip: int = 0,
         **options: Any,
     ) -> Generator[Piece, None, None]:
         """Yield a piece for each of the `tokens` of a `request`. Closing it cancels the rest."""
         stream = DecodeStream(self.tokenizer)
-        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)], until, skip):
+        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
             yield Piece(stream.step(token.id), token)
 
@@ -87,12 +86,11 @@ class TextGenerator:
         return Request(self._ids(prompt), limit, sample, stop, alternatives, proposer=proposer)
 
     def tokens(
-        self, requests: Sequence[Request | None], until: Sequence[str] = (), skip: int = 0
+        self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
         """`generate_all` of these requests, from the cache of the last call if that had as many rows.
 
-        Each also ends with the token that completes one of the strings `until`, after `skip` bytes of its text;
-        empty ones are ignored.
+        Each also ends with the token that completes one of the strings `until`; empty ones are ignored.
         """
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
@@ -100,7 +98,7 @@ class TextGenerator:
         self._use_step(self.cache, requests)
         for row in generate_all(self.model, requests, context_length=self.context_length, cache=self.cache):
             for request, token in zip(requests, row, strict=True) if until else ():
-                if request and token and any(stop.encode() in self._bytes(request)[skip:] for stop in until):
+                if request and token and any(stop.encode() in self._bytes(request) for stop in until):
                     request.end = len(request.ids)
             yield row
             self._use_step(self.cache, requests)
