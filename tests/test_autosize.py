@@ -8,6 +8,7 @@ from textwrap import dedent
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dunes import measure
@@ -29,6 +30,7 @@ from dunes.runs.autosize import (
     muon_flops,
     size_warning,
 )
+from dunes.runs.train import build_optimizer
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.tree import count, find, linear
 from dunes.tree import replace as replace_modules
@@ -251,3 +253,24 @@ def test_an_error_of_memory_is_told_from_others():
     assert measure.out_of_memory(error.value)
     assert measure.out_of_memory(MemoryError())
     assert not measure.out_of_memory(RuntimeError("shapes do not fit"))
+
+
+@pytest.mark.parametrize(
+    ("complete", "steps", "decay"), [(True, 4000, 0.15), (True, 10, None), (False, 4000, None)]
+)
+def test_text_that_is_read_often_is_trained_on_with_more_weight_decay(complete, steps, decay):
+    config = TrainConfig(sources=(), context_length=64, batch=8, size="1x32", steps=steps, complete=complete)
+    assert autosize_run(config, 100_000)[0].weight_decay == decay
+    assert autosize_run(replace(config, weight_decay=0.5), 100_000)[0].weight_decay == 0.5
+
+
+@pytest.mark.parametrize(("asked", "decays"), [(0.3, {0.3}), (None, {0.01, 0.0})])
+def test_the_optimizer_has_the_weight_decay_of_the_options(asked, decays):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    groups = build_optimizer(model, TrainConfig(weight_decay=asked)).param_groups
+    assert {group["weight_decay"] for group in groups} == decays
+
+
+def test_a_weight_decay_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"--weight-decay is -1"):
+        TrainConfig(weight_decay=-1.0)

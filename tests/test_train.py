@@ -673,7 +673,8 @@ def test_muon_does_what_the_caller_says_and_says_what_it_does():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5), ("decay", math.inf)]
+    ("name", "value"),
+    [("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5), ("decay", math.inf), ("adam_decay", -1.0)],
 )
 def test_muon_refuses_rates_that_are_none(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):

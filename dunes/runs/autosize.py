@@ -56,8 +56,9 @@ BIAS_RATE = 1e-3
 """The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
 CONTEXT, COMPLETION_CONTEXT, COMPLETION_BATCH = 256, 512, 8
 """Tokens; and tokens and sequences of a model that completes lines: more of the file is worth its time."""
-DROPOUT, FEW_EPOCHS = 0.2, 3.0
-"""The dropout of a model for completion, and up to how many epochs it has none."""
+DROPOUT, WEIGHT_DECAY, FEW_EPOCHS = 0.2, 0.15, 3.0
+"""The dropout and the weight decay of a model for completion, and up to how many epochs it has the usual ones.
+Text that is read often needs far more decay: https://arxiv.org/abs/2509.14786."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,11 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
         return config, []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
+    repeated = full.complete and expected.epochs > FEW_EPOCHS
     if full.dropout is None:
-        full = replace(full, dropout=DROPOUT if full.complete and expected.epochs > FEW_EPOCHS else 0.0)
+        full = replace(full, dropout=DROPOUT if repeated else 0.0)
+    if full.weight_decay is None and repeated:
+        full = replace(full, weight_decay=WEIGHT_DECAY)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 
 

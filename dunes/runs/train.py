@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
@@ -135,13 +136,23 @@ def prepare(
         select_trainable(model, config.trainable, base)
         loaded = replace(base, context_length=max(config.context_length, base.context_length))
     schedule = build_schedule(config)
-    optimizer = muon(model) if config.lr is None else muon(model, config.lr, config.lr / 2)
+    optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config.lr_factors, base))
     trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
     built = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(built))
     return Run(folder, config, TrainTask(config, tokens, loaded, built, completion), trainer, schedule)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer of a run, with the learning rate and the weight decay of its options, where it has them."""
+    options: dict[str, Any] = {}
+    if config.lr is not None:
+        options |= {"lr": config.lr, "adam_lr": config.lr / 2}
+    if config.weight_decay is not None:
+        options |= {"decay": config.weight_decay, "adam_decay": config.weight_decay}
+    return muon(model, **options)
 
 
 @dataclass(frozen=True)

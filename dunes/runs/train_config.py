@@ -96,6 +96,11 @@ class Completion:  # without `file_headers`, files do not begin with their paths
         float | None, flag("P", "0.2 with --complete, where the text is read often; that of --from; else 0")
     ] = None
     """Probability of a block's outputs to be zero in training."""
+    weight_decay: Annotated[
+        float | None,
+        flag("RATE", "0.15 with --complete, where the text is read often; else 0.01, of embeddings and head 0"),
+    ] = None
+    """Weight decay of all matrices, as a part of the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +131,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--fim-rate is {self.fim_rate}; it must be from 0 to 1")
         if not 0 <= (self.dropout or 0) < 1:
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
         if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
             raise ValueError(
                 f"--fim-rate is {self.fim_rate}, but --no-complete leaves it unused; omit one of them"

@@ -49,6 +49,7 @@ def muon(
     adam_lr: float = 0.01,
     momentum: float = 0.9,
     decay: float = 0.01,
+    adam_decay: float = 0.0,
     where: tree.Where | None = None,
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for all other parameters. https://arxiv.org/abs/2502.16982
@@ -60,7 +61,7 @@ def muon(
     globs over the names of parameters (`["**layers.**", "!**.router.*"]`), replaces this rule; `muon_split` shows
     the split. Raises ValueError for rates that are negative or not finite, and if `where` selects no matrix.
     """
-    _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay)
+    _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
     hidden, rest = _split(model, lambda name, p: p in matrices)
     optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum)] if hidden else []
