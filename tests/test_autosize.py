@@ -266,7 +266,9 @@ def test_text_that_is_read_often_is_trained_on_with_more_weight_decay(complete, 
 
 @pytest.mark.parametrize(("asked", "decays"), [(0.3, {0.3}), (None, {0.01, 0.0})])
 def test_the_optimizer_has_the_weight_decay_of_the_options(asked, decays):
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    model = nn.Sequential(
+        nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Sequential(nn.Linear(4, 4, bias=False))
+    )
     groups = build_optimizer(model, TrainConfig(weight_decay=asked)).param_groups
     assert {group["weight_decay"] for group in groups} == decays
 

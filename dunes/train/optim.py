@@ -66,7 +66,8 @@ def muon(
     hidden, rest = _split(model, lambda name, p: p in matrices)
     optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum)] if hidden else []
     if rest:
-        optimizers.append(torch.optim.AdamW(rest, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
+        groups = _decayed(rest, adam_decay)
+        optimizers.append(torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
@@ -230,6 +231,13 @@ def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _split(model: nn.Module, selects: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
     named = _trainable(model)
     return [p for n, p in named if selects(n, p)], [p for n, p in named if not selects(n, p)]
+
+
+def _decayed(params: list[Tensor], decay: float) -> list[Group]:
+    """One group without decay, and where there is any, one of the matrices with it before that of the vectors."""
+    decayed = [p for p in params if decay and p.dim() > 1]
+    others = [p for p in params if not decay or p.dim() <= 1]
+    return _non_empty([{"params": decayed, "weight_decay": decay}, {"params": others}])
 
 
 def _non_empty(groups: list[Group]) -> list[Group]:
