@@ -23,9 +23,8 @@ def adamw(
 ) -> Optimizer:
     """AdamW. https://arxiv.org/abs/1711.05101"""
     _check("adamw", lr=lr, decay=decay)
-    matrices, vectors = _split(model, lambda name, p: p.dim() >= 2)
-    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(_non_empty(groups), lr, betas, fused=_fusable(model))
+    everything, _ = _split(model, lambda name, p: True)
+    return torch.optim.AdamW(_decayed(everything, decay), lr, betas, fused=_fusable(model))
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
@@ -66,7 +65,7 @@ def muon(
     hidden, rest = _split(model, lambda name, p: p in matrices)
     optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum)] if hidden else []
     if rest:
-        groups = _decayed(rest, adam_decay)
+        groups = _decayed(rest, adam_decay) if adam_decay else [{"params": rest}]
         optimizers.append(torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
@@ -234,10 +233,9 @@ def _split(model: nn.Module, selects: Callable[[str, Tensor], bool]) -> tuple[li
 
 
 def _decayed(params: list[Tensor], decay: float) -> list[Group]:
-    """One group without decay, and where there is any, one of the matrices with it before that of the vectors."""
-    decayed = [p for p in params if decay and p.dim() > 1]
-    others = [p for p in params if not decay or p.dim() <= 1]
-    return _non_empty([{"params": decayed, "weight_decay": decay}, {"params": others}])
+    """Matrices with decay, vectors without."""
+    matrices, vectors = ([p for p in params if (p.dim() > 1) == matrix] for matrix in (True, False))
+    return _non_empty([{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}])
 
 
 def _non_empty(groups: list[Group]) -> list[Group]:
