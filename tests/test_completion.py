@@ -15,7 +15,7 @@ from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.data import collect_corpus
-from dunes.generate.copying import Copies, Gate
+from dunes.generate.copying import Gate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs.completion import index as completion_index
@@ -639,4 +639,3 @@ def test_a_window_seldom_moves():
     starts = {len(ids) - len(window(ids, 40)) for n in range(41, 90) for ids in [[0] * n]}
     assert len(starts) <= 7
     assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
-    assert Copies.FEATURES == 18

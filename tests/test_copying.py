@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dunes.generate import PrefixCache, Sampler, generate
+from dunes.generate import PrefixCache, Sampler, copying, generate
 from dunes.generate.beam import Beam, assigned, beam_search
 from dunes.generate.context_index import ContextIndex, sorted_contexts
 from dunes.generate.copying import (
@@ -22,9 +22,11 @@ from dunes.generate.copying import (
     Gate,
     Sources,
     TextSource,
+    Vocabulary,
     followers,
     index_ids,
     last_match,
+    likely_ids,
     line_at,
     mixture_loss,
 )
@@ -116,6 +118,23 @@ def test_at_most_about_so_many_positions_are_spread_over_a_match():
     assert 10 <= len(few) < 20
     assert {*few} <= {*index.positions(match).tolist()}
     assert max(few) - min(few) > 800
+
+
+def test_the_longest_match_of_bytes_is_the_last_one_of_all_lengths():
+    longest = 0
+    for chance, alphabet, text in texts(400, seed=8):
+        text, alphabet = [i % 256 for i in text], [i % 256 for i in alphabet[:300]]
+        index = ContextIndex(np.array(text, np.uint8), depth=chance.choice([1, 5, 64]))
+        hidden = sorted(chance.randrange(len(text) + 1) for _ in range(2))
+        for part in (index, index.without([(hidden[0], hidden[1])])):
+            for _ in range(4):
+                context = text[: chance.randrange(len(text) + 1)] + random_text(
+                    chance, alphabet, chance.randrange(3)
+                )
+                *_, expected = (0, 0, 0), *part.matches(context)
+                assert part.longest(bytes(context), bytes(text)) == expected
+                longest = max(longest, expected[0])
+    assert longest > 20
 
 
 # what followed
@@ -221,7 +240,7 @@ def sources_of(near=b"", far=b""):
     parts = [[index_ids(encode(text), len(PIECES))] if text else [] for text in (near, far)]
     indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)))
     data = [[TextSource(near)] if near else [], [indexed] if far else []]
-    return Sources(*parts, *data, PIECES, encode)
+    return Sources(*parts, *data, Vocabulary(PIECES, encode))
 
 
 def test_candidates_are_what_any_source_proposes_with_what_each_knows():
@@ -237,6 +256,55 @@ def test_candidates_are_what_any_source_proposes_with_what_each_knows():
     assert near_line[10] == near_line[11] == 1
     assert far_line[14:16].tolist() == [1, 1], "the last line"
     assert rows[4][14:16].tolist() == [0, 1], "the one before it"
+
+
+def test_likely_ids_are_candidates_too_with_how_the_file_uses_them():
+    sources = sources_of(b"ab = 12\na = 1\n", b"12")
+    found = Copies(sources).candidates(encode(b"a"), [3, 4, 7])
+    assert {3, 4, 7} <= {*found.ids.tolist()}
+    own = dict(zip(found.ids.tolist(), found.features[:, 18:21].exp2() - 1, strict=True))
+    assert own[4].tolist() == pytest.approx([1, 8, 8]), "ab: once, the first of eight ids"
+    assert own[7].tolist() == pytest.approx([1, 6, 8])
+    assert own[3].tolist() == pytest.approx([0, 8, 8]), "b alone: never"
+    assert own[5].tolist() == pytest.approx([2, 3, 8]), "twice, the last time three ids before the end"
+    kinds = dict(zip(found.ids.tolist(), found.features[:, 21:].tolist(), strict=True))
+    assert kinds[7] == pytest.approx([0, 0, 1, 1, 1, 0, 0, math.log2(3)]), "12: an identifier's, and a digit"
+    assert kinds[5] == pytest.approx([1, 0, 0, 0, 0, 0, 0, 2]), "it begins with a space"
+
+
+def test_kinds_of_text():
+    rows = Vocabulary([b"", b"\n\n", b" x(", "é".encode(), b"\t", b"_{"], encode).kinds
+    assert rows[:, :7].tolist() == [
+        [1, 0, 0, 0, 0, 1, 0],
+        [0, 1, 0, 0, 0, 1, 0],
+        [1, 0, 1, 0, 0, 0, 1],
+        [0, 0, 1, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0],
+        [0, 0, 1, 0, 0, 0, 1],
+    ]
+    assert Vocabulary([], encode).kinds.shape == (0, Vocabulary.KINDS)
+
+
+def test_what_the_model_finds_likely_can_gain_without_a_source():
+    logprobs, gate = torch.randn(len(PIECES)).log_softmax(-1), gate_of()
+    copies, ids = Copies(sources_of()), [2]
+    assert likely_ids(logprobs) == logprobs.argsort(descending=True).tolist()
+    mixed = gate.mix(copies, logprobs, ids)
+    assert mixed.exp().sum() == pytest.approx(1, abs=1e-6)
+    assert not torch.allclose(mixed, logprobs)
+    assert torch.equal(mixed, gate.change(copies.candidates(ids, range(len(PIECES))), logprobs))
+
+
+def test_ids_that_are_allowed_are_candidates_even_if_they_are_improbable(monkeypatch):
+    monkeypatch.setattr(copying, "LIKELY", 1)
+    asked = []
+    copies = Copies(sources_of())
+    monkeypatch.setattr(Copies, "candidates", lambda self, ids, likely: asked.append(likely) or NO_CANDIDATES)
+    logprobs = torch.tensor([0.1, 0.6, 0.05, 0.25]).log()
+    gate_of().mix(copies, logprobs, [2], torch.tensor([True, False, True, False]))
+    gate_of().mix(copies, logprobs, [2], torch.zeros(4, dtype=torch.bool))
+    gate_of().mix(copies, logprobs, [2])
+    assert asked == [[1, 0], [1], [1]]
 
 
 def test_without_a_match_nothing_is_a_candidate_or_proposed():
@@ -274,6 +342,9 @@ def test_at_the_start_of_a_line_the_text_above_does_not_match_its_own_end():
 def random_candidates(ids, seed=0):
     draw = torch.Generator().manual_seed(seed)
     return Candidates(torch.tensor(ids, dtype=torch.long), torch.randn(len(ids), Copies.FEATURES, generator=draw))
+
+
+NO_CANDIDATES = random_candidates([])
 
 
 def gate_of(scale=2.0):

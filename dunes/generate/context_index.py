@@ -9,7 +9,7 @@ https://doi.org/10.1137/0222058
 # Shapes: N items in the index.
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -56,6 +56,16 @@ class ContextIndex:
                 return
             yield match
 
+    def longest(self, context: bytes, text: bytes) -> Match:
+        """The last one of `matches` of a context, found at once, where the items are these bytes."""
+        wanted = context[-self.depth :][::-1]
+        place = self._place(text, wanted)
+        neighbours = self._positions[max(0, place - 1) : place + 1]
+        length = max((_equal(text[max(0, p - self.depth) : p][::-1], wanted) for p in neighbours), default=0)
+        if not length:
+            return Match(0, 0, 0)
+        return Match(length, self._place(text, wanted[:length]), self._place(text, wanted[:length], bisect_right))
+
     def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
         """The same index without the positions in these ranges; items are shared."""
         kept = np.ones(len(self), bool)
@@ -72,11 +82,21 @@ class ContextIndex:
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
+    def _place(self, text: bytes, wanted: bytes, bisect: Callable[..., int] = bisect_left) -> int:
+        """Where contexts that begin, read backwards, with these bytes are in the order, or would be."""
+        most = len(wanted)
+        return bisect(self._positions, wanted, key=lambda p: text[max(0, p - most) : p][::-1])
+
     def _narrow(self, match: Match, item: int) -> Match:
         padded, back = self._padded, self.depth - match.length - 1
         key = lambda position: padded[position + back]
         first = bisect_left(self._positions, item, match.first, match.last, key=key)
         return Match(match.length + 1, first, bisect_right(self._positions, item, first, match.last, key=key))
+
+
+def _equal(a: bytes, b: bytes) -> int:
+    """How many bytes at the beginning are equal."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:

@@ -3,15 +3,18 @@
 Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction
 by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different
 ids. Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate
-then changes the log-probability of each proposed id by what is known of it: how long the matches are, how sure the
-sources and the model are. The result is a distribution again.
+then changes the log-probability of each proposed id, and of those that the model finds likely, by what is known of
+it: how long the matches are, how sure the sources and the model are, how often and how long ago the file has it,
+and what kind of text it is. The result is a distribution again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
 # Shapes: C candidates, F features, V vocabulary, N places.
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -19,14 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dunes.generate.context_index import ContextIndex, Match
+from dunes.generate.context_index import ContextIndex
 from dunes.generate.sampling import Sampler
 from dunes.generate.speculate import Proposal
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
-FOLLOWERS, CANDIDATES = 256, 16
-"""Positions of a match that are looked at, and ids that a source proposes, at most."""
+FOLLOWERS, CANDIDATES, LIKELY = 256, 16, 24
+"""Positions of a match that are looked at, and ids that a source and the model propose, at most."""
 DEPTH_BYTES, CONTEXT_IDS = 64, 48
 """Bytes that are matched at most, and ids of the text that have them."""
 CONTINUATIONS, AHEAD, LINE, PROPOSED = 8, 24, 120, 16
@@ -66,7 +69,7 @@ class TextSource(NamedTuple):
         """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
         if self.contexts is None:
             return last_match(self.text, context)
-        *_, match = Match(0, 0, 0), *self.contexts.matches(context)
+        match = self.contexts.longest(context, self.text)
         return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
 
 
@@ -79,19 +82,59 @@ class Far:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of each id, and what gives the ids of a part of a line."""
+
+    pieces: Sequence[bytes]
+    encode: Callable[[bytes], Sequence[int]]
+
+    KINDS: ClassVar[int] = 8
+
+    @cached_property
+    def kinds(self) -> NDArray[np.float32]:
+        """What kind of text each id is: (V, KINDS)."""
+        rows = [_kind(piece) for piece in self.pieces]
+        return np.array(rows, np.float32).reshape(-1, self.KINDS)
+
+
+def _kind(piece: bytes) -> list[float]:
+    text, line_end = piece.strip(), b"\n" in piece
+    kinds = [piece[:1] in b" \t", line_end, _is_word(text[:1]), _is_word(piece[-1:]), text[:1].isdigit(), not text]
+    return [*map(float, kinds), float(piece[-1:] in (b"(", b"[", b"{")), math.log2(1 + len(piece))]
+
+
+def _is_word(character: bytes) -> bool:
+    return character.isalnum() or character == b"_" or character >= b"\x80"
+
+
+@dataclass(frozen=True)
 class Sources:
     """Texts to copy from, as ids and as bytes.
 
-    `near` is the text above the cursor, `far` are others. `encode` gives the ids of a part of a line, `pieces` the
-    bytes of each id.
+    `near` is the text above the cursor, and what else the file has; `far` are others.
     """
 
     near: Sequence[ContextIndex]
     far: Sequence[ContextIndex]
     near_text: Sequence[TextSource]
     far_text: Sequence[TextSource]
-    pieces: Sequence[bytes]
-    encode: Callable[[bytes], Sequence[int]]
+    vocabulary: Vocabulary
+
+    USES: ClassVar[int] = 3
+
+    @cached_property
+    def uses(self) -> NDArray[np.float32]:
+        """How the file uses each id: (V, USES). How often, how long before the cursor (in ids; the whole text if
+        never), and the length of the text above, all as logarithms."""
+        size = len(self.vocabulary.pieces)
+        found = np.zeros((size, self.USES), np.float32)
+        for index in self.near:
+            found[:, 0] += np.bincount(index.items, minlength=size)[:size]
+        above = self.near[0].items if self.near else np.zeros(0, np.uint16)
+        places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
+        places[above] = np.arange(len(above))  # of an id that occurs again, the last one
+        found[:, 1], found[:, 2] = len(above) - places[:size], len(above)
+        return np.log2(1 + found)
 
 
 @dataclass(frozen=True)
@@ -103,35 +146,45 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    FEATURES: ClassVar[int] = 18
+    FEATURES: ClassVar[int] = 18 + Sources.USES + Vocabulary.KINDS
 
-    def candidates(self, ids: Sequence[int]) -> Candidates:
-        """What may follow the ids by all sources."""
+    def candidates(self, ids: Sequence[int], likely: Sequence[int] = ()) -> Candidates:
+        """What may follow the ids by all sources, and the `likely` ids."""
         sources, rest = self.sources, self.rest(ids)
-        context = (b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
+        context = self._context(ids, rest)
         known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
-        union = np.unique(np.concatenate([each.ids for each in known]))
+        union = np.unique(np.concatenate([np.array(likely, np.int64), *(each.ids for each in known)]))
         columns = [column for each in known for column in _columns(each, union)]
+        rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
         # Of lines, only whether the last one begins with an id is a feature; how many do was not tried.
-        features = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1)
-        return Candidates(torch.from_numpy(union), torch.from_numpy(features.astype(np.float32)))
+        of_sources = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1).astype(np.float32)
+        features = np.concatenate([of_sources, sources.uses[rows], sources.vocabulary.kinds[rows]], 1)
+        return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         """Propose the rest of the line after the longest match; of equal ones, the near and the last."""
         sources, rest = self.sources, self.rest(ids)
-        context = (b"".join(sources.pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
+        context = self._context(ids, rest)
         found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
         found = [(match, text) for match, text in found if match[0]]
         if not found:
             return Proposal()
         (_, positions), text = max(found, key=lambda pair: pair[0][0])
-        return Proposal(sources.encode(rest + line_at(text, positions[0], LINE))[: min(PROPOSED, limit)])
+        return Proposal(
+            sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[: min(PROPOSED, limit)]
+        )
 
     def rest(self, ids: Sequence[int]) -> bytes:
         """The typed bytes that the ids do not have yet."""
-        done = sum(len(self.sources.pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
+        pieces = self.sources.vocabulary.pieces
+        done = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[done:]
+
+    def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
+        """The last bytes of a text, with the rest of what is typed."""
+        pieces = self.sources.vocabulary.pieces
+        return (b"".join(pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """The ids that begin the lines behind the longest match of the text."""
@@ -142,7 +195,7 @@ class Copies:
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
-        begun = [encoded[0] for line in lines if (encoded := self.sources.encode(rest + line))]
+        begun = [encoded[0] for line in lines if (encoded := self.sources.vocabulary.encode(rest + line))]
         ids, counts = np.unique(np.array(begun, np.int64), return_counts=True)
         last = (ids == begun[0]).astype(float) if begun else np.zeros(0)
         return Followers(ids, counts / max(1, len(begun)), last, length, len(positions))
@@ -225,18 +278,30 @@ class Gate(nn.Module):
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
 
-    def mix(self, copies: Copies, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """A processor: the log-probabilities (V,) of the mixture."""
-        return self.change(copies.candidates(ids), logits.log_softmax(-1))
+    def mix(self, copies: Copies, logprobs: Tensor, ids: Sequence[int], allowed: Tensor | None = None) -> Tensor:
+        """The log-probabilities (V,) of the mixture, for those of the model after these ids.
+
+        With `allowed` (V,), bool, the likely ids are also those that are likely among the allowed ones.
+        """
+        likely = likely_ids(logprobs)
+        if allowed is not None:
+            likely += likely_ids(logprobs.masked_fill(~allowed, -math.inf))
+        return self.change(copies.candidates(ids, likely), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """The log-probabilities (V,) of the mixture; those of the model, where nothing can be copied."""
+        """The log-probabilities (V,) of the mixture; those of the model, where there are no candidates."""
         count = int((candidates.ids < len(logprobs)).sum())
         if not count:
             return logprobs
         known, mixed = candidates.ids[:count], logprobs.clone()
         mixed[known] += self(candidates.features[:count], logprobs[known], logprobs.amax())
         return mixed.log_softmax(-1)
+
+
+def likely_ids(logprobs: Tensor) -> list[int]:
+    """The most probable ids of log-probabilities (V,)."""
+    best = logprobs.topk(min(LIKELY, len(logprobs)))
+    return best.indices[best.values > -math.inf].tolist()
 
 
 def mixture_loss(change: Tensor, logprobs: Tensor, target: Tensor, known: Tensor, other: Tensor) -> Tensor:

@@ -14,8 +14,11 @@ import numpy as np
 
 from dunes.text.lines import split_lines
 
-WORD = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
-"""A word: the next run of identifier characters, or one other character, with the spaces before it."""
+_WORD = re.compile(r"[^\w\r\n]*\w*")
+"""A word, as the editor plug-in copilot.vim accepts one: other characters up to the next identifier, and it.
+https://github.com/github/copilot.vim (AcceptWord)"""
+_TOKEN = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
+"""An identifier or one other character, with the spaces before it."""
 LONGEST = 200
 """Characters of a line that is typed, at most: nobody types longer ones, and each is a request."""
 _IDENTIFIER = re.compile(r"\w\w")
@@ -82,14 +85,14 @@ def first_line(text: str) -> str:
 
 
 def whole_words(text: str) -> str:
-    """The text without its last word, which may be a part of one; all of a text of one word."""
-    *_, last = 0, *(word.start() for word in WORD.finditer(text))
+    """The text without its last identifier or character, which may be a part; all of a text of one."""
+    *_, last = 0, *(token.start() for token in _TOKEN.finditer(text))
     return text[:last] if last else text
 
 
 def first_word(text: str) -> str:
-    """The first word of a text with the spaces before it; empty if there is none."""
-    word = WORD.match(text)
+    """The part of a line up to the end of its first identifier, or all of it, if it has none."""
+    word = _WORD.match(text)
     return word[0] if word else ""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Sampler, generate
 from dunes.generate.beam import Beam, beam_search
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, index_ids
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.sampling import Processor
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion.cuts import first_word, whole_words
@@ -81,6 +81,7 @@ class CompletionEngine:
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
+        self._vocabulary = Vocabulary(self.files.pieces, self._encode)
         self.cache, self._find_step = PrefixCache(loaded.model), find_step
         self._beams = PrefixCache(loaded.model, WIDTH)
         self._changed: dict[str, Far] = {}
@@ -150,7 +151,7 @@ class CompletionEngine:
             pieces, parts = self.files.pieces, [part for part in (above, below) if part]
             texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
             near, far = [index_ids(part, len(pieces)) for part in parts], self._far_from(name)
-            sources = Sources(near, far.ids, texts, far.texts, pieces, self._encode)
+            sources = Sources(near, far.ids, texts, far.texts, self._vocabulary)
             self._near = above, below, name, sources
         return self._near[3]
 
@@ -173,10 +174,14 @@ class CompletionEngine:
         """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
         if cancelled():
             raise Cancelled("a newer request came")
-        own = logits[: len(self.files.pieces)].float().cpu()  # where the gate is
-        mixed = self.gate.mix(copies, own, ids) if self.gate else own.log_softmax(-1)
-        if (allowed := self.files.allowed(copies.rest(ids))) is not None:
-            mixed = mixed.masked_fill(~allowed[: len(mixed)], -math.inf)
+        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # on the CPU, where the gate is
+        allowed = self.files.allowed(copies.rest(ids))
+        if allowed is not None:
+            allowed = allowed[: len(mixed)]
+        if self.gate:
+            mixed = self.gate.mix(copies, mixed, ids, allowed)
+        if allowed is not None:
+            mixed = mixed.masked_fill(~allowed, -math.inf)
             # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
             mixed = mixed.log_softmax(-1) if len(ids) == copies.start else mixed
         return mixed.to(logits.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import LoadedModel
-from dunes.generate.copying import CANDIDATES, Candidates, Copies, Gate, Sources, mixture_loss
+from dunes.generate.copying import CANDIDATES, LIKELY, Candidates, Copies, Gate, Sources, likely_ids, mixture_loss
 from dunes.runs.completion.text import TokenizedText
 
 PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
@@ -19,7 +19,9 @@ PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
 RENEWED = 100
 """Sources are renewed for each line of a text, or when it is longer by so small a part: else a text of N lines
 would be sorted N times."""
-ROOM = 3 * CANDIDATES
+CONTEXT = 64
+"""Ids above a place that are matched."""
+ROOM = 3 * CANDIDATES + LIKELY
 """Candidates of a place."""
 
 
@@ -104,7 +106,9 @@ def scored_places(
         if start - copied >= copied // RENEWED:
             copied, copies = start, Copies(sources_of(text.ids[:start]))
         for place in range(max(start, 1), stop):
-            yield text.ids[place], next(logprobs), copies.candidates(text.ids[max(0, place - 64) : place])
+            own = next(logprobs)
+            above = text.ids[max(0, place - CONTEXT) : place]
+            yield text.ids[place], own, copies.candidates(above, likely_ids(own))
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:

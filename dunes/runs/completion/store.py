@@ -25,7 +25,7 @@ from dunes.generate.copying import DEPTH_BYTES, Gate
 from dunes.runs.completion.index import IndexedFile, TextIndex
 from dunes.text import json_file
 
-FOLDER, FORMAT = "completion", 1
+FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
 REMEDY = "remove this folder to complete without what it has, or train again"
 
 
@@ -37,7 +37,7 @@ def write_index(run: Path, index: TextIndex) -> None:
     tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
     write_file(folder / "index.safetensors", save({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
     files = [[f.name, f.digest, f.start, f.first_byte] for f in index.files]
-    write_file(folder / "files.json", json.dumps({"format": FORMAT, "files": files}).encode())
+    write_file(folder / "files.json", json.dumps({"format": INDEX_FORMAT, "files": files}).encode())
 
 
 def read_index(run: Path) -> TextIndex | None:
@@ -45,7 +45,7 @@ def read_index(run: Path) -> TextIndex | None:
     folder = run / FOLDER
     if not (folder / "files.json").is_file():
         return None
-    record = _record(folder / "files.json")
+    record = _record(folder / "files.json", INDEX_FORMAT)
     try:
         tensors = load_file(folder / "index.safetensors")
         ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
@@ -76,7 +76,7 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "gate.safetensors", save_tensors(gate.state_dict()))
-    write_file(folder / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
+    write_file(folder / "gate.json", json.dumps({"format": GATE_FORMAT, **facts}, indent=1).encode())
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
@@ -84,7 +84,7 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     folder = run / FOLDER
     if not (folder / "gate.json").is_file():
         return None
-    facts, gate = _record(folder / "gate.json"), Gate()
+    facts, gate = _record(folder / "gate.json", GATE_FORMAT), Gate()
     try:
         gate.load_state_dict(load_tensors(folder / "gate.safetensors"))
         if not all(p.isfinite().all() for p in gate.parameters()):
@@ -97,8 +97,8 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     return gate.requires_grad_(False), facts
 
 
-def _record(path: Path) -> dict[str, Any]:
+def _record(path: Path, format: int) -> dict[str, Any]:
     record = json_file.read(path)
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ValueError(f"{path}: not in format {FORMAT}, which this version reads; {REMEDY}")
+    if not isinstance(record, dict) or record.get("format") != format:
+        raise ValueError(f"{path}: not in format {format}, which this version reads; {REMEDY}")
     return record
