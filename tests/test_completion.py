@@ -5,6 +5,7 @@ import json
 import math
 import random
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from dunes.runs.completion.store import read_gate, read_index, write_gate, write
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.runs.train import train
 from dunes.text import Tokenizer
+from dunes.text.lines import split_lines
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
@@ -633,6 +635,19 @@ def test_without_a_model_the_rest_of_the_line_after_the_longest_match(end):
     again = end.join(["name = 3", "other = 4", "name"])
     assert completer.complete(again, "", "c.py").text == " = 3", "the file itself comes first"
     assert completer.complete(f"a = 1{end}b = 2{end}a = 1{end}", "", "c.py").text == "b = 2", "at a line's start"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\n\r", "\r\r\n"])
+def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
+    files = FileTokenizer(BPE, header=True)
+    for text in ("", "ab", end, f"ab{end}", f"a{end}b{end}{end}c", f"a{end}b{end}{end}c = a"):
+        lines = split_lines(text)
+        for name in ("a.py", "", "a.py"):
+            found = files.tokenize(text, name)
+            parts = [found.ids[a:b] for a, b in pairwise([*found.starts, len(found.ids)])]
+            assert parts == [list(files.line(line)) for line in lines]
+            assert found.ids[: found.starts[0]] == files.start(name)
+            found.ids.append(0)  # it belongs to the caller
 
 
 def test_a_window_seldom_moves():

@@ -43,6 +43,7 @@ class FileTokenizer:
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
         self._allowed = lru_cache(256)(self._find_allowed)
+        self._lines_above = lru_cache(2)(self._tokenize_lines)  # after a keystroke they are the same
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
     @property
@@ -100,17 +101,24 @@ class FileTokenizer:
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
         """The ids of a text from its beginning, in lines; a part of a line at its end counts as one."""
-        ids, starts = self.start(name), list[int]()
         if self.tokenizer.line_separable:
-            for line in split_lines(text):
-                starts.append(len(ids))
-                ids += self.line(line)
-            return TokenizedText(ids, starts)
+            last = max(text.rfind("\n"), text.rfind("\r")) + 1
+            above = self._lines_above(text[:last], name)
+            return TokenizedText([*above.ids, *self.line(text[last:])], [*above.starts, len(above.ids)])
+        ids = self.start(name)
         starts = [len(ids)]
         for id in self.tokenizer.encode(text):
             ids.append(id)
             if b"\n" in self.pieces[id]:
                 starts.append(len(ids))
+        return TokenizedText(ids, starts)
+
+    def _tokenize_lines(self, text: str, name: str) -> TokenizedText:
+        """The same of a text of whole lines, without the empty one at its end."""
+        ids, starts = self.start(name), list[int]()
+        for line in split_lines(text)[:-1]:
+            starts.append(len(ids))
+            ids += self.line(line)
         return TokenizedText(ids, starts)
 
 
