@@ -119,6 +119,13 @@ def test_words_are_those_that_copilot_vim_accepts():
     assert {text: first_word(text) for text in words} == words
 
 
+def test_the_probability_of_an_n_grams_word_is_that_of_all_of_its_tokens():
+    code = "self.foo(bar.baz)\nself.foo(qux)\nself.foo((bar)\n" * 3
+    found = NGram([("a", code)]).complete("self.foo")
+    assert first_word(found.text) == "(bar"
+    assert found.line < found.word < 0.9, "not that of the bracket, which is sure"
+
+
 def test_the_bootstrap_resamples_files_not_cursors():
     values, files = [0.0] * 3000 + [1.0] * 30, [0] * 3000 + [7] * 30
     means = file_means(values, files)

@@ -275,7 +275,7 @@ def test_likely_ids_are_candidates_too_with_how_the_file_uses_them():
 def test_kinds_of_text():
     rows = Vocabulary([b"", b"\n\n", b" x(", "é".encode(), b"\t", b"_{"], encode).kinds
     assert rows[:, :7].tolist() == [
-        [1, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 0],
         [0, 1, 0, 0, 0, 1, 0],
         [1, 0, 1, 0, 0, 0, 1],
         [0, 0, 1, 1, 0, 0, 0],
@@ -388,10 +388,27 @@ def test_the_mixtures_loss_is_that_of_the_dense_mixture():
         if ids:
             change[: len(ids)] = gate(candidates.features, own[: len(ids)], logprobs.amax())
         place = torch.tensor([ids.index(target) if target in ids else -1])
-        loss = mixture_loss(change[None], own[None], place, known[None], logprobs[target][None])
+        rest = logprobs.index_fill(0, candidates.ids, -torch.inf).logsumexp(0)[None]
+        loss = mixture_loss(change[None], own[None], place, known[None], logprobs[target][None], rest)
         assert float(loss) == pytest.approx(-float(gate.change(candidates, logprobs)[target]), abs=1e-5)
         losses.append(float(loss))
     assert min(losses) > 0
+
+
+@pytest.mark.parametrize("all_change", [-18.0, 0.0, 18.0])
+def test_no_change_of_all_candidates_makes_the_loss_of_a_sure_model_negative(all_change):
+    """The candidates have all of the mass but e^-27: a sum of probabilities would lose the rest in rounding."""
+    logprobs = torch.tensor([0.0, -30.0, -30.0, -28.0, -28.0]).double().log_softmax(-1)
+    known, rest = torch.tensor([[True, True, True]]), logprobs[3:].logsumexp(0)[None]
+    change = torch.full((1, 3), all_change, requires_grad=True)
+    mixed = (logprobs + torch.tensor([all_change] * 3 + [0, 0])).log_softmax(-1)
+    single = [t.float() for t in (logprobs[None, :3], logprobs, rest)]
+    loss = mixture_loss(change, single[0], torch.tensor([0]), known, single[1][:1], single[2])
+    assert loss.item() == pytest.approx(-mixed[0].item(), abs=1e-6)
+    loss.backward()
+    assert change.grad.isfinite().all()
+    nothing = mixture_loss(change, single[0], torch.tensor([-1]), ~known, single[1][3:4], torch.zeros(1))
+    assert nothing.item() == pytest.approx(-logprobs[3].item(), abs=1e-5), "without candidates, the model's"
 
 
 # beam search

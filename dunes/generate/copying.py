@@ -99,7 +99,14 @@ class Vocabulary:
 
 def _kind(piece: bytes) -> list[float]:
     text, line_end = piece.strip(), b"\n" in piece
-    kinds = [piece[:1] in b" \t", line_end, _is_word(text[:1]), _is_word(piece[-1:]), text[:1].isdigit(), not text]
+    kinds = [
+        piece[:1] in (b" ", b"\t"),
+        line_end,
+        _is_word(text[:1]),
+        _is_word(piece[-1:]),
+        text[:1].isdigit(),
+        not text,
+    ]
     return [*map(float, kinds), float(piece[-1:] in (b"(", b"[", b"{")), math.log2(1 + len(piece))]
 
 
@@ -304,15 +311,19 @@ def likely_ids(logprobs: Tensor) -> list[int]:
     return best.indices[best.values > -math.inf].tolist()
 
 
-def mixture_loss(change: Tensor, logprobs: Tensor, target: Tensor, known: Tensor, other: Tensor) -> Tensor:
+def mixture_loss(
+    change: Tensor, logprobs: Tensor, target: Tensor, known: Tensor, other: Tensor, rest: Tensor
+) -> Tensor:
     """The negative log-likelihood (N,) of targets under the mixture, in nats.
 
     `change` and `logprobs` (N, C) are the gate's changes and the model's log-probabilities of the candidates, of
     which `known` (N, C) says which exist; `target` (N,) is the candidate that is the target, or -1, and `other`
-    (N,) the model's log-probability of the target.
+    (N,) the model's log-probability of the target. `rest` (N,) is that of all ids that are no candidates; as 1
+    less the others, it would be lost in rounding where these have nearly all.
     """
-    change = change.masked_fill(~known, 0.0)
-    # All that are no candidates keep their mass, so the sum of exponentials is 1 and what the candidates gain.
-    total = 1 + (logprobs.exp() * known * change.expm1()).sum(-1)
+    changed = (logprobs + change).masked_fill(
+        ~known, -1e30
+    )  # not infinite: where none exists, gradients are finite
+    total = torch.logaddexp(changed.logsumexp(-1), rest)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)
-    return total.clamp(min=1e-9).log() - other - gain
+    return total - other - gain

@@ -10,6 +10,7 @@ import numpy as np
 
 from dunes.generate.context_index import ContextIndex, Match
 from dunes.generate.copying import TextSource
+from dunes.runs.completion.cuts import first_word
 from dunes.runs.completion.protocol import LineCompleter, Suggestion
 from dunes.runs.completion.text import without_overlap
 
@@ -99,7 +100,7 @@ class NGram:
         file, line = _tokenized(before[:start]), _TOKEN.findall(before[start:])
         stub = line.pop() if line and "\n" not in line[-1] else ""
         text, word, probability = "", 1.0, 1.0
-        for number in range(TOKENS):
+        for _ in range(TOKENS):
             token, p = self._next(file, line, stub)
             if not token and stub:  # no known token starts like this one
                 line.append(stub)
@@ -109,7 +110,7 @@ class NGram:
             if not token or "\n" in token or token == "\0":
                 break
             text += token[len(stub) :]
-            if number == 0 or not text.strip():
+            if first_word(text) == text:
                 word = probability
             line.append(token)
             stub = ""

@@ -14,8 +14,9 @@ import numpy as np
 
 from dunes.text.lines import split_lines
 
-_WORD = re.compile(r"[^\w\r\n]*\w*")
-"""A word, as the editor plug-in copilot.vim accepts one: other characters up to the next identifier, and it.
+_WORD = re.compile(r"[\r\n]*[^\w\r\n]*\w*")
+"""A word, as the editor plug-in copilot.vim accepts one: other characters up to the next identifier, and it; the
+line ends before it as well.
 https://github.com/github/copilot.vim (AcceptWord)"""
 _TOKEN = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
 """An identifier or one other character, with the spaces before it."""

@@ -148,7 +148,7 @@ class CompletionEngine:
     def _sources(self, above: list[int], below: list[int], name: str) -> Sources:
         """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
         if self._near is None or self._near[:3] != (above, below, name):
-            pieces, parts = self.files.pieces, [part for part in (above, below) if part]
+            pieces, parts = self.files.pieces, [above, below] if below else [above]
             texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
             near, far = [index_ids(part, len(pieces)) for part in parts], self._far_from(name)
             sources = Sources(near, far.ids, texts, far.texts, self._vocabulary)

@@ -2,6 +2,7 @@
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -31,8 +32,8 @@ SourcesOf = Callable[[list[int]], Sources]
 
 class Places(NamedTuple):
     """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model
-    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for none)
-    and its log-probability (N,)."""
+    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for
+    none), its log-probability, and that of all ids that are no candidates (N,)."""
 
     features: Tensor
     logprobs: Tensor
@@ -40,12 +41,13 @@ class Places(NamedTuple):
     best: Tensor
     target: Tensor
     other: Tensor
+    rest: Tensor
 
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
         """The negative log-likelihoods (nats) of the targets at these places under the mixture."""
         part = Places(*(t[rows] for t in self))
         change = gate(part.features, part.logprobs, part.best)
-        return mixture_loss(change, part.logprobs, part.target, part.known, part.other)
+        return mixture_loss(change, part.logprobs, part.target, part.known, part.other, part.rest)
 
 
 def fit_gate(places: Places, seed: int = 0) -> Gate:
@@ -90,7 +92,8 @@ def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
     features[:count], own[:count] = candidates.features[:count], logprobs[candidates.ids[:count]]
     hits = (candidates.ids[:count] == id).nonzero()
     target = hits[0, 0] if len(hits) else torch.tensor(-1)
-    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, logprobs[id])
+    rest = logprobs.index_fill(0, candidates.ids[:count], -math.inf).logsumexp(0)
+    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, logprobs[id], rest)
 
 
 def scored_places(

@@ -26,7 +26,8 @@ from dunes.runs.completion.index import IndexedFile, TextIndex
 from dunes.text import json_file
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
-REMEDY = "remove this folder to complete without what it has, or train again"
+INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
+GATE_REMEDY = "remove gate.json there to complete by the model alone, or train again"
 
 
 def write_index(run: Path, index: TextIndex) -> None:
@@ -45,7 +46,7 @@ def read_index(run: Path) -> TextIndex | None:
     folder = run / FOLDER
     if not (folder / "files.json").is_file():
         return None
-    record = _record(folder / "files.json", INDEX_FORMAT)
+    record = _record(folder / "files.json", INDEX_FORMAT, INDEX_REMEDY)
     try:
         tensors = load_file(folder / "index.safetensors")
         ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
@@ -59,7 +60,9 @@ def read_index(run: Path) -> TextIndex | None:
         if any(text[f.first_byte - 1 : f.first_byte] != b"\0" for f in files[1:]) or text[-1:] not in (b"", b"\0"):
             raise ValueError("files without an end")
     except (OSError, SafetensorError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"{folder}: a damaged index ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
+        raise ValueError(
+            f"{folder}: a damaged index ({' '.join(str(error).split())[:200]}); {INDEX_REMEDY}"
+        ) from None
     return TextIndex(files, ids, text, contexts)
 
 
@@ -84,7 +87,7 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     folder = run / FOLDER
     if not (folder / "gate.json").is_file():
         return None
-    facts, gate = _record(folder / "gate.json", GATE_FORMAT), Gate()
+    facts, gate = _record(folder / "gate.json", GATE_FORMAT, GATE_REMEDY), Gate()
     try:
         gate.load_state_dict(load_tensors(folder / "gate.safetensors"))
         if not all(p.isfinite().all() for p in gate.parameters()):
@@ -93,12 +96,14 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
         if not all(isfinite(share) and isfinite(value) for pairs in thresholds.values() for share, value in pairs):
             raise ValueError("thresholds that are not finite")
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder}: a damaged gate ({' '.join(str(error).split())[:200]}); {REMEDY}") from None
+        raise ValueError(
+            f"{folder}: a damaged gate ({' '.join(str(error).split())[:200]}); {GATE_REMEDY}"
+        ) from None
     return gate.requires_grad_(False), facts
 
 
-def _record(path: Path, format: int) -> dict[str, Any]:
+def _record(path: Path, format: int, remedy: str) -> dict[str, Any]:
     record = json_file.read(path)
     if not isinstance(record, dict) or record.get("format") != format:
-        raise ValueError(f"{path}: not in format {format}, which this version reads; {REMEDY}")
+        raise ValueError(f"{path}: not in format {format}, which this version reads; {remedy}")
     return record
