@@ -15,8 +15,11 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import CANDIDATES, LIKELY, Candidates, Copies, Gate, Sources, likely_ids, mixture_loss
 from dunes.runs.completion.text import TokenizedText
 
-PLACES, STEPS, BATCH, RATE = 20_000, 800, 1024, 5e-3
+PLACES, BATCH, RATE = 20_000, 256, 5e-3
 """Places that the gate is fitted on at most, and the settings of the fit by Adam."""
+STEPS, PLACES_PER_STEP = (200, 1600), 5
+"""The fewest and the most steps, and how many places make one more: a gate learns few places by heart. Of 500, 800
+steps made it worse than the model alone on others."""
 RENEWED = 100
 """Sources are renewed for each line of a text, or when it is longer by so small a part: else a text of N lines
 would be sorted N times."""
@@ -57,9 +60,10 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
         torch.manual_seed(seed)
         gate = Gate()
     optimizer = torch.optim.Adam(gate.parameters(), RATE)
-    for step in range(STEPS):
+    steps = min(max(STEPS[0], len(places.other) // PLACES_PER_STEP), STEPS[1])
+    for step in range(steps):
         rows = torch.randint(len(places.other), (min(BATCH, len(places.other)),), generator=generator)
-        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         optimizer.zero_grad()
         places.loss(gate, rows).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
