@@ -16,14 +16,14 @@ from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.data import collect_corpus
-from dunes.generate.copying import Gate
+from dunes.generate.copying import Copies, Gate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs.completion import index as completion_index
 from dunes.runs.completion.completer import CopyCompleter, name_in_sources
 from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
 from dunes.runs.completion.fit import fit_mixture
-from dunes.runs.completion.gate import even_share, places_of, scored_places, text_logprobs
+from dunes.runs.completion.gate import Places, even_share, fit_gate, places_of, scored_places, text_logprobs
 from dunes.runs.completion.index import index_texts, named_texts
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
@@ -648,6 +648,25 @@ def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
             assert parts == [list(files.line(line)) for line in lines]
             assert found.ids[: found.starts[0]] == files.start(name)
             found.ids.append(0)  # it belongs to the caller
+
+
+def noise_places(count, seed):
+    """Places whose features say nothing, but whose targets are always candidates."""
+    draw = torch.Generator().manual_seed(seed)
+    logprobs = torch.randn(count, 12, generator=draw).mul(2).log_softmax(-1)
+    target = logprobs[:, :8].exp().cumsum(-1).ge(0.9 * torch.rand(count, 1, generator=draw)).long().argmax(-1)
+    other = logprobs.gather(1, target[:, None])[:, 0]
+    features = torch.randn(count, 8, Copies.FEATURES, generator=draw)
+    known, rest = torch.ones(count, 8, dtype=torch.bool), logprobs[:, 8:].logsumexp(-1)
+    return Places(features, logprobs[:, :8], known, logprobs.amax(-1), target, other, rest)
+
+
+def test_a_gate_does_not_learn_few_places_by_heart():
+    few, others = noise_places(500, 0), noise_places(2000, 1)
+    gate = fit_gate(few)
+    change = float(others.loss(gate).mean() + others.other.mean())
+    print(f"{change:.3f} nats against the model alone, on other places")
+    assert change < 0
 
 
 def test_a_window_seldom_moves():
