@@ -650,6 +650,23 @@ def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
             found.ids.append(0)  # it belongs to the caller
 
 
+def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
+    engine = engine_of()
+    uses = engine._sources([], engine.files.plain("x = 1\n" * 9), "").uses
+    assert uses[:, 0].max() > 3, "what stands below is counted"
+    assert not uses[:, 1:].any()
+
+
+def test_an_old_gate_is_refused_without_losing_the_index(stored):
+    run, _ = stored
+    BROKEN_GATE["another format"](run / "completion")
+    with pytest.raises(ValueError, match=r"not in format 2.* remove gate\.json"):
+        read_gate(run)
+    (run / "completion" / "gate.json").unlink()
+    assert read_gate(run) is None
+    assert read_index(run) is not None
+
+
 def noise_places(count, seed):
     """Places whose features say nothing, but whose targets are always candidates."""
     draw = torch.Generator().manual_seed(seed)

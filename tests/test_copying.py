@@ -26,9 +26,9 @@ from dunes.generate.copying import (
     followers,
     index_ids,
     last_match,
-    likely_ids,
     line_at,
     mixture_loss,
+    top_ids,
 )
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -258,7 +258,7 @@ def test_candidates_are_what_any_source_proposes_with_what_each_knows():
     assert rows[4][14:16].tolist() == [0, 1], "the one before it"
 
 
-def test_likely_ids_are_candidates_too_with_how_the_file_uses_them():
+def test_the_models_top_ids_are_candidates_too_with_how_the_file_uses_them():
     sources = sources_of(b"ab = 12\na = 1\n", b"12")
     found = Copies(sources).candidates(encode(b"a"), [3, 4, 7])
     assert {3, 4, 7} <= {*found.ids.tolist()}
@@ -285,10 +285,10 @@ def test_kinds_of_text():
     assert Vocabulary([], encode).kinds.shape == (0, Vocabulary.KINDS)
 
 
-def test_what_the_model_finds_likely_can_gain_without_a_source():
+def test_top_ids_of_the_model_can_gain_without_a_source():
     logprobs, gate = torch.randn(len(PIECES)).log_softmax(-1), gate_of()
     copies, ids = Copies(sources_of()), [2]
-    assert likely_ids(logprobs) == logprobs.argsort(descending=True).tolist()
+    assert top_ids(logprobs) == logprobs.argsort(descending=True).tolist()
     mixed = gate.mix(copies, logprobs, ids)
     assert mixed.exp().sum() == pytest.approx(1, abs=1e-6)
     assert not torch.allclose(mixed, logprobs)
@@ -296,10 +296,10 @@ def test_what_the_model_finds_likely_can_gain_without_a_source():
 
 
 def test_ids_that_are_allowed_are_candidates_even_if_they_are_improbable(monkeypatch):
-    monkeypatch.setattr(copying, "LIKELY", 1)
+    monkeypatch.setattr(copying, "TOP", 1)
     asked = []
     copies = Copies(sources_of())
-    monkeypatch.setattr(Copies, "candidates", lambda self, ids, likely: asked.append(likely) or NO_CANDIDATES)
+    monkeypatch.setattr(Copies, "candidates", lambda self, ids, top: asked.append(top) or NO_CANDIDATES)
     logprobs = torch.tensor([0.1, 0.6, 0.05, 0.25]).log()
     gate_of().mix(copies, logprobs, [2], torch.tensor([True, False, True, False]))
     gate_of().mix(copies, logprobs, [2], torch.zeros(4, dtype=torch.bool))

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dunes.generate.prefix_cache import common_length
+
 DEPTH = 32
 """Items of a context that are compared, unless it is said otherwise."""
 
@@ -61,7 +63,8 @@ class ContextIndex:
         wanted = context[-self.depth :][::-1]
         place = self._place(text, wanted)
         neighbours = self._positions[max(0, place - 1) : place + 1]
-        length = max((_equal(text[max(0, p - self.depth) : p][::-1], wanted) for p in neighbours), default=0)
+        equal = (common_length(text[max(0, p - self.depth) : p][::-1], wanted, 0) for p in neighbours)
+        length = max(equal, default=0)
         if not length:
             return Match(0, 0, 0)
         return Match(length, self._place(text, wanted[:length]), self._place(text, wanted[:length], bisect_right))
@@ -92,11 +95,6 @@ class ContextIndex:
         key = lambda position: padded[position + back]
         first = bisect_left(self._positions, item, match.first, match.last, key=key)
         return Match(match.length + 1, first, bisect_right(self._positions, item, first, match.last, key=key))
-
-
-def _equal(a: bytes, b: bytes) -> int:
-    """How many bytes at the beginning are equal."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:

@@ -3,9 +3,9 @@
 Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction
 by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different
 ids. Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate
-then changes the log-probability of each proposed id, and of those that the model finds likely, by what is known of
-it: how long the matches are, how sure the sources and the model are, how often and how long ago the file has it,
-and what kind of text it is. The result is a distribution again.
+then changes the log-probability of each proposed id, and of the model's most probable ones, by what is known of it:
+how long the matches are, how sure the sources and the model are, how often and how long ago the file has it, and
+what kind of text it is. The result is a distribution again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
@@ -28,7 +28,7 @@ from dunes.generate.speculate import Proposal
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
-FOLLOWERS, CANDIDATES, LIKELY = 256, 16, 24
+FOLLOWERS, CANDIDATES, TOP = 256, 16, 24
 """Positions of a match that are looked at, and ids that a source and the model propose, at most."""
 DEPTH_BYTES, CONTEXT_IDS = 64, 48
 """Bytes that are matched at most, and ids of the text that have them."""
@@ -98,10 +98,10 @@ class Vocabulary:
 
 
 def _kind(piece: bytes) -> list[float]:
-    text, line_end = piece.strip(), b"\n" in piece
+    text = piece.strip()
     kinds = [
         piece[:1] in (b" ", b"\t"),
-        line_end,
+        b"\n" in piece,
         _is_word(text[:1]),
         _is_word(piece[-1:]),
         text[:1].isdigit(),
@@ -155,13 +155,13 @@ class Copies:
 
     FEATURES: ClassVar[int] = 18 + Sources.USES + Vocabulary.KINDS
 
-    def candidates(self, ids: Sequence[int], likely: Sequence[int] = ()) -> Candidates:
-        """What may follow the ids by all sources, and the `likely` ids."""
+    def candidates(self, ids: Sequence[int], top: Sequence[int] = ()) -> Candidates:
+        """What may follow the ids by all sources, and the `top` ids, the most probable ones of the model."""
         sources, rest = self.sources, self.rest(ids)
         context = self._context(ids, rest)
         known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
-        union = np.unique(np.concatenate([np.array(likely, np.int64), *(each.ids for each in known)]))
+        union = np.unique(np.concatenate([np.array(top, np.int64), *(each.ids for each in known)]))
         columns = [column for each in known for column in _columns(each, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
         # Of lines, only whether the last one begins with an id is a feature; how many do was not tried.
@@ -288,12 +288,12 @@ class Gate(nn.Module):
     def mix(self, copies: Copies, logprobs: Tensor, ids: Sequence[int], allowed: Tensor | None = None) -> Tensor:
         """The log-probabilities (V,) of the mixture, for those of the model after these ids.
 
-        With `allowed` (V,), bool, the likely ids are also those that are likely among the allowed ones.
+        With `allowed` (V,), bool, candidates are also the most probable ones of those that are allowed.
         """
-        likely = likely_ids(logprobs)
+        top = top_ids(logprobs)
         if allowed is not None:
-            likely += likely_ids(logprobs.masked_fill(~allowed, -math.inf))
-        return self.change(copies.candidates(ids, likely), logprobs)
+            top += top_ids(logprobs.masked_fill(~allowed, -math.inf))
+        return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
         """The log-probabilities (V,) of the mixture; those of the model, where there are no candidates."""
@@ -305,9 +305,9 @@ class Gate(nn.Module):
         return mixed.log_softmax(-1)
 
 
-def likely_ids(logprobs: Tensor) -> list[int]:
+def top_ids(logprobs: Tensor) -> list[int]:
     """The most probable ids of log-probabilities (V,)."""
-    best = logprobs.topk(min(LIKELY, len(logprobs)))
+    best = logprobs.topk(min(TOP, len(logprobs)))
     return best.indices[best.values > -math.inf].tolist()
 
 
@@ -321,9 +321,8 @@ def mixture_loss(
     (N,) the model's log-probability of the target. `rest` (N,) is that of all ids that are no candidates; as 1
     less the others, it would be lost in rounding where these have nearly all.
     """
-    changed = (logprobs + change).masked_fill(
-        ~known, -1e30
-    )  # not infinite: where none exists, gradients are finite
+    # Not infinite: where none exists, gradients are finite.
+    changed = (logprobs + change).masked_fill(~known, -1e30)
     total = torch.logaddexp(changed.logsumexp(-1), rest)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)
     return total - other - gain

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import LoadedModel
-from dunes.generate.copying import CANDIDATES, LIKELY, Candidates, Copies, Gate, Sources, likely_ids, mixture_loss
+from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
 from dunes.runs.completion.text import TokenizedText
 
 PLACES, BATCH, RATE = 20_000, 256, 5e-3
@@ -25,7 +25,7 @@ RENEWED = 100
 would be sorted N times."""
 CONTEXT = 64
 """Ids above a place that are matched."""
-ROOM = 3 * CANDIDATES + LIKELY
+ROOM = 3 * CANDIDATES + TOP
 """Candidates of a place."""
 
 
@@ -115,7 +115,7 @@ def scored_places(
         for place in range(max(start, 1), stop):
             own = next(logprobs)
             above = text.ids[max(0, place - CONTEXT) : place]
-            yield text.ids[place], own, copies.candidates(above, likely_ids(own))
+            yield text.ids[place], own, copies.candidates(above, top_ids(own))
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int]) -> Iterator[Tensor]:
