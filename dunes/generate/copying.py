@@ -3,9 +3,9 @@
 Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction
 by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different
 ids. Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate
-then changes the log-probability of each proposed id, and of the model's most probable ones, by what is known of it:
-how long the matches are, how sure the sources and the model are, how often and how long ago the file has it, and
-what kind of text it is. The result is a distribution again.
+then changes the log-probability of each proposed id, and of the model's most probable ones, by what is known of
+it: how long the matches are, how sure the sources and the model are, how often and how long ago the file has it,
+and what kind of text it is. The result is a distribution again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
