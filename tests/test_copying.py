@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dunes.generate import PrefixCache, Sampler, copying, generate
-from dunes.generate.beam import Beam, assigned, beam_search
+from dunes.generate import PrefixCache, copying, generate
+from dunes.generate.beam import Beam, beam_search
 from dunes.generate.context_index import ContextIndex, sorted_contexts
 from dunes.generate.copying import (
     CANDIDATES,
@@ -30,6 +30,7 @@ from dunes.generate.copying import (
     mixture_loss,
     top_ids,
 )
+from dunes.generate.remembered import RememberedLogits, assigned
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 
@@ -311,7 +312,7 @@ def test_without_a_match_nothing_is_a_candidate_or_proposed():
     nothing = Copies(sources_of())
     assert nothing.candidates([2, 3]).ids.tolist() == []
     assert nothing.candidates([2, 3]).features.shape == (0, Copies.FEATURES)
-    assert nothing.propose([2, 3], 9, Sampler()).ids == ()
+    assert nothing.propose([2, 3], 9) == ()
     assert Copies(sources_of(b"ab")).candidates([]).ids.tolist() == []
 
 
@@ -320,8 +321,8 @@ def test_the_next_ids_begin_with_the_typed_bytes():
     copies = Copies(sources_of(b"a = 12\n"), b"1", 2)
     ids = encode(b"a = ")
     assert 7 in copies.candidates(ids).ids.tolist()
-    assert [*copies.propose(ids, 9, Sampler()).ids] == encode(b"12\n")
-    assert [*copies.propose(ids, 1, Sampler()).ids] == encode(b"12")
+    assert [*copies.propose(ids, 9)] == encode(b"12\n")
+    assert [*copies.propose(ids, 1)] == encode(b"12")
     line = Copies(sources_of(b"\nab\n"), b"a", 1)
     assert line.candidates([1]).ids.tolist() == [encode(b"ab")[0]]
     assert line.candidates([1, 2]).ids.tolist() == [encode(b"b")[0]], "they are there already"
@@ -333,7 +334,7 @@ def test_at_the_start_of_a_line_the_text_above_does_not_match_its_own_end():
     candidates = Copies(sources_of(above)).candidates(encode(above))
     rows = dict(zip(candidates.ids.tolist(), candidates.features, strict=True))
     assert rows[encode(b"a")[0]][11] == 1, "the line after the earlier ab"
-    assert [*Copies(sources_of(above)).propose(encode(above), 9, Sampler()).ids] == encode(b"a = 1\n")
+    assert [*Copies(sources_of(above)).propose(encode(above), 9)] == encode(b"a = 1\n")
 
 
 # the gate
@@ -432,13 +433,14 @@ def forbid(banned, logits, ids):
     return logits.index_fill(0, torch.tensor(banned), -torch.inf).log_softmax(-1)
 
 
-def search(model, prompt, cache=None, rows=None, process=log_softmax, end=1, width=2, **options):
+def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **options):
     """The best continuation that ends with the id `end`; if none does, the best of all."""
+    known = known or RememberedLogits(model, width)
+    known.begin(len(prompt) + options["limit"])
     beams = beam_search(
-        cache or PrefixCache(model),
-        rows or PrefixCache(model, width),
+        lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
-        process=process,
+        width=width,
         ends=lambda ids: ids[-1] == end,
         **options,
     )
@@ -487,9 +489,10 @@ def without_cache(model):
 @pytest.mark.parametrize("wrap", [lambda m: m, without_cache], ids=["cache", "no cache"])
 @pytest.mark.parametrize("process", [log_softmax, partial(forbid, [1]), partial(forbid, [0, 2, 3, 4, 5])])
 def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
-    cache, prompt = PrefixCache(wrap(model_of())), [3, 2, 5]
-    best = search(cache.model, prompt, cache, process=process, width=VOCAB**2, limit=3)
-    assert (cache.cache is None) == (wrap is without_cache)
+    model, prompt = wrap(model_of()), [3, 2, 5]
+    known = RememberedLogits(model, VOCAB**2)
+    best = search(model, prompt, known, process=process, width=VOCAB**2, limit=3)
+    assert (known.cache.cache is None) == (wrap is without_cache)
     expected = exhaustive(model_of(), prompt, 3, process)
     assert best.ids == expected.ids
     assert best.total == pytest.approx(expected.total, abs=1e-4)
@@ -507,15 +510,14 @@ def test_one_beam_is_greedy_decoding(family):
     assert [*best.logprobs] == pytest.approx([token.logprob for token in greedy[:stop]], abs=1e-4)
 
 
-def test_used_caches_change_nothing_and_the_first_holds_the_prompt():
+def test_what_is_remembered_changes_nothing():
     model, prompts = model_of(), [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6], [6] * 20, [6] * 19]
-    cache, rows = PrefixCache(model), PrefixCache(model, 4)
+    known = RememberedLogits(model, 4)
     for prompt in [*prompts, *reversed(prompts)]:
-        used = search(model, prompt, cache, rows, limit=6)
+        used = search(model, prompt, known, width=4, limit=6)
         fresh = search(model, prompt, width=4, limit=6)
         assert used.ids == fresh.ids
         assert used.total == pytest.approx(fresh.total, abs=1e-4)
-        assert cache.ids[0] == prompt
 
 
 def test_a_search_is_over_when_its_beams_are_decided():
@@ -525,12 +527,13 @@ def test_a_search_is_over_when_its_beams_are_decided():
         seen.append(beams)
         return len(seen) == 3
 
+    known = RememberedLogits(model, 3)
+    known.begin(20)
     beams = beam_search(
-        PrefixCache(model),
-        PrefixCache(model, 3),
+        lambda texts: [forbid([1], row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
+        width=3,
         limit=9,
-        process=partial(forbid, [1]),
         ends=lambda ids: False,
         decided=decided,
     )
@@ -542,6 +545,59 @@ def test_where_nothing_may_follow_there_is_no_beam():
     nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
     assert search(model_of(), [3], process=nothing, width=3, limit=4) == Beam()
     assert search(model_of(), [3], width=3, limit=0) == Beam()
+
+
+# logits that are remembered
+
+
+def fresh_logits(model, text):
+    with torch.no_grad():
+        return model(torch.tensor([text]))[0, -1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_remembered_logits_are_those_of_the_model(family):
+    """Random texts that go on from earlier ones, asked for singly, side by side and with what may follow."""
+    model, chance, worst = model_of(family), random.Random(0), 0.0
+    known, texts, forwards = RememberedLogits(model, 3), [[3, 2, 5]], []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    for _ in range(120):
+        known.begin(40)
+        for _ in range(chance.randrange(1, 4)):
+            start = chance.choice(texts[-6:])
+            start = start[: chance.randrange(1, len(start) + 1)][:24]
+            grow = lambda most: [chance.randrange(VOCAB) for _ in range(chance.randrange(most))]
+            asked = [start + grow(4) for _ in range(chance.randrange(1, 4))]
+            found = known.after(asked)
+            if chance.random() < 0.3:
+                more = grow(6)
+                found.append(known.along(asked[0], more))
+                found += [known.get([*asked[0], *more[: n + 1]]) for n in range(len(more))]
+                asked += [asked[0], *([*asked[0], *more[: n + 1]] for n in range(len(more)))]
+            count = len(forwards)
+            worst = max(
+                worst, *((row - fresh_logits(model, t)).abs().max() for row, t in zip(found, asked, strict=True))
+            )
+            del forwards[count:]
+            known.after(asked[:3])
+            assert len(forwards) == count, "they are remembered"
+            texts += asked
+    print(f"largest difference {worst:.1e}")
+    assert worst < 2e-4
+
+
+def test_logits_are_remembered_for_one_more_request():
+    known, forwards = RememberedLogits(model_of(), 2), []
+    known.cache.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    counts = []
+    for text in ([3, 2], [3, 2], [3], [3], [3, 2]):
+        known.begin(4)
+        known.after([text])
+        counts.append(len(forwards))
+    assert counts == [1, 1, 2, 2, 3], "the last [3, 2] was three requests ago"
+    known.begin(4)
+    assert known.get([3, 2]) is not None
+    assert known.get([3]) is None
 
 
 def test_a_text_gets_the_row_that_holds_it():

@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dunes.generate.context_index import ContextIndex
-from dunes.generate.sampling import Sampler
-from dunes.generate.speculate import Proposal
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
@@ -32,8 +30,8 @@ FOLLOWERS, CANDIDATES, TOP = 256, 16, 24
 """Positions of a match that are looked at, and ids that a source and the model propose, at most."""
 DEPTH_BYTES, CONTEXT_IDS = 64, 48
 """Bytes that are matched at most, and ids of the text that have them."""
-CONTINUATIONS, AHEAD, LINE, PROPOSED = 8, 24, 120, 16
-"""Positions behind a match of bytes that are looked at, bytes of each that are encoded, bytes and ids proposed."""
+CONTINUATIONS, AHEAD, LINE = 8, 24, 120
+"""Positions behind a match of bytes that are looked at, bytes of each that are encoded, and bytes proposed."""
 LEAST = 1e-4
 """The probability that stands for none in a feature."""
 
@@ -169,18 +167,16 @@ class Copies:
         features = np.concatenate([of_sources, sources.uses[rows], sources.vocabulary.kinds[rows]], 1)
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
-    def propose(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
-        """Propose the rest of the line after the longest match; of equal ones, the near and the last."""
+    def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
+        """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.rest(ids)
         context = self._context(ids, rest)
         found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
         found = [(match, text) for match, text in found if match[0]]
         if not found:
-            return Proposal()
+            return ()
         (_, positions), text = max(found, key=lambda pair: pair[0][0])
-        return Proposal(
-            sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[: min(PROPOSED, limit)]
-        )
+        return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit]
 
     def rest(self, ids: Sequence[int]) -> bytes:
         """The typed bytes that the ids do not have yet."""
@@ -249,18 +245,18 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
         return NONE
     longest = matches[-1]
     levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > longest.last - longest.first]
-    followed = (index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest])
-    counted = [np.unique(items, return_counts=True) for items in followed]
-    ids = np.unique(np.concatenate([own for own, _ in counted])).astype(np.int64)
-    probs, shares = np.zeros(len(ids)), np.zeros(len(ids))
-    for own, counts in counted:
-        probs *= len(own)
-        probs[np.searchsorted(ids, own)] += counts
-        probs /= counts.sum() + len(own)
-    own, counts = counted[-1]
-    shares[np.searchsorted(ids, own)] = counts / counts.sum()
+    followed = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
+    ids, place = np.unique(np.concatenate(followed), return_inverse=True)
+    level = np.repeat(np.arange(len(followed)), [len(items) for items in followed])
+    counts = np.bincount(level * len(ids) + place, minlength=len(followed) * len(ids)).reshape(-1, len(ids))
+    sums, different = counts.sum(1), (counts > 0).sum(1)
+    probs, shares = np.zeros(len(ids)), counts[-1] / sums[-1]
+    for own, n, k in zip(counts, sums, different, strict=True):
+        probs = (probs * k + own) / (n + k)
     best = np.argsort(-probs, kind="stable")[:CANDIDATES]
-    return Followers(ids[best], probs[best], shares[best], longest.length, longest.last - longest.first)
+    return Followers(
+        ids[best].astype(np.int64), probs[best], shares[best], longest.length, longest.last - longest.first
+    )
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
@@ -297,7 +293,7 @@ class Gate(nn.Module):
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
         """The log-probabilities (V,) of the mixture; those of the model, where there are no candidates."""
-        count = int((candidates.ids < len(logprobs)).sum())
+        count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs
         known, mixed = candidates.ids[:count], logprobs.clone()

@@ -11,17 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Sampler, generate
 from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
-from dunes.generate.sampling import Processor
+from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion.cuts import first_word, whole_words
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
+from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.text import (
     BELOW,
@@ -45,10 +43,6 @@ HOPELESS = -4.0
 """Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
-
-
-class Cancelled(Exception):
-    """A completion was cancelled."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +76,8 @@ class CompletionEngine:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         self._vocabulary = Vocabulary(self.files.pieces, self._encode)
-        self.cache, self._find_step = PrefixCache(loaded.model), find_step
-        self._beams = PrefixCache(loaded.model, WIDTH)
+        self._find_step = find_step
+        self._mixture: Mixture | None = None
         self._changed: dict[str, Far] = {}
         self._near: tuple[list[int], list[int], str, Sources] | None = None
         self._far: tuple[str, Far] | None = None
@@ -111,13 +105,12 @@ class CompletionEngine:
         prompt = self._prompt([*above, *kept], below, text.starts[0])
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
         found = self._search(prompt, copies, options)
-        data = b"".join(self.files.pieces[i] for i in found.ids)[len(typed) :].decode(errors="ignore")
+        data = self._text(typed, found.ids)
         rest = "".join(split_lines(data)[: options.lines]).rstrip("\r\n")
         if found.ids and not self._ends(typed, options.lines, found.ids):
             rest = whole_words(rest)
         rest = without_overlap(rest, after)
-        end = len(typed) + len(first_word(rest).encode())
-        return Suggestion(rest, math.exp(self._until(found, end)), math.exp(found.total))
+        return Suggestion(rest, math.exp(self._until(found, typed, first_word(rest))), math.exp(found.total))
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -168,24 +161,6 @@ class CompletionEngine:
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))
 
-    def _process(
-        self, copies: Copies, cancelled: Callable[[], bool], logits: Tensor, ids: Sequence[int]
-    ) -> Tensor:
-        """The log-probabilities (V,) of the mixture, of ids that agree with what is typed."""
-        if cancelled():
-            raise Cancelled("a newer request came")
-        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # on the CPU, where the gate is
-        allowed = self.files.allowed(copies.rest(ids))
-        if allowed is not None:
-            allowed = allowed[: len(mixed)]
-        if self.gate:
-            mixed = self.gate.mix(copies, mixed, ids, allowed)
-        if allowed is not None:
-            mixed = mixed.masked_fill(~allowed, -math.inf)
-            # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
-            mixed = mixed.log_softmax(-1) if len(ids) == copies.start else mixed
-        return mixed.to(logits.device)
-
     def _ends(self, typed: bytes, lines: int, ids: Sequence[int]) -> bool:
         """Whether these ids have so many line ends, or end the text."""
         data = b"".join(self.files.pieces[i] for i in ids)[len(typed) :]
@@ -193,90 +168,80 @@ class CompletionEngine:
 
     def _search(self, prompt: Sequence[int], copies: Copies, options: CompleteOptions) -> Beam:
         """The most probable ids up to the end of the lines that are found."""
-        process = partial(self._process, copies, options.cancelled)
         ends = partial(self._ends, copies.typed, options.lines)
         limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
+        mixture = self._mixture_of(options.width)
+        mixture.begin(copies, self.gate, len(prompt) + limit, options.cancelled)
         if options.width == 1:
-            self.cache.step = self._find_step()
-            return self._decode(prompt, Beam(), copies, limit, process, ends)
-        self.cache.step = None  # its weights may be rounded: an answer would depend on what was asked before
+            return self._decode(mixture, prompt, Beam(), limit, ends)
         beams = beam_search(
-            self.cache,
-            self._rows(options.width),
+            mixture.after,
             prompt,
+            width=options.width,
             limit=min(limit, BEAMED),
-            process=process,
             ends=ends,
             decided=partial(self._decided, prompt, copies),
         )
         if not beams or ends(beams[0].ids):
             return beams[0] if beams else Beam()
+        if beams[0].total < HOPELESS:  # a user may take the first word
+            return max(beams, key=partial(self._first_word, copies.typed))
         finished = [beam for beam in beams if ends(beam.ids)]
-        return max(
-            [self._decode(prompt, beams[0], copies, limit, process, ends), *finished], key=lambda b: b.total
-        )
+        return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
 
     def _decided(self, prompt: Sequence[int], copies: Copies, beams: Sequence[Beam]) -> bool:
-        """Whether the first beam is far more probable than the next.
+        """Whether the first beam is far more probable than the next, or hopeless.
 
         Those without all of what is typed are not comparable: they have yet to lose what others have lost.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
-        return lead >= LEAD and not any(copies.rest([*prompt, *beam.ids]) for beam in beams)
+        over = lead >= LEAD or beams[0].total < HOPELESS
+        return over and not any(copies.rest([*prompt, *beam.ids]) for beam in beams)
 
-    def _rows(self, width: int) -> PrefixCache:
-        """The cache of so many beams."""
-        if len(self._beams.ids) != width:
-            self._beams = PrefixCache(self.loaded.model, width)
-        return self._beams
+    def _mixture_of(self, width: int) -> Mixture:
+        """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
+        step = self._find_step() if width == 1 else None
+        if self._mixture is None or self._mixture.logits.made_of != (width, step):
+            self._mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
+        return self._mixture
 
     def _decode(
         self,
+        mixture: Mixture,
         prompt: Sequence[int],
-        begun: Beam,
-        copies: Copies,
+        found: Beam,
         limit: int,
-        process: Processor,
         ends: Callable[..., bool],
     ) -> Beam:
-        """The most probable ids one by one, after those of `begun`, where possible several by a forward."""
-        chosen, found = Chosen(list(begun.logprobs)), list(begun.ids)
-        for token in generate(
-            self.loaded.model,
-            [*prompt, *begun.ids],
-            limit=limit - len(begun.ids),
-            context_length=self.loaded.context_length,
-            sample=Sampler((process,), chosen),
-            cache=self.cache,
-            proposer=copies.propose if self.gate else None,
-        ):
-            found.append(token.id)
-            if ends(found) or sum(chosen.logprobs[: len(found)]) < HOPELESS:
+        """The beam with the most probable ids one by one, until it `ends` or has no prospect."""
+        while len(found.ids) < limit:
+            room = limit - len(found.ids) - 1
+            best = mixture.after_one([*prompt, *found.ids], room).max(-1)
+            if not float(best.values) > -math.inf:
                 break
-        return Beam(tuple(found), tuple(chosen.logprobs[: len(found)]))
+            found = found.grown(int(best.indices), float(best.values))
+            if ends(found.ids) or found.total < HOPELESS:
+                break
+        return found
 
-    def _until(self, found: Beam, end: int) -> float:
-        """The log-probability of the ids that have the first `end` bytes."""
-        total, size = 0.0, 0
+    def _text(self, typed: bytes, ids: Sequence[int]) -> str:
+        """The text of these ids without what is typed."""
+        return b"".join(self.files.pieces[i] for i in ids)[len(typed) :].decode(errors="ignore")
+
+    def _until(self, found: Beam, typed: bytes, text: str) -> float:
+        """The log-probability of the ids that have all of this text behind what is typed."""
+        total, size, end = 0.0, 0, len(typed) + len(text.encode())
         for id, logprob in zip(found.ids, found.logprobs, strict=True):
             if size < end:
                 total, size = total + logprob, size + len(self.files.pieces[id])
         return total
+
+    def _first_word(self, typed: bytes, found: Beam) -> float:
+        """The log-probability of the first word."""
+        return self._until(found, typed, first_word(self._text(typed, found.ids)))
 
 
 def knows_paths(loaded: LoadedModel) -> bool:
     """Whether a model was trained on files with their paths, by its card."""
     trained = trained_text(loaded.card)
     return bool(trained.get("complete") and trained.get("file_headers", True))
-
-
-class Chosen:
-    """The choice of the most probable id, which notes the log-probability of each."""
-
-    def __init__(self, logprobs: list[float]) -> None:
-        self.logprobs = logprobs
-
-    def __call__(self, logprobs: Tensor) -> Tensor:
-        best = logprobs.argmax(-1)
-        self.logprobs.append(float(logprobs[best]))
-        return best

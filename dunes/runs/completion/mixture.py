@@ -1,0 +1,74 @@
+"""What may follow the text at a cursor: the mixture of model and copies, where it agrees with what is typed."""
+
+# Shapes: V vocabulary.
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dunes.generate.copying import Copies, Gate, Sources
+from dunes.generate.remembered import Remembered, RememberedLogits
+from dunes.runs.completion.text import FileTokenizer
+
+PROPOSED = 16
+"""Ids of a copy that are evaluated at once at most."""
+
+
+class Cancelled(Exception):
+    """A completion was cancelled."""
+
+
+class Mixture:
+    """Log-probabilities (V,) after texts. Those of the last request are remembered while its sources are used."""
+
+    def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
+        self.logits, self.files = logits, files
+        self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
+        self._made_of: tuple[Sources, Gate | None] | None = None
+
+    def begin(self, copies: Copies, gate: Gate | None, length: int, cancelled: Callable[[], bool]) -> None:
+        """Begin a request for texts of up to `length` ids: what may be copied in it, and what cancels it."""
+        if self._made_of is None or self._made_of[0] is not copies.sources or self._made_of[1] is not gate:
+            self._known = Remembered()
+        self._known.begin()
+        self._made_of, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
+        self.logits.begin(length)
+
+    def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The log-probabilities of what follows each of these texts, -inf for what does not agree with what is
+        typed. Raises Cancelled."""
+        self._stop_if_cancelled()
+        rows = self.logits.after(texts)
+        return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
+
+    def after_one(self, text: Sequence[int], room: int) -> Tensor:
+        """The same of one text. If it has to be evaluated, so is what copies propose, of up to `room` ids."""
+        self._stop_if_cancelled()
+        if self.gate and self.logits.get(text) is None:
+            self.logits.along(text, self.copies.propose(text, min(PROPOSED, room)))
+        return self.after([text])[0]
+
+    def _stop_if_cancelled(self) -> None:
+        if self._cancelled():
+            raise Cancelled("a newer request came")
+
+    def _mixed(self, text: Sequence[int], logits: Tensor) -> Tensor:
+        rest, first = self.copies.rest(text), len(text) == self.copies.start
+        key = tuple(text), rest, first
+        if (mixed := self._known.get(key)) is None:
+            mixed = self._mix(text, logits, self.files.allowed(rest), first)
+            self._known.put(key, mixed)
+        return mixed
+
+    def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:
+        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # on the CPU, where the gate is
+        if allowed is not None:
+            allowed = allowed[: len(mixed)]
+        if self.gate:
+            mixed = self.gate.mix(self.copies, mixed, text, allowed)
+        if allowed is not None:
+            mixed = mixed.masked_fill(~allowed, -math.inf)
+            # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
+            mixed = mixed.log_softmax(-1) if first else mixed
+        return mixed
