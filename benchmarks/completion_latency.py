@@ -1,6 +1,6 @@
 """Latency of completion in the engine alone, one thread: a line typed in the middle of a file, key by key.
 
-    python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 4]
+    python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 3]
 
 Cold is the first request in a file, with a cache that is empty; warm is one after a key. The text below the cursor
 is given, too. Beside the times: the tokens that are evaluated for a key before the first one of the suggestion is
@@ -73,7 +73,7 @@ def token_time(completer: FolderCompleter) -> float:
     return float(np.median(times))
 
 
-def main(run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int, ...] = (1, 4)) -> None:
+def main(run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int, ...] = (1, 3)) -> None:
     """Measure.
 
     Args:

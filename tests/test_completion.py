@@ -17,6 +17,7 @@ from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.data import collect_corpus
+from dunes.generate.beam import Beam
 from dunes.generate.copying import Copies, Gate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -26,7 +27,7 @@ from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
 from dunes.runs.completion.fit import fit_mixture
 from dunes.runs.completion.gate import Places, even_share, fit_gate, places_of, scored_places, text_logprobs
 from dunes.runs.completion.index import index_texts, named_texts
-from dunes.runs.completion.mixture import Cancelled
+from dunes.runs.completion.protocol import Cancelled, Suggestion
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.runs.train import train
@@ -175,10 +176,61 @@ def test_a_cancelled_request_leaves_an_engine_that_answers(width):
 def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     engine, asked = engine_of([("a.py", CODE)]), []
     monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", 1.0)
-    monkeypatch.setattr(engine, "_first_word", lambda typed, beam: asked.append(beam) or -beam.total)
+    monkeypatch.setattr(engine, "_word_logprob", lambda typed, beam: asked.append(beam) or -beam.total)
     suggestion = engine.complete(CODE + "    result = wid", "", "b.py")
     assert len(asked) > 1
     assert suggestion.line == pytest.approx(math.exp(min(beam.total for beam in asked)))
+
+
+def test_a_line_without_a_word_is_the_last_choice():
+    engine = engine_of([("a.py", CODE)])
+    beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
+    assert engine._word_logprob(b"", beam(b"a", b"x")) == -2
+    assert engine._word_logprob(b"a", beam(b"a", b"x")) == -2
+    assert engine._word_logprob(b"", beam(b"a", b"(", b"x")) == -1
+    for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", beam(b"\xe6"))]:
+        assert engine._word_logprob(typed, empty) == -math.inf
+    assert engine._word_logprob(b"", Beam((engine.files.end,), (-1.0,))) == -math.inf
+
+
+def test_an_empty_suggestion_is_as_probable_as_its_line():
+    engine = engine_of([("a.py", CODE)])
+    engine._search = lambda *_: Beam((engine.files.end,), (-1.0,))
+    assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_text_of_nothing_begins_after_the_end_of_another(width):
+    """A tokenizer without a document start, and no header."""
+    loaded = model_for(metaspace_tokenizer())
+    engine = engine_of([("a.py", "value d\n")], loaded=loaded, header=False)
+    for before in ("", "v"):
+        assert 0 < engine.complete(before, "", "", CompleteOptions(width=width)).line <= 1.0001
+
+
+def test_requests_with_other_widths_and_cancelled_ones_forget_nothing():
+    engine, cut, forwards, counts = engine_of([("a.py", CODE)]), (CODE + "def area_9(", "", "b.py"), [], []
+    hook = LOADED.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    for width in (1, 3, 1, 3):
+        for most in (0, 2):
+            questions = chain(repeat(False, most), repeat(True))
+            with pytest.raises(Cancelled):
+                engine.complete(*cut, CompleteOptions(width=width, cancelled=partial(next, questions)))
+        engine.complete(*cut, CompleteOptions(width=width))
+        counts.append(len(forwards))
+    hook.remove()
+    assert 0 < counts[0] < counts[1] == counts[2] == counts[3]
+
+
+def test_ids_of_a_copy_that_the_model_lacks_are_not_proposed(monkeypatch):
+    engine, asked = engine_of([("a.py", CODE)]), []
+    mixture = engine._mixture_of(1)
+    engine.complete(CODE, "", "b.py", CompleteOptions(width=1))
+    monkeypatch.setattr(Copies, "propose", lambda self, ids, limit: [5, BPE.vocab - 1, BPE.vocab, 5])
+    along = mixture.logits.along
+    monkeypatch.setattr(mixture.logits, "along", lambda text, more=(): asked.append(more) or along(text, more))
+    mixture.after_one([5, 6, 7], 16)
+    assert asked == [[5, BPE.vocab - 1]]
 
 
 def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():

@@ -14,20 +14,24 @@ from dunes.generate.step import CompiledStep
 ROOM = 128
 """Room for ids is made in multiples of this, since all keys and values are copied for it."""
 
+FEW = 32
+"""A request that asked for less, and for less than those before it, may have been cancelled."""
+
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
 class Remembered(Generic[Key, Value]):
-    """What this request and the one before have asked for."""
+    """What this request and the last one that was not cut short have asked for."""
 
     def __init__(self) -> None:
         self._before: dict[Key, Value] = {}
         self._now: dict[Key, Value] = {}
 
     def begin(self) -> None:
-        """Begin a request: what the last one has not asked for is forgotten."""
-        self._before, self._now = self._now, {}
+        """Begin a request: what was not asked for since the last time is forgotten, but not for one cut short."""
+        if len(self._now) >= min(len(self._before), FEW):
+            self._before, self._now = self._now, {}
 
     def get(self, key: Key) -> Value | None:
         """What is known of a key."""
@@ -51,7 +55,6 @@ class RememberedLogits:
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
         self.cache, self.rows = PrefixCache(model, step=step), PrefixCache(model, width)
-        self.made_of = width, step
         self._known = Remembered[tuple[int, ...], Tensor]()
 
     def begin(self, length: int) -> None:
@@ -91,7 +94,7 @@ class RememberedLogits:
         return found
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts side by side, each in a row that has its beginning; if none does, it is copied there."""
+        """Evaluate texts side by side, where possible in rows that have their beginnings; else in new rows."""
         rows = assigned(self.rows.ids, texts)
         if (
             self.rows.cache is not None

@@ -77,7 +77,7 @@ class CompletionEngine:
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         self._vocabulary = Vocabulary(self.files.pieces, self._encode)
         self._find_step = find_step
-        self._mixture: Mixture | None = None
+        self._mixtures: dict[int, Mixture] = {}
         self._changed: dict[str, Far] = {}
         self._near: tuple[list[int], list[int], str, Sources] | None = None
         self._far: tuple[str, Far] | None = None
@@ -102,7 +102,7 @@ class CompletionEngine:
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
         below = self.files.plain(after)
-        prompt = self._prompt([*above, *kept], below, text.starts[0])
+        prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
         found = self._search(prompt, copies, options)
         data = self._text(typed, found.ids)
@@ -110,7 +110,8 @@ class CompletionEngine:
         if found.ids and not self._ends(typed, options.lines, found.ids):
             rest = whole_words(rest)
         rest = without_overlap(rest, after)
-        return Suggestion(rest, math.exp(self._until(found, typed, first_word(rest))), math.exp(found.total))
+        word = self._until(found, typed, first_word(rest)) if rest else found.total
+        return Suggestion(rest, math.exp(word), math.exp(found.total))
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -185,7 +186,7 @@ class CompletionEngine:
         if not beams or ends(beams[0].ids):
             return beams[0] if beams else Beam()
         if beams[0].total < HOPELESS:  # a user may take the first word
-            return max(beams, key=partial(self._first_word, copies.typed))
+            return max(beams, key=partial(self._word_logprob, copies.typed))
         finished = [beam for beam in beams if ends(beam.ids)]
         return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
 
@@ -201,9 +202,11 @@ class CompletionEngine:
     def _mixture_of(self, width: int) -> Mixture:
         """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
         step = self._find_step() if width == 1 else None
-        if self._mixture is None or self._mixture.logits.made_of != (width, step):
-            self._mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
-        return self._mixture
+        mixture = self._mixtures.get(width)
+        if mixture is None or mixture.logits.cache.step is not step:
+            mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
+            self._mixtures[width] = mixture
+        return mixture
 
     def _decode(
         self,
@@ -236,9 +239,10 @@ class CompletionEngine:
                 total, size = total + logprob, size + len(self.files.pieces[id])
         return total
 
-    def _first_word(self, typed: bytes, found: Beam) -> float:
-        """The log-probability of the first word."""
-        return self._until(found, typed, first_word(self._text(typed, found.ids)))
+    def _word_logprob(self, typed: bytes, found: Beam) -> float:
+        """The log-probability of the first word; -inf without one."""
+        word = first_word(self._text(typed, found.ids))
+        return self._until(found, typed, word) if word.strip() else -math.inf
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

@@ -4,19 +4,17 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
 from dunes.generate.copying import Copies, Gate, Sources
 from dunes.generate.remembered import Remembered, RememberedLogits
+from dunes.runs.completion.protocol import Cancelled
 from dunes.runs.completion.text import FileTokenizer
 
 PROPOSED = 16
 """Ids of a copy that are evaluated at once at most."""
-
-
-class Cancelled(Exception):
-    """A completion was cancelled."""
 
 
 class Mixture:
@@ -25,14 +23,18 @@ class Mixture:
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
         self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
-        self._made_of: tuple[Sources, Gate | None] | None = None
+        self._mixed_from: tuple[Sources, Gate | None] | None = None
 
     def begin(self, copies: Copies, gate: Gate | None, length: int, cancelled: Callable[[], bool]) -> None:
         """Begin a request for texts of up to `length` ids: what may be copied in it, and what cancels it."""
-        if self._made_of is None or self._made_of[0] is not copies.sources or self._made_of[1] is not gate:
+        if (
+            self._mixed_from is None
+            or self._mixed_from[0] is not copies.sources
+            or self._mixed_from[1] is not gate
+        ):
             self._known = Remembered()
         self._known.begin()
-        self._made_of, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
+        self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
         self.logits.begin(length)
 
     def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -43,10 +45,12 @@ class Mixture:
         return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
-        """The same of one text. If it has to be evaluated, so is what copies propose, of up to `room` ids."""
-        self._stop_if_cancelled()
-        if self.gate and self.logits.get(text) is None:
-            self.logits.along(text, self.copies.propose(text, min(PROPOSED, room)))
+        """The same of one text. If it has to be evaluated, up to `room` ids that copies propose are, too."""
+        vocab = self.logits.cache.vocab
+        if self.gate and vocab is not None and self.logits.get(text) is None:
+            self._stop_if_cancelled()
+            proposed = self.copies.propose(text, min(PROPOSED, room))
+            self.logits.along(text, [*takewhile(lambda id: id < vocab, proposed)])
         return self.after([text])[0]
 
     def _stop_if_cancelled(self) -> None:

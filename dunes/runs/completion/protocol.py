@@ -28,3 +28,7 @@ class Completer(LineCompleter, Protocol):
     def bits(self, text: str, name: str = "") -> float:
         """Information content of a file's text, in bits, each character predicted from those above it."""
         ...
+
+
+class Cancelled(Exception):
+    """A completion was cancelled."""
