@@ -185,7 +185,12 @@ def test_a_gitignore_outside_a_checkout_speaks_of_what_is_below_it_only(tmp_path
 def test_folders_of_tools_are_never_entered(tmp_path):
     tools = (".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "lib/site-packages")
     put(tmp_path, {f"{tool}/x.py": tool for tool in tools} | {"venv.py": "kept", ".github/x.yml": "kept too"})
-    assert names(collect_corpus([tmp_path])) == [".github/x.yml", "venv.py"]
+    corpus = collect_corpus([tmp_path])
+    assert names(corpus) == [".github/x.yml", "venv.py"]
+    assert corpus.skipped == {"folders of dependencies": [".venv", "lib/site-packages", "node_modules"]}
+    put(tmp_path, {".gitignore": "node_modules/\n"})
+    assert collect_corpus([tmp_path]).skipped == {"folders of dependencies": [".venv", "lib/site-packages"]}
+    assert names(collect_corpus([tmp_path / "node_modules"])) == ["x.py"], "named by the user"
 
 
 # What nobody wants to learn

@@ -15,7 +15,9 @@ from typing import BinaryIO
 
 from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_above
 
-NEVER = {".git", ".hg", ".svn", "__pycache__", "node_modules", ".venv", "site-packages"}
+NEVER = {".git", ".hg", ".svn", "__pycache__"}
+DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
+"""Folders of what others wrote: skipped inside a source, and counted where no .gitignore excludes them anyway."""
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
@@ -68,7 +70,11 @@ class Walk:
             name, is_folder = path.relative_to(root).as_posix(), os.path.isdir(path)
             if entry.name in NEVER:
                 continue
-            if is_ignored(real / entry.name, is_folder, rules):
+            ignored = is_ignored(real / entry.name, is_folder, rules)
+            if entry.name in DEPENDENCIES:
+                if not ignored:
+                    self.skip("folders of dependencies", name)
+            elif ignored:
                 self.skip("ignored", name)
             elif entry.is_symlink():
                 yield from self._linked(path, root, is_folder)
