@@ -3,8 +3,8 @@
     python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 3]
 
 Cold is the first request in a file, with a cache that is empty; warm is one after a key. The text below the cursor
-is given, too. Beside the times: the tokens that are evaluated for a key before the first one of the suggestion is
-known, those in all, and what so many tokens one by one would take at the time of a forward of one.
+is given, too. Beside the times: the tokens that a row evaluates in the first forward of a key (with one beam also
+those that are proposed), those in all, and what so many tokens one by one would take at the time of a forward of one.
 With a step that `dunes compile RUN` keeps, greedy decoding (width 1) uses it.
 """
 
@@ -53,7 +53,7 @@ def typed(completer: FolderCompleter, path: Path, keys: int, options: CompleteOp
             took, shapes = 1e3 * (perf_counter() - start), evaluated.take()
             if found["cold"]:
                 found["warm" if column else "line"] = [*found.get("warm" if column else "line", []), took]
-                found["first"].append(float(np.prod(shapes[0])) if shapes and column else 0.0)
+                found["first"].append(float(shapes[0][1]) if shapes and column else 0.0)
                 found["all"].append(float(sum(np.prod(shape) for shape in shapes)))
             else:
                 found["cold"].append(took)
