@@ -4,7 +4,7 @@
 
 Cold is the first request in a file, with a cache that is empty; warm is one after a key. The text below the cursor
 is given, too. Beside the times: the tokens that a row evaluates in the first forward of a key (with one beam also
-those that are proposed), those in all, and what so many tokens one by one would take at the time of a forward of one.
+those that are proposed), those in all, and what so many would take one by one at the time of a forward of one.
 With a step that `dunes compile RUN` keeps, greedy decoding (width 1) uses it.
 """
 
