@@ -1,16 +1,25 @@
 """Latency of completion in the engine alone, one thread: a line typed in the middle of a file, key by key.
 
-    python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 3]
+    python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 3] [--server http://127.0.0.1:8080]
 
 Cold is the first request in a file, with a cache that is empty; warm is one after a key. The text below the cursor
 is given, too. Beside the times: the tokens that a row evaluates in the first forward of a key (with one beam also
 those that are proposed), those in all, and what so many would take one by one at the time of a forward of one.
 With a step that `dunes compile RUN` keeps, greedy decoding (width 1) uses it.
+
+`--server` is a llama-server with the same weights and one thread: it gets the ids of the text above the cursor and
+decodes the rest of the line greedily, with what its cache has.
+
+    dunes export RUN model.gguf --to gguf
+    llama-server -m model.gguf -t 1 -tb 1 -c 512 -np 1
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from urllib.request import Request, urlopen
 
 import numpy as np
 import torch
@@ -20,7 +29,8 @@ from torch import Tensor, nn
 from dunes import measure
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import file_lines
-from dunes.runs.completion.engine import CompleteOptions
+from dunes.runs.completion.engine import LIMIT, CompleteOptions
+from dunes.runs.completion.text import near_text, window
 from dunes.tables import print_table
 
 
@@ -40,19 +50,23 @@ class Evaluated:
         return shapes
 
 
-def typed(completer: FolderCompleter, path: Path, keys: int, options: CompleteOptions) -> dict[str, list[float]]:
+Complete = Callable[[str, str, str], object]
+"""What completes a line between the texts above and below, in the file of a name."""
+
+
+def typed(complete: Complete, evaluated: Evaluated, path: Path, keys: int) -> dict[str, list[float]]:
     """Times (ms) and evaluated tokens of requests in the middle of a file, the first one cold."""
-    text, evaluated = path.read_text(), Evaluated(completer.loaded.model)
+    text = path.read_text()
     lines = file_lines(text)
     lines = lines[len(lines) // 2 :]
-    found: dict[str, list[float]] = {"cold": [], "warm": [], "first": [], "all": []}
+    found: dict[str, list[float]] = {"cold": [], "line": [], "warm": [], "first": [], "all": []}
     for line in lines:
         for column in range(len(line.text)):
             cursor, start = line.start + column, perf_counter()
-            completer.complete(text[:cursor], text[line.end :], path.name, options)
+            complete(text[:cursor], text[line.end :], path.name)
             took, shapes = 1e3 * (perf_counter() - start), evaluated.take()
             if found["cold"]:
-                found["warm" if column else "line"] = [*found.get("warm" if column else "line", []), took]
+                found["warm" if column else "line"].append(took)
                 found["first"].append(float(shapes[0][1]) if shapes and column else 0.0)
                 found["all"].append(float(sum(np.prod(shape) for shape in shapes)))
             else:
@@ -60,6 +74,16 @@ def typed(completer: FolderCompleter, path: Path, keys: int, options: CompleteOp
             if len(found["warm"]) >= keys:
                 return found
     return found
+
+
+def ask_server(server: str, completer: FolderCompleter, before: str, after: str, name: str) -> str:
+    """The rest of the line by a llama-server, from the ids of the text above."""
+    room = completer.loaded.context_length - LIMIT
+    ids = [*window(completer.files.tokenize(near_text(before), name).ids, room)]
+    body = {"prompt": ids, "n_predict": LIMIT, "stop": ["\n"], "temperature": 0, "cache_prompt": True}
+    request = Request(f"{server}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request) as answer:
+        return str(json.load(answer)["content"])
 
 
 def token_time(completer: FolderCompleter) -> float:
@@ -73,7 +97,9 @@ def token_time(completer: FolderCompleter) -> float:
     return float(np.median(times))
 
 
-def main(run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int, ...] = (1, 3)) -> None:
+def main(
+    run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int, ...] = (1, 3), server: str = ""
+) -> None:
     """Measure.
 
     Args:
@@ -81,23 +107,28 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int,
         files: Files to type in.
         keys: Warm requests in each file.
         widths: Beams.
+        server: The address of a llama-server with the same weights.
     """
     torch.set_num_threads(1)
     measure.keep_freed_memory()
     rows, facts = [], {}
-    for width in widths:
+    for side in [*map(str, widths), *(["llama-server"] if server else [])]:
         found: dict[str, list[float]] = {}
         for path in files:
             completer = load_completer(run)
-            one = token_time(completer)
-            for name, values in typed(completer, path, keys, CompleteOptions(width=width)).items():
+            one, evaluated = token_time(completer), Evaluated(completer.loaded.model)
+            if side == "llama-server":
+                complete: Complete = partial(ask_server, server, completer)
+            else:
+                complete = partial(completer.complete, options=CompleteOptions(width=int(side)))
+            for name, values in typed(complete, evaluated, path, keys).items():
                 found[name] = [*found.get(name, []), *values]
         cold, warm = (np.percentile(found[name], [50, 95]) for name in ("cold", "warm"))
         first, every = np.mean(found["first"]), np.mean(found["all"])
         memory = measure.resident_memory() / 1e6
         rows.append(
             [
-                str(width),
+                side,
                 f"{cold[0]:.1f}/{cold[1]:.1f}",
                 f"{warm[0]:.1f}/{warm[1]:.1f}",
                 f"{first:.2f}",
@@ -106,9 +137,9 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, widths: tuple[int,
                 f"{memory:.0f}",
             ]
         )
-        facts[width] = {"cold": cold.tolist(), "warm": warm.tolist(), "first": first, "all": every, "MB": memory}
+        facts[side] = {"cold": cold.tolist(), "warm": warm.tolist(), "first": first, "all": every, "MB": memory}
     columns = [
-        "width",
+        "beams",
         "cold p50/p95 ms",
         "warm p50/p95 ms",
         "new tokens a key",
