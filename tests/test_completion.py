@@ -182,6 +182,20 @@ def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     assert suggestion.line == pytest.approx(math.exp(min(beam.total for beam in asked)))
 
 
+def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
+    """Their ids of a part of it are improbable in any text, so they go on."""
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    id_of = engine.files.pieces.index
+    part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
+    monkeypatch.setattr("dunes.runs.completion.engine.beam_search", lambda *_, **__: [part])
+    monkeypatch.setattr(engine, "_decode", lambda mixture, prompt, beam, limit, ends: line)
+    prompt = [id_of(b"a")]
+    copies = Copies(engine.sources_above("", []), b"re", 1)
+    assert engine._search(prompt, copies, CompleteOptions()) == line
+    whole = Copies(engine.sources_above("", []), b"r", 1)
+    assert engine._search(prompt, whole, CompleteOptions()) == part
+
+
 def test_a_line_without_a_word_is_the_last_choice():
     engine = engine_of([("a.py", CODE)])
     beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))

@@ -82,10 +82,10 @@ class RememberedLogits:
 
         A model that mixes tokens, which has no cache, gets the text alone.
         """
-        whole = [*text, *(more if self.cache.cache is not None else ())]
-        rows = self.cache.logits({0: whole}, {0: len(whole) - len(text) + 1})[0]
-        for length, row in zip(range(len(text), len(whole) + 1), rows, strict=True):
-            self._known.put(tuple(whole[:length]), row)
+        ids = [*text, *(more if self.cache.cache is not None else ())]
+        rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
+        for length, row in zip(range(len(text), len(ids) + 1), rows, strict=True):
+            self._known.put(tuple(ids[:length]), row)
         return rows[0]
 
     def _known_logits(self, text: Sequence[int]) -> Tensor:

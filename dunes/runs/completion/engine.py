@@ -185,7 +185,7 @@ class CompletionEngine:
         )
         if not beams or ends(beams[0].ids):
             return beams[0] if beams else Beam()
-        if beams[0].total < HOPELESS:  # a user may take the first word
+        if self._decided(prompt, copies, beams) and beams[0].total < HOPELESS:  # a user may take the first word
             return max(beams, key=partial(self._word_logprob, copies.typed))
         finished = [beam for beam in beams if ends(beam.ids)]
         return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
