@@ -96,9 +96,7 @@ def test_text_met_again_is_worth_less_and_less():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_are_what_pytorch_counts(tied, monkeypatch):
-    monkeypatch.setattr(
-        attention, "form", lambda q, k: attention.plain
-    )  # the fused kernel is not counted on a CPU
+    monkeypatch.setattr(attention, "form", lambda *_: attention.plain)  # the fused kernel is not counted on a CPU
     config = replace(arcee.Config.from_size(300, 64, 3, 32), tied=tied)
     model, batch = arcee.build(config), torch.randint(300, (2, 33))
     with FlopCounterMode(display=False) as counter:
@@ -113,7 +111,7 @@ def toy_arcee():
 
 def counted(model, monkeypatch):
     """FLOPs per token of a forward pass, as PyTorch counts them."""
-    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)
+    monkeypatch.setattr(attention, "form", lambda *_: attention.plain)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(300, (2, 32)))
     return counter.get_total_flops() / 64

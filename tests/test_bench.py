@@ -132,7 +132,7 @@ def test_what_follows_a_run_is_timed_from_its_start():
 @pytest.mark.parametrize("name", ["train", "prefill", "decode"])
 def test_counted_operations_are_those_that_are_done(name, monkeypatch):
     """The optimizer's products are not counted; decoding looks at 64 slots (a power of two), counted as 48."""
-    monkeypatch.setattr(attention, "form", lambda q, k: attention.plain)  # the fused one is not counted by PyTorch
+    monkeypatch.setattr(attention, "form", lambda *_: attention.plain)  # the fused one is not counted by PyTorch
     subject = of_shape("llama", 400_000, 64)
     work = benchmarks.BENCHMARKS[name].make(subject, Setting(2, 64, "float32", 1))
     state = work.setup()

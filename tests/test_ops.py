@@ -54,6 +54,28 @@ def test_attention(mask, heads, kv):
     both(attention.fused, attention.plain, [q, k, v], given)
 
 
+@pytest.mark.parametrize("keys", [9, 5, 12])
+def test_attention_to_earlier_keys_in_blocks_of_queries(keys, monkeypatch):
+    monkeypatch.setattr(attention, "PLAIN_BLOCK", 4)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+    with FlopCounterMode(display=False) as counter:
+        both(attention.fused, attention.plain, [q, k, v])
+    blocks = [(4, 4), (4, min(8, keys)), (1, min(12, keys))]
+    pairs = sum(queries * min(seen, keys) for queries, seen in blocks)
+    assert counter.get_total_flops() == 3 * 4 * 2 * 6 * 8 * pairs  # forward, and twice as much backward
+
+
+@pytest.mark.parametrize(
+    ("keys", "masked", "plain"), [(512, False, True), (513, False, False), (257, True, False)]
+)
+def test_the_form_of_attention_in_training(keys, masked, plain):
+    q = torch.randn(1, 1, keys, 2, dtype=torch.bfloat16, requires_grad=True)
+    mask = torch.ones(keys, keys, dtype=torch.bool) if masked else None
+    assert (attention.form(q, q, mask) is attention.plain) is plain
+    assert attention.form(q.detach(), q, mask) is attention.fused
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
 @pytest.mark.parametrize("queries", [1, 4, 23, 40])
 def test_attention_of_the_last_queries(queries, window, monkeypatch):

@@ -1,8 +1,10 @@
 """Scaled dot-product attention, grouped when there are fewer key/value heads than heads.
 
-Two forms with one meaning. `fused` is PyTorch's kernel. `plain` is two matrix products and a
-softmax: on a CPU the fused kernel's backward in bfloat16 is slow for short sequences (B=16, 4
-heads of 64, T=256, 2 threads: 21 ms against 9 ms, forward and backward; at T=512 fused wins).
+Two forms with one meaning. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax, of blocks of
+queries where these attend to earlier keys alone: on a CPU the fused kernel is slow in bfloat16, its backward above
+all (4 heads of 64, forward and backward. B=16, T=256, 2 threads, Xeon: 21 ms against 9. B=8, one thread, AMD EPYC:
+T=512 101 ms against 45, without blocks 71; T=1,024
+260 against 169, but 28 against 61 without blocks on the Xeon, so no longer than 512).
 
 Documents packed into one row have a third form, `varlen_attention`: blocks of queries, each with the keys from the
 start of its first document on, so that little is computed that a mask would hide and no scores are kept for the
@@ -31,6 +33,9 @@ QUERY_BLOCK = 64
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512
+"""Queries per block in `plain`, and keys up to which it is used: it keeps the scores for the backward pass."""
+
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
 """A block with more keys than this is multiplied alone, because its scores are many."""
@@ -45,12 +50,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout:
     may attend; without a mask, query t attends to keys 0..t. A query without any key gives NaN.
     Returns (B, H, T, D) in q's dtype.
     """
-    return form(q, k)(q, k, v, mask, dropout)
+    return form(q, k, mask)(q, k, v, mask, dropout)
 
 
-def form(q: Tensor, k: Tensor) -> Form:
+def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
     """The faster of the two forms for these arguments, by the measurement above."""
-    short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= 256
+    longest = LONGEST_PLAIN if mask is None else PLAIN_BLOCK
+    short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= longest
     return plain if q.device.type == "cpu" and short_training else fused
 
 
@@ -64,6 +70,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     (b, h, t, d), (kv, s) = q.shape, k.shape[1:3]
     if mask is None:
+        if t > PLAIN_BLOCK:
+            return torch.cat([_plain_block(q, k, v, start, dropout) for start in range(0, t, PLAIN_BLOCK)], 2)
         mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril()
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
     # Heads that share keys are stacked along the rows, so that no key is copied.
@@ -75,6 +83,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     scores = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=1 / math.sqrt(d))
     weights = F.dropout(scores.softmax(-1), dropout, training=dropout > 0)
     return torch.bmm(weights, v).view(b, h, t, d)
+
+
+def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:
+    """The outputs of the queries from `start` on, which attend to keys up to their own."""
+    q, k, v = q[:, :, start : start + PLAIN_BLOCK], k[:, :, : start + PLAIN_BLOCK], v[:, :, : start + PLAIN_BLOCK]
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(start)
+    return plain(q, k, v, mask, dropout)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
