@@ -342,5 +342,11 @@ def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     assert found["rows"]["run"]["bits_per_character"] > 0
     assert found["rows"]["empty"]["exact"] == 0
     assert (out / "completion.md").is_file()
+    test = out / "corpus" / "test"
+    exact = last_line("completion_ablations.py", out / "run", test, "--cuts", 2, "--others", out / "run")["exact"]
+    assert exact["copy nearest alone"] > 0
+    assert exact[str(out / "run")] == exact["all"], "the same run beside itself"
     timed = last_line("completion_latency.py", out / "run", corpus / "shapes_0.py", "--keys", 5, "--widths", 1, 2)
-    assert all(row["warm"][0] > 0 and 1 <= row["first"] <= 4 for row in timed["widths"].values())
+    rows = timed["widths"].values()
+    assert all(row["warm"][0] > 0 and row["all"] > 0 for row in rows)
+    assert all(row["first"] <= 4 for row in rows), "a key whose logits are remembered evaluates nothing"

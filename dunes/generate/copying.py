@@ -132,14 +132,14 @@ class Sources:
         """How the file uses each id: (V, USES). How often, how long before the cursor (in ids; the whole text if
         never), and the length of the text above, all as logarithms."""
         size = len(self.vocabulary.pieces)
-        found = np.zeros((size, self.USES), np.float32)
+        uses = np.zeros((size, self.USES), np.float32)
         for index in self.near:
-            found[:, 0] += np.bincount(index.items, minlength=size)[:size]
+            uses[:, 0] += np.bincount(index.items, minlength=size)[:size]
         above = self.near[0].items if self.near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
         places[above] = np.arange(len(above))  # of an id that occurs again, the last one
-        found[:, 1], found[:, 2] = len(above) - places[:size], len(above)
-        return np.log2(1 + found)
+        uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
+        return np.log2(1 + uses)
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,11 @@ class Copies:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.rest(ids)
         context = self._context(ids, rest)
-        found = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
-        found = [(match, text) for match, text in found if match[0]]
-        if not found:
+        matches = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
+        matches = [(match, text) for match, text in matches if match[0]]
+        if not matches:
             return ()
-        (_, positions), text = max(found, key=lambda pair: pair[0][0])
+        (_, positions), text = max(matches, key=lambda pair: pair[0][0])
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit]
 
     def rest(self, ids: Sequence[int]) -> bytes:
@@ -191,10 +191,10 @@ class Copies:
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """The ids that begin the lines behind the longest match of the text."""
-        found = [(source.longest(context), source.text) for source in part]
-        if not found:
+        matches = [(source.longest(context), source.text) for source in part]
+        if not matches:
             return NONE
-        (length, positions), text = max(found, key=lambda pair: pair[0][0])
+        (length, positions), text = max(matches, key=lambda pair: pair[0][0])
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
@@ -229,8 +229,8 @@ def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
     return longest, [position] if longest else []
 
 
-def _best(found: Iterable[Followers]) -> Followers:
-    return max(found, key=lambda each: each.length, default=NONE)
+def _best(sources: Iterable[Followers]) -> Followers:
+    return max(sources, key=lambda each: each.length, default=NONE)
 
 
 def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:

@@ -35,10 +35,10 @@ class Remembered(Generic[Key, Value]):
 
     def get(self, key: Key) -> Value | None:
         """What is known of a key."""
-        found = self._now.get(key)
-        if found is None and (found := self._before.get(key)) is not None:
-            self._now[key] = found
-        return found
+        value = self._now.get(key)
+        if value is None and (value := self._before.get(key)) is not None:
+            self._now[key] = value
+        return value
 
     def put(self, key: Key, value: Value) -> None:
         """Remember a value."""
@@ -89,9 +89,9 @@ class RememberedLogits:
         return rows[0]
 
     def _known_logits(self, text: Sequence[int]) -> Tensor:
-        found = self.get(text)
-        assert found is not None, "it was evaluated"
-        return found
+        logits = self.get(text)
+        assert logits is not None, "it was evaluated"
+        return logits
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
         """Evaluate texts side by side, where possible in rows that have their beginnings; else in new rows."""

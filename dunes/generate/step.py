@@ -240,21 +240,21 @@ class CompiledStep:
             cache.slot_numbers(cache.capacity),
             [*cache.keys, *cache.values],
         )
-        found: list[Scores] = []
+        steps: list[Scores] = []
         while True:
-            id_view[0], slot_view[0] = id, first + len(found)
-            logits, summary = run([*tensors, numbers[: first + len(found) + 1], *layers])
+            id_view[0], slot_view[0] = id, first + len(steps)
+            logits, summary = run([*tensors, numbers[: first + len(steps) + 1], *layers])
             (scores,) = _scores(summary)
             if math.isnan(scores.log_sum):
                 break
-            found.append(scores)
+            steps.append(scores)
             id = scores.best
-            if not follows(id, first + len(found)):
-                found[-1] = scores._replace(all_logits=logits.clone())
+            if not follows(id, first + len(steps)):
+                steps[-1] = scores._replace(all_logits=logits.clone())
                 break
-        cache.start_row(len(found), 0)
-        cache.advance(torch.tensor([len(found)]))
-        return found
+        cache.start_row(len(steps), 0)
+        cache.advance(torch.tensor([len(steps)]))
+        return steps
 
     def read_text(self, ids: Sequence[int], cache: Cache) -> Scores:
         """The scores after the ids that a text begins with, two or more, in the only row of an empty cache."""

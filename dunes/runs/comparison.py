@@ -113,8 +113,8 @@ def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
         raise ValueError(f"{folder}: {reason}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:

@@ -265,7 +265,7 @@ def _check_due(step: int) -> bool:
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
     """Log a step to metrics.jsonl, its loss also as an exact hex float."""
     record: dict[str, Any] = asdict(step)
-    metrics = {"metrics": found} if (found := record.pop("metrics")) else {}
+    metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
     if score:
         record |= {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte}

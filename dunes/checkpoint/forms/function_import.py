@@ -58,12 +58,12 @@ def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
     try:
         if NAME.fullmatch(name) is None:
             raise ValueError("expected module:name; functions inside of functions cannot be imported")
-        found: Any = _import_module(module_name)
+        value: Any = _import_module(module_name)
         for attribute in attributes.split("."):
-            if not hasattr(found, attribute):
+            if not hasattr(value, attribute):
                 raise ValueError(f"{module_name} has no {attributes}")
-            found = getattr(found, attribute)
-        if not callable(found) or (is_ours(name) and not _builds_network(found, module_name)):
+            value = getattr(value, attribute)
+        if not callable(value) or (is_ours(name) and not _builds_network(value, module_name)):
             raise ValueError(f"{attributes} builds no network")
     except Exception as error:  # whatever the module raises when it runs
         reason = " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())
@@ -71,14 +71,14 @@ def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
             f"{folder}: built by {quote(name)}, which cannot be imported: {reason[:300]}; run in the folder that "
             "has its file, or pass the function in Python: build="
         ) from None
-    build: Callable[..., nn.Module] = found
+    build: Callable[..., nn.Module] = value
     return build
 
 
-def _builds_network(found: Any, module: str) -> bool:
+def _builds_network(value: Any, module: str) -> bool:
     """Whether this is a module's own class of networks, or a function whose result is annotated as one."""
-    result = found if isinstance(found, type) else get_type_hints(found).get("return")
-    return found.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
+    result = value if isinstance(value, type) else get_type_hints(value).get("return")
+    return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 
 
 def _import_module(name: str) -> ModuleType:

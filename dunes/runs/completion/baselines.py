@@ -57,8 +57,8 @@ class CopyNearest:
         """The rest of the line behind the match; empty if nothing matches."""
         above = before.encode(errors="replace")
         sources = TextSource(above), TextSource(after.encode(errors="replace")), self._far
-        found = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
-        (length, positions), text = max(found, key=lambda each: each[0][0])
+        matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
+        (length, positions), text = max(matches, key=lambda each: each[0][0])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
         rest = without_overlap(line[0].decode(errors="ignore"), after) if line else ""
         return Suggestion(rest, length / (length + 32), length / (length + 32))

@@ -104,14 +104,14 @@ class CompletionEngine:
         below = self.files.plain(after)
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
-        found = self._search(prompt, copies, options)
-        data = self._text(typed, found.ids)
+        best = self._search(prompt, copies, options)
+        data = self._text(typed, best.ids)
         rest = "".join(split_lines(data)[: options.lines]).rstrip("\r\n")
-        if found.ids and not self._ends(typed, options.lines, found.ids):
+        if best.ids and not self._ends(typed, options.lines, best.ids):
             rest = whole_words(rest)
         rest = without_overlap(rest, after)
-        word = self._until(found, typed, first_word(rest)) if rest else found.total
-        return Suggestion(rest, math.exp(word), math.exp(found.total))
+        word = self._until(best, typed, first_word(rest)) if rest else best.total
+        return Suggestion(rest, math.exp(word), math.exp(best.total))
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -212,37 +212,37 @@ class CompletionEngine:
         self,
         mixture: Mixture,
         prompt: Sequence[int],
-        found: Beam,
+        beam: Beam,
         limit: int,
         ends: Callable[..., bool],
     ) -> Beam:
         """The beam with the most probable ids one by one, until it `ends` or has no prospect."""
-        while len(found.ids) < limit:
-            room = limit - len(found.ids) - 1
-            best = mixture.after_one([*prompt, *found.ids], room).max(-1)
+        while len(beam.ids) < limit:
+            room = limit - len(beam.ids) - 1
+            best = mixture.after_one([*prompt, *beam.ids], room).max(-1)
             if not float(best.values) > -math.inf:
                 break
-            found = found.grown(int(best.indices), float(best.values))
-            if ends(found.ids) or found.total < HOPELESS:
+            beam = beam.grown(int(best.indices), float(best.values))
+            if ends(beam.ids) or beam.total < HOPELESS:
                 break
-        return found
+        return beam
 
     def _text(self, typed: bytes, ids: Sequence[int]) -> str:
         """The text of these ids without what is typed."""
         return b"".join(self.files.pieces[i] for i in ids)[len(typed) :].decode(errors="ignore")
 
-    def _until(self, found: Beam, typed: bytes, text: str) -> float:
+    def _until(self, beam: Beam, typed: bytes, text: str) -> float:
         """The log-probability of the ids that have all of this text behind what is typed."""
         total, size, end = 0.0, 0, len(typed) + len(text.encode())
-        for id, logprob in zip(found.ids, found.logprobs, strict=True):
+        for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size < end:
                 total, size = total + logprob, size + len(self.files.pieces[id])
         return total
 
-    def _word_logprob(self, typed: bytes, found: Beam) -> float:
+    def _word_logprob(self, typed: bytes, beam: Beam) -> float:
         """The log-probability of the first word; -inf without one."""
-        word = first_word(self._text(typed, found.ids))
-        return self._until(found, typed, word) if word.strip() else -math.inf
+        word = first_word(self._text(typed, beam.ids))
+        return self._until(beam, typed, word) if word.strip() else -math.inf
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

@@ -167,9 +167,9 @@ def without_overlap(suggestion: str, after: str) -> str:
         sizes = range(min(len(line), len(rest)), 0, -1)
         size = next((n for n in sizes if line.endswith(rest[:n])), 0)
         return line[: len(line) - size]
-    said = [line.strip() for line in split_lines(suggestion) if line.strip()]
+    suggested = [line.strip() for line in split_lines(suggestion) if line.strip()]
     following = split_lines(after[len(first_line(after)) :].lstrip("\r\n"))
-    return "" if said and said == [line.strip() for line in following[: len(said)]] else suggestion
+    return "" if suggested and suggested == [line.strip() for line in following[: len(suggested)]] else suggestion
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
