@@ -24,6 +24,11 @@ class Beam(NamedTuple):
         """The beam with one more id."""
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
+    def given(self, logprob: float) -> "Beam":
+        """The beam with its log-probability given what has this one; it belongs to the first id."""
+        first, *rest = self.logprobs
+        return Beam(self.ids, (first - logprob, *rest))
+
 
 def beam_search(
     logprobs: Callable[[Sequence[Sequence[int]]], Sequence[Tensor]],

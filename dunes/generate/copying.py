@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -185,9 +186,10 @@ class Copies:
         return self.typed[done:]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """The last bytes of a text, with the rest of what is typed."""
+        """The last bytes of a text, with the rest of what is typed; before a sentinel there is other text."""
         pieces = self.sources.vocabulary.pieces
-        return (b"".join(pieces[i] for i in ids[-CONTEXT_IDS:]) + rest)[-DEPTH_BYTES:]
+        parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
+        return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """The ids that begin the lines behind the longest match of the text."""

@@ -108,10 +108,11 @@ class CompletionEngine:
         data = self._text(typed, best.ids)
         rest = "".join(split_lines(data)[: options.lines]).rstrip("\r\n")
         if best.ids and not self._ends(typed, options.lines, best.ids):
-            rest = whole_words(rest)
-        rest = without_overlap(rest, after)
+            rest = whole_words(rest).rstrip("\r\n")
+        rest = without_overlap(rest, after, before[max(before.rfind("\n"), before.rfind("\r")) + 1 :])
+        rest = rest if rest.strip() else ""
         word = self._until(best, typed, first_word(rest)) if rest else best.total
-        return Suggestion(rest, math.exp(word), math.exp(best.total))
+        return Suggestion(rest, math.exp(min(word, 0.0)), math.exp(min(best.total, 0.0)))
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -168,36 +169,50 @@ class CompletionEngine:
         return len(split_lines(data.decode(errors="replace"))) > lines or not self.files.pieces[ids[-1]]
 
     def _search(self, prompt: Sequence[int], copies: Copies, options: CompleteOptions) -> Beam:
-        """The most probable ids up to the end of the lines that are found."""
+        """The most probable ids up to the lines' end, with their probabilities given what is typed."""
         ends = partial(self._ends, copies.typed, options.lines)
         limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
         mixture = self._mixture_of(options.width)
         mixture.begin(copies, self.gate, len(prompt) + limit, options.cancelled)
-        if options.width == 1:
+        best = self._best(mixture, prompt, options.width, limit, ends)
+        has_typed = best.ids and not copies.rest([*prompt, *best.ids])
+        return best.given(mixture.typed_logprob(prompt)) if has_typed else best
+
+    def _best(
+        self, mixture: Mixture, prompt: Sequence[int], width: int, limit: int, ends: Callable[..., bool]
+    ) -> Beam:
+        """The most probable ids, by one beam or by several up to where one goes on alone."""
+        if width == 1:
             return self._decode(mixture, prompt, Beam(), limit, ends)
         beams = beam_search(
             mixture.after,
             prompt,
-            width=options.width,
+            width=width,
             limit=min(limit, BEAMED),
             ends=ends,
-            decided=partial(self._decided, prompt, copies),
+            decided=partial(self._decided, mixture, prompt),
         )
         if not beams or ends(beams[0].ids):
             return beams[0] if beams else Beam()
-        if self._decided(prompt, copies, beams) and beams[0].total < HOPELESS:  # a user may take the first word
-            return max(beams, key=partial(self._word_logprob, copies.typed))
+        if self._hopeless(mixture, prompt, beams):  # a user may take the first word
+            return max(beams, key=partial(self._word_logprob, mixture.copies.typed))
         finished = [beam for beam in beams if ends(beam.ids)]
         return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
 
-    def _decided(self, prompt: Sequence[int], copies: Copies, beams: Sequence[Beam]) -> bool:
+    def _decided(self, mixture: Mixture, prompt: Sequence[int], beams: Sequence[Beam]) -> bool:
         """Whether the first beam is far more probable than the next, or hopeless.
 
         Those without all of what is typed are not comparable: they have yet to lose what others have lost.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
-        over = lead >= LEAD or beams[0].total < HOPELESS
-        return over and not any(copies.rest([*prompt, *beam.ids]) for beam in beams)
+        has_typed = not any(mixture.copies.rest([*prompt, *beam.ids]) for beam in beams)
+        return has_typed and (lead >= LEAD or self._hopeless(mixture, prompt, beams))
+
+    def _hopeless(self, mixture: Mixture, prompt: Sequence[int], beams: Sequence[Beam]) -> bool:
+        """Whether the first of some beams has no prospect, given what is typed, which all have."""
+        if any(mixture.copies.rest([*prompt, *beam.ids]) for beam in beams):
+            return False
+        return beams[0].total < HOPELESS and beams[0].total - mixture.typed_logprob(prompt) < HOPELESS
 
     def _mixture_of(self, width: int) -> Mixture:
         """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
@@ -223,7 +238,7 @@ class CompletionEngine:
             if not float(best.values) > -math.inf:
                 break
             beam = beam.grown(int(best.indices), float(best.values))
-            if ends(beam.ids) or beam.total < HOPELESS:
+            if ends(beam.ids) or self._hopeless(mixture, prompt, [beam]):
                 break
         return beam
 

@@ -15,10 +15,11 @@ from dunes.data import Corpus
 from dunes.generate.copying import Gate
 from dunes.runs.completion.cuts import file_lines, sample_lines
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
-from dunes.runs.completion.gate import fit_gate, places_of
+from dunes.runs.completion.gate import Places, fit_gate, places_of
 from dunes.runs.completion.index import TextIndex, first_documents, index_texts, named_texts
 from dunes.runs.completion.keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
 from dunes.runs.completion.score import POLICIES
+from dunes.runs.completion.sources import NamedText
 from dunes.runs.completion.store import write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display
@@ -31,7 +32,7 @@ INDEXED, GATE_FROM = 0.88, 0.91
 PLACES, LINES = (20.0, 500, 20_000), (0.05, 4, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
-PLACE_SECONDS, LINE_SECONDS = 1.2e-3, 0.75
+PLACE_SECONDS, LINE_SECONDS = 2e-3, 0.75
 """What one of them takes, at 4M parameters with one thread."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """The shares of shown suggestions to be accepted, for which thresholds are fitted."""
@@ -42,7 +43,7 @@ class CompletionFiles:
     """The index of a run's training files, and the names and texts that the gate is fitted on."""
 
     index: TextIndex
-    gate: Sequence[tuple[str, str]]
+    gate: Sequence[NamedText]
 
 
 def prepare_completion(
@@ -88,10 +89,12 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
-    engine.gate, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    others = texts[::3]  # not those of the gate: it would be too sure of them
+    fitted = [text for number, text in enumerate(texts) if number % 3] or texts
+    engine.gate, facts = fit_mixture(engine, fitted, others, _scaled(PLACES, seconds))
     if engine.gate is None:
         return "completion: no text to fit the gate on, so the model completes lines alone"
-    typed = typed_files(engine, texts, _scaled(LINES, seconds))
+    typed = typed_files(engine, others, _scaled(LINES, seconds))
     facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
     write_gate(run, engine.gate, facts)
     return (
@@ -116,21 +119,27 @@ def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
 
 
 def fit_mixture(
-    engine: CompletionEngine, texts: Sequence[tuple[str, str]], most: int
+    engine: CompletionEngine, texts: Sequence[NamedText], others: Sequence[NamedText], most: int
 ) -> tuple[Gate | None, dict[str, Any]]:
-    """A gate for the engine's model and index, and nats a token before and after it; None without a token."""
-    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
-    places = places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
-    if places is None:
+    """A gate for the engine's model and index, and nats a token of the others before and after it; None without
+    a token."""
+    places, unseen = _places(engine, texts, most), _places(engine, others, most // 4)
+    if places is None or unseen is None:
         return None, {}
     gate = fit_gate(places)
-    alone, mixed = -places.other.mean(), places.loss(gate).mean()
+    alone, mixed = -unseen.other.mean(), unseen.loss(gate).mean()
     return gate, {"places": len(places.other), "loss": float(alone), "mixed_loss": float(mixed)}
 
 
-def typed_files(engine: CompletionEngine, texts: Sequence[tuple[str, str]], lines: int) -> list[TypedFile]:
-    """About so many lines of these files, and the engine's suggestions in them."""
-    each = max(1, math.ceil(lines / max(1, len(texts))))
+def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> Places | None:
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+    return places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
+
+
+def typed_files(engine: CompletionEngine, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
+    """About so many lines of these files, or of the first of them, and the engine's suggestions in them."""
+    texts = texts[:lines]
+    each = math.ceil(lines / max(1, len(texts)))
     typed: list[TypedFile] = []
     for name, text in texts:
         chosen = sample_lines(name, text, file_lines(text), count=each)

@@ -34,6 +34,7 @@ class Mixture:
         ):
             self._known = Remembered()
         self._known.begin()
+        self._asked: dict[tuple[int, ...], Tensor] = {}
         self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
         self.logits.begin(length)
 
@@ -53,6 +54,27 @@ class Mixture:
             self.logits.along(text, [*takewhile(lambda id: id < vocab, proposed)])
         return self.after([text])[0]
 
+    def typed_logprob(self, prompt: Sequence[int]) -> float:
+        """The log-probability that what follows the prompt has all that is typed: less this, that of a line is the
+        one given what is typed.
+
+        Of ids that are a part of it, those count that this request has looked behind; 0 if it has looked at none.
+        """
+        prob = self._typed_prob(tuple(prompt))
+        return math.log(prob) if prob > 0 else 0.0
+
+    def _typed_prob(self, text: tuple[int, ...]) -> float:
+        rest = self.copies.rest(text)
+        if not rest:
+            return 1.0
+        if (mixed := self._asked.get(text)) is None:
+            return 0.0
+        probs = mixed.exp()
+        total = float(probs.sum())
+        for id in self.files.shorter(rest):
+            total -= float(probs[id]) * (1 - self._typed_prob((*text, id)))
+        return total
+
     def _stop_if_cancelled(self) -> None:
         if self._cancelled():
             raise Cancelled("a newer request came")
@@ -63,6 +85,7 @@ class Mixture:
         if (mixed := self._known.get(key)) is None:
             mixed = self._mix(text, logits, self.files.allowed(rest), first)
             self._known.put(key, mixed)
+        self._asked[key[0]] = mixed
         return mixed
 
     def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:

@@ -154,13 +154,14 @@ def gate_thresholds(
 ) -> dict[Policy, float]:
     """The thresholds of what is made from training files, fitted on some of these files that it is made without.
 
-    Empty if no line of them can be scored.
+    They are fitted on all kinds of lines, as those of a model are in its training. Empty if no line of them can be
+    scored.
     """
     order = sorted(training, key=lambda file: blake2b(file[0].encode(errors="surrogatepass")).digest())
     gate = order[: min(GATE, len(order) // 2)]
     rest = order[len(gate) :]
     try:
-        files = scored_files(gate, rest, options.all_lines).files
+        files = scored_files(gate, rest, all_lines=True).files
     except ValueError:
         return {}
     completer = make(rest)

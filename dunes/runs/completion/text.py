@@ -43,6 +43,7 @@ class FileTokenizer:
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
         self._allowed = lru_cache(256)(self._find_allowed)
+        self.shorter = lru_cache(256)(self._find_shorter)
         self._lines_above = lru_cache(2)(self._tokenize_lines)  # after a keystroke they are the same
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
@@ -60,9 +61,10 @@ class FileTokenizer:
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
         """The ids without those at the end that could be part of one longer token, and the bytes of these.
 
-        Text that ends in several tokens may go on as one longer token.
+        Text that ends in several tokens may go on as one longer token. Characters that no token has stay.
         """
-        for cut in range(max(0, len(ids) - 8), len(ids)):
+        known = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
+        for cut in range(max(known, len(ids) - 8), len(ids)):
             tail = b"".join(self.pieces[i] for i in ids[cut:])
             after = bisect_right(self._sorted, tail)
             if after < len(self._sorted) and self._sorted[after].startswith(tail):
@@ -78,14 +80,17 @@ class FileTokenizer:
         return self._allowed(typed) if typed else None
 
     def _find_allowed(self, typed: bytes) -> Tensor:
-        allowed, pieces = torch.zeros(len(self.pieces), dtype=torch.bool), self._sorted
+        allowed = torch.zeros(len(self.pieces), dtype=torch.bool)
         begins = lambda piece: piece[: len(typed)]
-        ranges = [(bisect_left(pieces, typed, key=begins), bisect_right(pieces, typed, key=begins))]
-        parts = (typed[:n] for n in range(1, len(typed)))
-        ranges += [(bisect_left(pieces, part), bisect_right(pieces, part)) for part in parts]
-        for first, last in ranges:
-            allowed[self._order[first:last]] = True
+        first, last = bisect_left(self._sorted, typed, key=begins), bisect_right(self._sorted, typed, key=begins)
+        allowed[[*self._order[first:last], *self.shorter(typed)]] = True
         return allowed
+
+    def _find_shorter(self, typed: bytes) -> list[int]:
+        """The ids that are a part of these bytes, from their beginning on."""
+        parts = [typed[:n] for n in range(1, len(typed))]
+        ranges = [(bisect_left(self._sorted, part), bisect_right(self._sorted, part)) for part in parts]
+        return [id for first, last in ranges for id in self._order[first:last]]
 
     def plain(self, text: str) -> list[int]:
         """The ids of a text that is no beginning of a file."""
@@ -157,19 +162,20 @@ def valid_text(text: str) -> str:
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def without_overlap(suggestion: str, after: str) -> str:
+def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     """The suggestion without an end that stands behind the cursor; empty if all of it is what follows the line.
 
-    Where something stands behind the cursor in its line, only the first line is suggested.
+    `typed` is what the line has before the cursor: the line with it is what may follow. Where something stands
+    behind the cursor in its line, only the first line is suggested.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = first_line(suggestion)
         sizes = range(min(len(line), len(rest)), 0, -1)
         size = next((n for n in sizes if line.endswith(rest[:n])), 0)
         return line[: len(line) - size]
-    suggested = [line.strip() for line in split_lines(suggestion) if line.strip()]
+    lines = [line.strip() for line in split_lines(typed + suggestion) if line.strip()]
     following = split_lines(after[len(first_line(after)) :].lstrip("\r\n"))
-    return "" if suggested and suggested == [line.strip() for line in following[: len(suggested)]] else suggestion
+    return "" if lines == [line.strip() for line in following[: len(lines)]] else suggestion
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
