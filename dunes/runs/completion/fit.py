@@ -89,14 +89,13 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
-    others = texts[::3]  # not those of the gate: it would be too sure of them
-    fitted = [text for number, text in enumerate(texts) if number % 3] or texts
-    engine.gate, facts = fit_mixture(engine, fitted, others, _scaled(PLACES, seconds))
-    if engine.gate is None:
+    fitted, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    if fitted is None:
         return "completion: no text to fit the gate on, so the model completes lines alone"
-    typed = typed_files(engine, others, _scaled(LINES, seconds))
+    engine.gate, gate = fitted
+    typed = typed_files(engine, _others(texts), _scaled(LINES, seconds))
     facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
-    write_gate(run, engine.gate, facts)
+    write_gate(run, gate, facts)
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
         f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
@@ -119,16 +118,27 @@ def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
 
 
 def fit_mixture(
-    engine: CompletionEngine, texts: Sequence[NamedText], others: Sequence[NamedText], most: int
-) -> tuple[Gate | None, dict[str, Any]]:
-    """A gate for the engine's model and index, and nats a token of the others before and after it; None without
-    a token."""
-    places, unseen = _places(engine, texts, most), _places(engine, others, most // 4)
-    if places is None or unseen is None:
+    engine: CompletionEngine, texts: Sequence[NamedText], most: int
+) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
+    """Two gates for the engine's model and index, or None without a token, and nats a token of the other texts
+    before and after the first one.
+
+    The first one is not fitted on every third text, for what must not be too sure of them; the second one is for
+    use, since each text makes a gate better.
+    """
+    parts = [text for number, text in enumerate(texts) if number % 3] or texts, _others(texts)
+    places, others = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
+    if places is None or others is None:
         return None, {}
-    gate = fit_gate(places)
-    alone, mixed = -unseen.other.mean(), unseen.loss(gate).mean()
-    return gate, {"places": len(places.other), "loss": float(alone), "mixed_loss": float(mixed)}
+    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, others, strict=True))))
+    alone, mixed = -others.other.mean(), others.loss(gates[0]).mean()
+    facts = {"places": len(places.other) + len(others.other), "loss": float(alone), "mixed_loss": float(mixed)}
+    return gates, facts
+
+
+def _others(texts: Sequence[NamedText]) -> Sequence[NamedText]:
+    """Every third text: the first gate is fitted without them."""
+    return texts[::3]
 
 
 def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> Places | None:

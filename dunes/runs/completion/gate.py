@@ -126,14 +126,16 @@ def scored_places(
     """Of each id of a text, after its header or from the index `first` on: the id, log-probabilities (V,) of the
     model, and what can be copied.
 
-    Copied is from the sources for the lines above, in long texts but for the last percent.
+    Copied is from the sources for the lines above; of a whole text, where it is long, but for the last percent.
     """
+    whole = first is None
     first = max(text.starts[0] if first is None else first, 1)
     logprobs = text_logprobs(loaded, text.ids, first)
-    copied, copies = 0, None
+    copied, copies, stale = 0, None, 0
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
-        if stop > first and (copies is None or start - copied >= copied // RENEWED):
+        if stop > first and (copies is None or start - copied >= stale):
             copied, copies = start, Copies(sources_of(text.ids[:start]))
+            stale = start // RENEWED if whole else 0
         for place in range(max(start, first), stop):
             assert copies is not None, "made for the first line"
             own = next(logprobs)
