@@ -19,14 +19,24 @@ from dunes.cli import verbs
 from dunes.data import collect_corpus
 from dunes.generate.beam import Beam
 from dunes.generate.copying import Copies, Gate
+from dunes.generate.remembered import RememberedLogits
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs.completion import index as completion_index
 from dunes.runs.completion.completer import CopyCompleter, name_in_sources
 from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
-from dunes.runs.completion.fit import fit_mixture
-from dunes.runs.completion.gate import Places, even_share, fit_gate, places_of, scored_places, text_logprobs
+from dunes.runs.completion.fit import fit_mixture, typed_files
+from dunes.runs.completion.gate import (
+    Places,
+    _chunks,
+    even_share,
+    fit_gate,
+    places_of,
+    scored_places,
+    text_logprobs,
+)
 from dunes.runs.completion.index import index_texts, named_texts
+from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Cancelled, Suggestion
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
@@ -196,6 +206,48 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     assert engine._search(prompt, whole, CompleteOptions()) == part
 
 
+@pytest.mark.parametrize("typed", [b"re", b"ret", b" wid", b"x"])
+def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    pieces, prompt = engine.files.pieces, engine.files.tokenize(CODE, "b.py").ids[-20:]
+
+    def prob(ids, rest):
+        """The probability that the model spells these bytes, by all tokens that begin them or begin with them."""
+        probs = LOADED.model(torch.tensor([ids]))[0, -1].detach().softmax(-1)
+        known = [i for i, piece in enumerate(pieces) if piece]
+        whole = sum(float(probs[i]) for i in known if pieces[i].startswith(rest))
+        parts = [i for i in known if rest.startswith(pieces[i]) and pieces[i] != rest]
+        return whole + sum(float(probs[i]) * prob([*ids, i], rest[len(pieces[i]) :]) for i in parts)
+
+    def look(text):
+        """Evaluate all texts that are a part of what is typed."""
+        mixture.after([text])
+        for id in engine.files.shorter(mixture.copies.rest(text)):
+            look([*text, id])
+
+    mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
+    copies = Copies(engine.sources_above("", []), typed, len(prompt))
+    mixture.begin(copies, engine.gate, len(prompt) + 9, lambda: False)
+    assert mixture.typed_logprob(prompt) == 0, "nothing is known"
+    look(prompt)
+    first = (
+        LOADED.model(torch.tensor([prompt]))[0, -1]
+        .detach()
+        .log_softmax(-1)[engine.files.allowed(typed)]
+        .logsumexp(0)
+    )
+    assert mixture.typed_logprob(prompt) == pytest.approx(math.log(prob(prompt, typed)) - float(first), abs=1e-4)
+
+
+def test_what_a_request_did_not_ask_for_does_not_count():
+    """So a used engine says what a new one does."""
+    used, new = (engine_of([("a.py", CODE)]) for _ in range(2))
+    text = CODE + "    ret"
+    used.complete(text, "", "b.py", CompleteOptions(width=3))
+    used.complete(text[:-1], "", "b.py", CompleteOptions(width=3))
+    assert used.complete(text, "", "b.py") == new.complete(text, "", "b.py")
+
+
 def test_a_line_without_a_word_is_the_last_choice():
     engine = engine_of([("a.py", CODE)])
     beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
@@ -332,6 +384,38 @@ def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     assert sum(len(part.text) for part in parts) < 0.7 * sum(len(full.text) for full in whole)
 
 
+@pytest.mark.parametrize("lines", [1, 3])
+def test_white_space_alone_is_no_suggestion_and_no_line_end_ends_one(lines):
+    engine = engine_of([("a.py", "x = 1   \ny = 2\n\n\n" * 9)])
+    space, end = (engine.files.line(text)[0] for text in (" ", "\n"))
+    for ids in [(space,), (space, end), (end, end), (end, space, end)]:
+        engine._search = lambda *_, ids=ids: Beam(ids, (-1.0,) * len(ids))
+        assert engine.complete("x = 1", options=CompleteOptions(lines=lines)).text == ""
+    word = engine.files.line("y")
+    engine._search = lambda *_: Beam((*word, end, end, *word), (-1.0,) * (len(word) * 2 + 2))
+    assert engine.complete("x = 1", options=CompleteOptions(lines=lines)).text == "y"
+
+
+def test_characters_without_a_token_stay_in_the_prompt():
+    files = FileTokenizer(Tokenizer.train("chars", ["abc\n"], 0), False)
+    ids = files.line("aé")
+    assert files.pieces[ids[-1]] == b""
+    assert files.split_typed(ids) == (ids, b"")
+    assert files.split_typed(files.line("éa"))[0][:1] == ids[1:]
+
+
+def test_text_before_a_sentinel_is_not_matched():
+    engine = engine_of([("a.py", CODE)])
+    sources = engine.sources_above("", [])
+    below, sentinel, above = (
+        engine.files.plain("width * height"),
+        BPE.token_id("<|fim_middle|>"),
+        engine.files.plain("re"),
+    )
+    assert Copies(sources)._context([*below, sentinel, *above], b"t") == b"ret"
+    assert Copies(sources)._context([*below, *above], b"t") == b"width * heightret"
+
+
 def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("height)", ")") == "height"
     assert without_overlap("height) + 1", ")") == "height) + 1"
@@ -342,6 +426,9 @@ def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("a = 1\n    b = 2", "\n\na = 1\n    b = 2\nc") == ""
     assert without_overlap("a = 1\nb = 3", "\na = 1\nb = 2\n") == "a = 1\nb = 3"
     assert without_overlap("x)\n    return y", ")\n") == "x"
+    assert without_overlap("urn result", "\n    return result\n", "    ret") == "", "typed in part"
+    assert without_overlap(")", "\n)\n", "    g(x") == ")", "another line"
+    assert without_overlap("", "\na\n", "a") == ""
     engine = engine_of([("a.py", CODE)])
     for before, after in [(CODE + "    result = width * ", " + 7\n"), (CODE + "def area_9(", "):\n    pass\n")]:
         suggestion = engine.complete(before, after, "b.py").text
@@ -479,6 +566,52 @@ def test_a_long_text_is_not_sorted_anew_for_each_line():
     starts = [*text.starts, len(text.ids)]
     lengths = [max(n for n in calls if n <= start) for start in starts[1:-1]]
     assert all(n >= start - max(start / 100, 0) - 8 for n, start in zip(lengths, starts[1:-1], strict=True))
+
+
+@pytest.mark.parametrize(("size", "most"), [(5, 9), (1000, 50), (1000, 200), (1000, 999), (64, 63)])
+def test_places_are_all_over_a_text(size, most):
+    chunks = _chunks(size, most, np.random.default_rng(0))
+    places = [first + i for first, count in chunks for i in range(count)]
+    assert len({*places}) == len(places), "each once"
+    assert min(size, most) * 0.9 <= len(places) <= min(size, most)
+    assert 0 <= min(places) <= max(places) < size
+    assert len(chunks) == 1 or (
+        chunks[0][0] < size / len(chunks) and chunks[-1][0] >= size - size / len(chunks) - 1
+    )
+
+
+def test_places_from_an_index_on_are_those_of_the_text():
+    engine = engine_of([("a.py", CODE)])
+    text = engine.files.tokenize(CODE[:200], "b.py")
+    assert len(text.ids) <= CONTEXT + 1, "one window"
+    whole = list(scored_places(LOADED, text, partial(engine.sources_above, "")))
+    for first in (text.starts[0], 20, CONTEXT // 2):
+        part = list(scored_places(LOADED, text, partial(engine.sources_above, ""), first))
+        assert len(part) == len(text.ids) - max(first, 1)
+        for (id, row, candidates), (other, same, known) in zip(part, whole[-len(part) :], strict=True):
+            assert id == other
+            assert torch.allclose(row, same, atol=1e-5)
+            assert torch.equal(candidates.ids, known.ids)
+
+
+def test_many_short_texts_have_a_few_places_and_lines_each():
+    engine = engine_of([("a.py", CODE)])
+    texts = [(f"{n}.py", CODE[:120]) for n in range(60)]
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+    assert 30 <= len(places_of(LOADED, tokenized, partial(engine.sources_above, ""), 40).other) <= 40
+    typed = typed_files(engine, texts, 7)
+    assert sum(len(lines) for _, lines in typed) == 7
+
+
+def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
+    engine = engine_of([("a.py", CODE)])
+    texts = [(f"{n}.py", CODE[n * 40 : n * 40 + 200]) for n in range(4)]
+    (first, final), facts = fit_mixture(engine, texts, 200)
+    others = [(name, text.upper() if number % 3 == 0 else text) for number, (name, text) in enumerate(texts)]
+    (same, changed), _ = fit_mixture(engine, others, 200)
+    assert facts["places"] > 100
+    assert torch.equal(first.up.weight, same.up.weight)
+    assert not torch.equal(final.up.weight, changed.up.weight)
 
 
 def test_places_are_of_all_texts():

@@ -96,7 +96,7 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
         return [(0, size)]
     parts = max(1, most // CHUNK)
     count, part = most // parts, size // parts
-    return [(number * part + int(random.integers(part - count + 1)), count) for number in range(parts)]
+    return [(number * size // parts + int(random.integers(part - count + 1)), count) for number in range(parts)]
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
