@@ -237,15 +237,32 @@ def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
         .logsumexp(0)
     )
     assert mixture.typed_logprob(prompt) == pytest.approx(math.log(prob(prompt, typed)) - float(first), abs=1e-4)
+    mixture.begin(copies, engine.gate, len(prompt) + 9, lambda: False)
+    assert mixture.typed_logprob(prompt) == 0, "another request, which says what a new engine would"
 
 
-def test_what_a_request_did_not_ask_for_does_not_count():
-    """So a used engine says what a new one does."""
-    used, new = (engine_of([("a.py", CODE)]) for _ in range(2))
-    text = CODE + "    ret"
-    used.complete(text, "", "b.py", CompleteOptions(width=3))
-    used.complete(text[:-1], "", "b.py", CompleteOptions(width=3))
-    assert used.complete(text, "", "b.py") == new.complete(text, "", "b.py")
+@pytest.mark.parametrize("width", [1, 3])
+def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width, monkeypatch):
+    engine, options = engine_of([("a.py", CODE)], zero_gate()), CompleteOptions(width=width)
+    suggestions = []
+    for logprob in (0.0, math.log(0.25)):
+        monkeypatch.setattr(Mixture, "typed_logprob", lambda *_, logprob=logprob: logprob)
+        monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", -math.inf)
+        suggestions.append(engine.complete(CODE + "    re", "", "b.py", options))
+    whole, given = suggestions
+    assert given.text == whole.text != ""
+    assert given.line / whole.line == pytest.approx(4)
+    assert given.word == pytest.approx(min(1, 4 * whole.word), rel=1e-6, abs=0)
+
+
+def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
+    mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
+    mixture.begin(Copies(engine.sources_above("", []), b"x", 1), engine.gate, 9, lambda: False)
+    assert engine._hopeless(mixture, [70], beams)
+    monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -2.0)
+    assert not engine._hopeless(mixture, [70], beams)
 
 
 def test_a_line_without_a_word_is_the_last_choice():
