@@ -64,10 +64,17 @@ class Wide:
         return self.engine.complete(before, after, name, self.options)
 
 
-def without_healing(make: Callable[[], CompletionEngine]) -> CompletionEngine:
-    """An engine whose first token begins at the cursor."""
+class Nameless(FileTokenizer):
+    """Begins a file without its path."""
+
+    def start(self, name: str) -> list[int]:
+        return super().start("")
+
+
+def with_files(make: Callable[[], CompletionEngine], kind: type[FileTokenizer]) -> CompletionEngine:
+    """An engine with another tokenizer of files."""
     engine = make()
-    engine.files = WholeTokens(engine.loaded.require_tokenizer(), engine.files.header)
+    engine.files = kind(engine.loaded.require_tokenizer(), engine.files.header)
     return engine
 
 
@@ -90,8 +97,8 @@ def variants(run: FolderCompleter) -> dict[str, tuple[LineCompleter, bool]]:
         "model alone": (CompletionEngine(loaded, header=header), False),
         "fixed weights, no gate": (CompletionEngine(loaded, index, FixedWeights(), header), False),
         "nothing to copy from in training files": (CompletionEngine(loaded, None, gate, header), False),
-        "no token healing": (without_healing(make), False),
-        "no path": (CompletionEngine(loaded, index, gate, header=False), False),
+        "no token healing": (with_files(make, WholeTokens), False),
+        "no path": (with_files(make, Nameless), False),
         "one beam": (Wide(make(), 1), False),
         "eight beams": (Wide(make(), 8), False),
         "with the text below": (make(), True),
