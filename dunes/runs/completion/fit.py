@@ -29,7 +29,7 @@ from dunes.units import plural
 
 INDEXED, GATE_FROM = 0.88, 0.91
 """Of a text whose last tenth is for validation: what is copied from, and from where the gate is fitted."""
-PLACES, LINES = (20.0, 500, 20_000), (0.05, 4, 120)
+PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
 PLACE_SECONDS, LINE_SECONDS = 2e-3, 0.75
