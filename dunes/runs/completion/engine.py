@@ -39,7 +39,7 @@ WIDTH = 3
 """Beams."""
 BEAMED, LEAD = 5, 1.5
 """Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
-HOPELESS = -4.0
+HOPELESS = -3.0
 """Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
