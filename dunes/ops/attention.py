@@ -3,8 +3,8 @@
 Two forms with one meaning. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax, of blocks of
 queries where these attend to earlier keys alone: on a CPU the fused kernel is slow in bfloat16, its backward above
 all (4 heads of 64, forward and backward. B=16, T=256, 2 threads, Xeon: 21 ms against 9. B=8, one thread, AMD EPYC:
-T=512 101 ms against 45, without blocks 71; T=1,024
-260 against 169, but 28 against 61 without blocks on the Xeon, so no longer than 512).
+T=512 101 ms against 45, without blocks 71; T=1,024 260 against 169, but with two key heads on the Xeon 28 against
+61 without blocks, so no longer than 512).
 
 Documents packed into one row have a third form, `varlen_attention`: blocks of queries, each with the keys from the
 start of its first document on, so that little is computed that a mask would hide and no scores are kept for the
