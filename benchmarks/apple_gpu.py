@@ -18,10 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import tyro
-from torch import Tensor, nn
-
 from dunes import measure, ops
 from dunes.generate import generate
 from dunes.models import llama
@@ -30,6 +26,10 @@ from dunes.ops import attention, cross_entropy, gated, rms_norm, rotary
 from dunes.tables import print_table
 from dunes.train import Trainer, adamw, next_token
 from dunes.units import format_count
+
+import torch
+import tyro
+from torch import Tensor, nn
 
 VOCAB, CONTEXT, STEPS = 61, 32, 20
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.05}

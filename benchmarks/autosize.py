@@ -17,9 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import tyro
-
 from dunes import measure, tree
 from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize
@@ -29,6 +26,9 @@ from dunes.runs.run import Run
 from dunes.runs.train import prepare
 from dunes.runs.train_config import TrainConfig
 from dunes.units import plural
+
+import torch
+import tyro
 
 OVERHEAD = 20.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 import dunes.augment.calibrate as calibration
 from dunes import measure
 from dunes.augment import CHANGES
 from dunes.models import llama
 from dunes.parts import Decoder
+
+import torch
+from torch import Tensor
 
 VOCAB, HEAD = 1024, 128
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,11 +12,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-import tyro
-
 from dunes import measure
 from dunes.bench import rows, table
 from dunes.bench.compare import CONFIDENCE, compare
+
+import tyro
 
 SOURCE = Path(__file__).parents[1]
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from dunes.cli.main import main; main()"

@@ -16,9 +16,6 @@ from hashlib import sha1
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-import tyro
-
 import dunes
 from dunes import measure
 from dunes.runs.completion.report import evaluate_completion
@@ -26,6 +23,9 @@ from dunes.runs.completion.score import CompletionOptions
 from dunes.runs.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+
+import torch
+import tyro
 
 TRAINING_BYTES = 5_550_000
 SMALLEST, LARGEST, SIMILAR = 200, 400_000, 0.8

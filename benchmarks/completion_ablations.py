@@ -11,10 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-import tyro
-from torch import Tensor
-
 from dunes import measure
 from dunes.data import collect_corpus
 from dunes.generate.copying import LEAST, Candidates, Gate
@@ -30,6 +26,10 @@ from dunes.runs.completion.sources import ScoredFile, document_texts, scored_fil
 from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display
 from dunes.tables import print_table
+
+import torch
+import tyro
+from torch import Tensor
 
 NEAR, FAR = 0, 5
 """The features that are log-probabilities by the file and by the other files."""

@@ -21,17 +21,17 @@ from pathlib import Path
 from time import perf_counter
 from urllib.request import Request, urlopen
 
-import numpy as np
-import torch
-import tyro
-from torch import Tensor, nn
-
 from dunes import measure
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import file_lines
 from dunes.runs.completion.engine import LIMIT, CompleteOptions
 from dunes.runs.completion.text import near_text, window
 from dunes.tables import print_table
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
 
 
 class Evaluated:

@@ -14,12 +14,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import matplotlib
-import numpy as np
-import torch
-import tyro
-from matplotlib import pyplot
-
 from dunes import tree
 from dunes.augment import apply_change, undo_change
 from dunes.checkpoint import LoadedModel
@@ -31,6 +25,12 @@ from dunes.runs.finetune_method import set_trainable
 from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, adamw, muon
+
+import matplotlib
+import numpy as np
+import torch
+import tyro
+from matplotlib import pyplot
 
 Row = dict[str, Any]
 Ids = np.ndarray[Any, Any]

@@ -17,15 +17,15 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
 
-import environments
-import torch
-from peers import PEERS
-from torch import Tensor, nn
-
 from dunes import measure
 from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import GatedMLP, MoE
+
+import environments
+import torch
+from peers import PEERS
+from torch import Tensor, nn
 
 SHAPES = [(8, 256, 96, 2), (8, 512, 512, 2), (64, 256, 96, 8)]
 TOKENS = (1, 16, 256, 1024)

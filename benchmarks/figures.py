@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from dunes import measure
 from dunes.bench import plot, rows
 from dunes.runs.run import METRICS, read_metrics
 from dunes.units import format_count, format_seconds, plural
+
+import tyro
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PICTURES, TABLE = ROOT / "runs" / "figures", ROOT / "docs" / "figures", ROOT / "docs" / "figures.md"

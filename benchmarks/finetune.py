@@ -76,12 +76,12 @@ def synthetic_examples(path: Path) -> Path:
 
 def write_setup(folder: Path, data: Path, size: str) -> Tuning:
     """Write the model, the adapter and the settings into `folder`."""
-    import torch
-
     from dunes import augment, checkpoint, measure
     from dunes.data import Batches, examples
     from dunes.models import llama
     from dunes.text import Tokenizer, templates
+
+    import torch
 
     records = examples.read_records(data).rows[:2000]
     tokenizer = Tokenizer.train("bpe", [turn.full_text for r in records for turn in r.turns], VOCAB)

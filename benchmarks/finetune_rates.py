@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import tyro
-
 from dunes import checkpoint, measure
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
@@ -25,6 +22,9 @@ from dunes.runs.memory import next_token_loss
 from dunes.runs.progress import Display
 from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
+
+import torch
+import tyro
 
 Row = dict[str, Any]
 CHECKS = 8

@@ -62,10 +62,10 @@ def timed(step, work: Work) -> dict[str, float]:
 
 
 def plain_side(work: Work) -> dict[str, float]:
+    from dunes import measure
+
     import plain
     import torch
-
-    from dunes import measure
 
     device = measure.device()
     model = plain.GPT(work.vocab, work.dim, work.depth, work.heads, work.context).to(device)
@@ -95,13 +95,13 @@ def trainer_side(work: Work) -> dict[str, float]:
 
 
 def our_side(work: Work) -> dict[str, float]:
-    import torch
-
     from dunes import measure
     from dunes.models import arcee
     from dunes.models.initialise import initialise
     from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
+
+    import torch
 
     device = measure.device()
     config = arcee.Config.from_size(work.vocab, work.dim, work.depth, work.context)

@@ -13,17 +13,17 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
-
 from dunes import checkpoint
 from dunes.generate import PrefixCache, generate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.parts import CacheFormat, cache_for
 from dunes.runs.score import evaluation_tokens
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 FORMATS = {"full": None} | {f"int{bits}": CacheFormat(bits) for bits in (8, 4, 2)}
 SHAPES = {"GPT-2 124M": (12, 12, 64), "Mistral 7B": (32, 8, 128), "LLaMA 7B": (32, 32, 128)}

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from dunes.generate import CompiledStep, PrefixCache, Proposer, Request, Sampler, generate_all, look_up
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.step_package import compile_step, load_step
 from dunes.text import Tokenizer
+
+import torch
 
 CONTEXT = 2048
 SIDES: dict[str, Proposer | None] = {"plain": None} | {

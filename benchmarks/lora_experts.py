@@ -15,11 +15,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
-import torch
-import tyro
-from expand import CONTEXT, SCORED, Ids, Row, learn
-
 from dunes import tree
 from dunes.augment import apply_change
 from dunes.checkpoint import LoadedModel
@@ -28,6 +23,11 @@ from dunes.models.initialise import initialise
 from dunes.runs.evaluate import evaluate
 from dunes.runs.finetune_method import set_trainable
 from dunes.text import Tokenizer
+
+import numpy as np
+import torch
+import tyro
+from expand import CONTEXT, SCORED, Ids, Row, learn
 
 EXPERTS, RANK = 4, 4
 MIXTURES: dict[str, Row] = {

@@ -21,9 +21,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import tyro
-
 from dunes import augment, checkpoint, measure, tree
 from dunes.bench import plot
 from dunes.checkpoint import LoadedModel
@@ -35,6 +32,9 @@ from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
+
+import torch
+import tyro
 
 Row = dict[str, Any]
 OWN = 1 << 16

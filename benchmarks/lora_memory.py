@@ -13,9 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import tyro
-
 from dunes import measure, tree
 from dunes.augment import lora
 from dunes.augment.quantize import decide as decide_quantized
@@ -26,6 +23,9 @@ from dunes.models import llama
 from dunes.parts import Decoder
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, next_token_loss, train_allocations
 from dunes.train import adamw
+
+import torch
+import tyro
 
 LLAMA_1B = llama.Config(
     vocab=128256, dim=2048, depth=16, heads=32, kv_heads=8, head_dim=64, hidden=8192, tied=True

@@ -16,17 +16,17 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from dunes.bench.plot import accuracy_over_time, save_plot
+from dunes.data import Digits, Rows, read_digits
+from dunes.models import mnist
+from dunes.train import Trainer, cross_entropy, fast_run, sgd
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-
-from dunes.bench.plot import accuracy_over_time, save_plot
-from dunes.data import Digits, Rows, read_digits
-from dunes.models import mnist
-from dunes.train import Trainer, cross_entropy, fast_run, sgd
 
 ROWS, BATCH, LR = 60_000, 128, 0.1
 Epochs = Iterator[nn.Module]

@@ -21,17 +21,17 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Literal
 
+from dunes import checkpoint, measure
+from dunes.generate import PrefixCache, generate
+from dunes.runs.export_native import SOURCES, export_native
+from dunes.runs.step_package import load_step
+
 import environments
 import peers
 import torch
 import tyro
 from sides import Row, in_turn, print_results, run
 from work import Work
-
-from dunes import checkpoint, measure
-from dunes.generate import PrefixCache, generate
-from dunes.runs.export_native import SOURCES, export_native
-from dunes.runs.step_package import load_step
 
 Dtype = Literal["float32", "float16"]
 FIRST = 1

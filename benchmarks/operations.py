@@ -19,10 +19,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-import tyro
-from torch import Tensor, nn
-
 from dunes import measure
 from dunes.ops import (
     attention,
@@ -39,6 +35,10 @@ from dunes.ops import (
 from dunes.parts import GatedMLP, MoE
 from dunes.tables import print_table
 from dunes.units import format_seconds
+
+import torch
+import tyro
+from torch import Tensor, nn
 
 # Shapes: B batch, T tokens, N = B * T, D width, H hidden width, V vocabulary.
 HEAD, RANK, EXPERTS, FEW = 64, 16, 8, 4

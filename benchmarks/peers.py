@@ -47,11 +47,11 @@ from sides import Row, in_turn, run
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
-from tuning import Tuning
-from work import BATCHES, COMPARED, Work
-
 from dunes import measure
 from dunes.units import plural
+
+from tuning import Tuning
+from work import BATCHES, COMPARED, Work
 
 SIDES = Path(__file__).parent / "peers"
 
@@ -197,11 +197,11 @@ def side_of(peer: str, here: bool) -> Side:
 
 def write_work(folder: Path, shape: Shape, threads: int) -> Work:
     """Write the model folder and the work into `folder`."""
-    import torch
-
     from dunes import checkpoint
     from dunes.models import llama
     from dunes.text import Tokenizer
+
+    import torch
 
     config = llama.Config.from_size(shape.vocab, shape.dim, shape.depth, shape.context)
     config = replace(

@@ -9,14 +9,14 @@ import sys
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
-
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
 from dunes.runs.score import calibration_ids
+
+import numpy as np
 
 SETTINGS = {
     "50 %": {"sparsity": 0.5},

@@ -12,8 +12,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
@@ -22,6 +20,8 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
 from dunes.runs.score import calibration_ids
+
+import numpy as np
 
 BY_GROUP = [{"group": 64}, {"group": 64, "symmetric": True}, {"group": 0}]
 SETTINGS: list[dict[str, Any]] = [

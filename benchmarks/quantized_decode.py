@@ -18,13 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import environments
-import peers
-import torch
-import tyro
-from sides import run
-from work import Work
-
 from dunes import checkpoint, measure
 from dunes.augment import quantize
 from dunes.bench.benchmarks import BENCHMARKS
@@ -34,6 +27,13 @@ from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
+
+import environments
+import peers
+import torch
+import tyro
+from sides import run
+from work import Work
 
 Kind = Literal["bfloat16", "int8", "int4", "int4 symmetric", "int3", "nf4"]
 KINDS: tuple[Kind, ...] = ("bfloat16", "int8", "int4", "int3", "nf4")

@@ -29,9 +29,9 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
         earlier: Numbers of earlier instructions.
         new: Number of new instructions.
     """
-    from rouge_score import rouge_scorer, tokenize
-
     from dunes.data.self_instruct import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
+
+    from rouge_score import rouge_scorer, tokenize
 
     texts = [task.instruction.split() for task in read_seed_tasks(seeds)]
     rng = random.Random(0)

@@ -21,9 +21,9 @@ CONTEXT = 64
 
 
 def load_data(file: str):
-    import torch
-
     from dunes.text import Tokenizer
+
+    import torch
 
     text = Path(file).read_text()
     tokenizer = Tokenizer.train("chars", [text])

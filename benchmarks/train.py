@@ -68,13 +68,13 @@ def trainer_side(size: str, batch: int, bf16: bool) -> dict[str, float]:
 def our_side(size: str, batch: int) -> dict[str, float]:
     from dataclasses import replace
 
-    import torch
-
     from dunes import measure
     from dunes.models import arcee
     from dunes.models.initialise import initialise
     from dunes.runs.autosize import flops
     from dunes.train import Trainer, muon
+
+    import torch
 
     measure.keep_freed_memory()
     torch.set_num_threads(measure.choose_threads())

@@ -6,8 +6,6 @@ python recipes/mixtral_tiny.py tinyshakespeare.txt [STEPS]
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.checkpoint import Architecture, LoadedModel
@@ -20,6 +18,8 @@ from dunes.runs.expert_load import max_violation
 from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
+
+import numpy as np
 
 
 def main(file: str, steps: int = 400, out: str = "runs/mixtral-tiny") -> float:

@@ -8,15 +8,15 @@ conv_net, OPTIMIZER adamw, sgd, momentum or rmsprop, LOSS cross_entropy or mean_
 
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-
 from dunes import measure, train
 from dunes.cli.recipe import run_recipe
 from dunes.data import Digits, Rows, drawn_digits, fetch_digits, read_digits
 from dunes.models import mnist
 from dunes.runs.picture import mistakes_picture
 from dunes.staging import cache_home
+
+import torch
+import torch.nn.functional as F
 
 NETWORKS = {"mlp": mnist.mlp, "conv_net": mnist.conv_net}
 OPTIMIZERS = {

@@ -5,13 +5,13 @@ python recipes/mnist_lstm.py [FOLDER] [EPOCHS]
 FOLDER has MNIST's IDX files; `drawn` needs none.
 """
 
-import torch
-from torch import Tensor, nn
-
 from dunes import train
 from dunes.cli.recipe import run_recipe
 from dunes.data import Rows, drawn_digits, read_digits
 from dunes.models.mnist import Normalize
+
+import torch
+from torch import Tensor, nn
 
 
 class RowReader(nn.Module):

@@ -5,14 +5,14 @@ python recipes/own_parts.py
 
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
+
+import torch
+from torch import Tensor, nn
 
 
 class SquaredReLU(nn.Module):

@@ -5,8 +5,6 @@ python recipes/shakespeare.py tinyshakespeare.txt [STEPS]
 
 from pathlib import Path
 
-import numpy as np
-
 from dunes import checkpoint, tree
 from dunes.checkpoint import LoadedModel
 from dunes.cli.recipe import run_recipe
@@ -18,6 +16,8 @@ from dunes.runs.memory import next_token_loss
 from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
+
+import numpy as np
 
 
 def main(file: str, steps: int = 400, out: str = "runs/shakespeare") -> float:

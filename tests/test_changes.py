@@ -489,14 +489,17 @@ def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsy
 
 
 def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
-    clock = iter([100.0, 130.0])
+    clock = iter([100.0, 100.0, 101.0, 105.0, 105.0, 130.0])
     monkeypatch.setattr("dunes.runs.progress.monotonic", lambda: next(clock))
     states = []
     with Display(quiet=True) as display:
         display.state = lambda *state: states.append(state)
         display.time_left("reading", 0.0)
+        display.time_left("reading", 0.5)  # of a second
+        display.time_left("reading", 0.0002)
+        display.time_left("reading", 0.02)
         display.time_left("writing", 0.75)
-    assert states == [("reading", 0.0), ("writing, 10 s left", 0.75)]
+    assert [text for text, _ in states] == [*["reading"] * 3, "reading, 4:05 left", "writing, 10 s left"]
 
 
 def test_plain_lines_begin_when_a_user_waits(monkeypatch):

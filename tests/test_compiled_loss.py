@@ -52,6 +52,9 @@ class Process:
     def __init__(self, work):
         self.work = work
 
+    def wait(self, seconds):
+        pass
+
     def result(self):
         return self.outcome
 
@@ -61,13 +64,15 @@ class Process:
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Graphs without Inductor, a run of any length pays, and compiled steps are timed as twice as fast."""
+    """Graphs without Inductor, a run of any length pays, compiled steps are timed as twice as fast, and a run of so
+    many steps changes over by the clock, too."""
     torch.compiler.reset()
     counters.clear()
     real, times = compiled_loss, iter([2.0, 1.0] * 9)
     monkeypatch.setattr(module, "compiled_loss", lambda loss, backend: real(loss, "aot_eager"))
     monkeypatch.setattr(module, "_Process", Process)
     monkeypatch.setattr(module, "GAIN", math.inf)
+    monkeypatch.setattr(module, "planned_change", lambda run: None)
     monkeypatch.setattr(module, "TIMED", CHANGE - 1)
     monkeypatch.setattr(module, "median", lambda seconds: next(times))
     for task in (TrainTask, FinetuneTask):
@@ -245,9 +250,10 @@ def test_the_time_left_is_that_of_steps_and_not_of_what_came_before_them():
     assert Run.seconds_left.fget(half_done(steps=None)) == 399.0
 
 
-@pytest.mark.parametrize(("steps", "begins"), [(3010, False), (3020, True), (None, True)])
-def test_compiling_begins_where_the_steps_left_pay_for_it(steps, begins):
-    run, begun = half_done(steps), []
+@pytest.mark.parametrize(("seconds", "begins"), [(400.0, False), (402.0, True)])
+def test_compiling_begins_where_the_time_left_pays_for_it(seconds, begins):
+    run, begun = half_done(None), []
+    run.config.seconds = seconds
     run.seconds_left = Run.seconds_left.fget(run)
     compiler = LossCompiler(run, print, print)
     compiler._start = begun.append
@@ -255,6 +261,33 @@ def test_compiling_begins_where_the_steps_left_pay_for_it(steps, begins):
         assert not compiler.running
         compiler.after(SimpleNamespace(seconds=0.1))
     assert bool(begun) == compiler.running == begins
+
+
+@pytest.mark.parametrize(("planned", "slow"), [(9, False), (9, True), (0, False), (CHANGE - 2, False)])
+def test_a_run_of_so_many_steps_changes_over_at_a_planned_step_whatever_the_clock_says(
+    planned, slow, tmp_path, soon
+):
+    """Also where compiled steps are no faster, and where the compiler is done late: same command, same losses."""
+    waited, times = [], iter([1.0, 2.0] * 9 if slow else [2.0, 1.0] * 9)
+    soon.setattr(module, "planned_change", lambda run: planned)
+    soon.setattr(module, "median", lambda seconds: next(times))
+    soon.setattr(Process, "wait", lambda self, seconds: waited.append(seconds))
+    trained(tmp_path / "run")
+    assert changes(tmp_path / "run") == ([(planned, True)] if planned >= CHANGE else [])
+    assert len(waited) == (planned >= CHANGE)
+    if waited:
+        stopped_and_resumed(tmp_path, soon)
+
+
+@pytest.mark.parametrize(
+    ("steps", "threads", "change"), [(2000, 1, 0), (20_000, 1, 1840), (20_000, 2, 0), (40_000, 2, 3669)]
+)
+def test_the_planned_step_follows_from_the_config_alone(steps, threads, change):
+    model = torch.nn.Linear(100, 100)
+    config = SimpleNamespace(steps=steps, threads=threads, context_length=123, batch=100)
+    assert module.planned_change(SimpleNamespace(config=config, model=model, pace=None)) == change
+    config.steps = None
+    assert module.planned_change(SimpleNamespace(config=config)) is None
 
 
 def test_steps_beside_the_compiler_are_not_the_pace(tmp_path, soon):
@@ -352,6 +385,7 @@ def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
     counters.clear()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "GAIN", math.inf)
+    monkeypatch.setattr(module, "planned_change", lambda run: None)
     real = module._Process.result
     monkeypatch.setattr(module._Process, "result", lambda self: (self._process.wait(), real(self))[1])
     said = trained(tmp_path / "ours", steps=40, size="2x64")

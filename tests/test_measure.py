@@ -1,38 +1,101 @@
 """What is said of the machine is so."""
 
+import itertools
+import operator
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from dunes import measure
+from dunes.measure import rates
 
 
-def test_one_thread_is_chosen_only_if_it_wins_every_round(monkeypatch):
-    monkeypatch.setattr(measure.machine, "sleep", lambda seconds: None)
-    monkeypatch.setattr(measure.machine.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
-    before = torch.get_num_threads()
+@pytest.mark.parametrize(
+    ("variable", "quota", "threads"),
+    [(None, 99, 4), ("3", 99, 3), ("3,2", 1, 3), ("many", 99, 4), ("0", 99, 1), (None, 2, 2)],
+)
+def test_threads_are_those_of_the_environment_or_the_cores(monkeypatch, variable, quota, threads):
+    """Eight processors of four cores; whatever else the machine does."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(rates.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(rates.Path, "read_text", lambda path: str(int(path.parts[-3][3:]) % 4))
+    monkeypatch.setattr(rates, "_cpu_quota", lambda: quota)
+    assert measure.choose_threads() == threads
 
-    def rounds(*seconds):
-        times = iter(seconds)
-        monkeypatch.setattr(measure.machine, "_seconds", lambda threads: next(times))
-        return measure.choose_threads()
 
-    assert rounds(1.0, 2.0) == 4
-    assert rounds(3.0, 2.0, 3.0, 2.0, 3.0, 2.0) == 1
-    assert rounds(3.0, 2.0, 3.0, 2.0, 1.0, 2.0) == 4
-    assert torch.get_num_threads() == before
+def test_cores_of_a_container_are_those_of_its_quota(monkeypatch):
+    monkeypatch.setattr(rates.Path, "read_text", lambda path: "150000 100000\n")
+    assert rates._cpu_quota() == 2
+    monkeypatch.setattr(rates.Path, "read_text", lambda path: "max 100000\n")
+    assert rates._cpu_quota() > 1 << 30
 
 
-def test_bfloat16_is_chosen_where_it_is_clearly_faster(monkeypatch):
-    rates = {torch.bfloat16: 3.0, torch.float32: 1.0}
-    monkeypatch.setattr(measure.machine, "matmul_rate", lambda dtype, device: rates[dtype])
-    assert measure.choose_dtype(torch.device("cpu")) == torch.bfloat16
-    rates[torch.bfloat16] = 1.2
-    assert measure.choose_dtype(torch.device("cpu")) == torch.float32
+FEATURES = {"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}
+
+
+@pytest.mark.parametrize(
+    ("features", "ratio", "dtype"),
+    [
+        (FEATURES, 9.0, torch.float32),
+        (FEATURES | {"amx_bf16": True, "avx512_bf16": True}, 0.1, torch.bfloat16),
+        (FEATURES | {"avx512_bf16": True}, 1.4, torch.float32),
+        (FEATURES | {"avx512_bf16": True}, 1.6, torch.bfloat16),
+        ({"architecture": "aarch64"}, 1.6, torch.bfloat16),
+    ],
+)
+def test_the_dtype_follows_from_instructions_or_else_from_kept_rates(monkeypatch, features, ratio, dtype):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    monkeypatch.setattr(rates, "peak_matmul_rate", lambda d, device: ratio if d == torch.bfloat16 else 1.0)
+    assert rates.choose_dtype.__wrapped__(torch.device("cpu")) == dtype
+
+
+def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
+    """Samples that other work disturbs differ, and are slower; unsure ones are measured anew by the next process."""
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+    monkeypatch.setattr(rates, "LONGEST", 0.05)
+    busy, sampled = itertools.cycle([3.0, 5.0, 10.0, 4.0, 9.9, 2.0, 9.8]), []
+    kept = lambda samples: rates._kept(
+        "x", torch.device("cpu"), lambda: sampled.append(next(samples)) or sampled[-1]
+    )
+    monkeypatch.setattr(rates, "_unsure", {})
+    assert kept(map(float, itertools.accumulate(itertools.repeat(2), operator.mul))) > 3
+    assert not list(tmp_path.rglob("x-*")), "they never agree"
+    rates._unsure.clear()
+    assert kept(busy) == 10.0
+    count = len(sampled)
+    rates._unsure.clear()
+    assert kept(busy) == 10.0
+    assert len(sampled) == count, "kept on disk"
+    next(tmp_path.rglob("x-*")).write_text("nan")
+    assert kept(busy) == 10.0
+    assert len(sampled) > count
+    rates._unsure.clear()
+    monkeypatch.setenv("DUNES_HOME", "/proc/none")
+    assert kept(busy) == 10.0, "a folder that cannot be written to"
+
+
+def test_threads_that_wait_go_to_sleep_where_the_user_says_nothing_else():
+    def variables(**given):
+        code = "import os, {}; print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
+        unset = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        first = given.pop("first", "dunes")
+        result = subprocess.run([sys.executable, "-c", code.format(first)], env=unset | given, capture_output=True)
+        return result.stdout.decode().split()
+
+    assert variables() == ["1000", "None"]
+    assert variables(first="dunes.cli.main") == ["1000", "None"]
+    assert variables(GOMP_SPINCOUNT="7") == ["7", "None"]
+    assert variables(OMP_WAIT_POLICY="ACTIVE") == ["None", "ACTIVE"]
 
 
 def test_a_matmul_rate_is_operations_over_time(monkeypatch):
     clock = iter([10.0, *[10.5] * 9])
-    monkeypatch.setattr(measure.machine, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(rates, "perf_counter", lambda: next(clock))
     # The clock starts after the second product; the third ends half a second later.
     rate = measure.matmul_rate(torch.float32, torch.device("cpu"), size=64, seconds=0.1)
     assert rate == pytest.approx(2 * 64**3 * 1 / 0.5)
@@ -54,15 +117,3 @@ def test_numbers_too_small_count_as_zero_when_asked():
     finally:
         torch.set_flush_denormal(False)
     assert (tiny * 1e-10).all()
-
-
-def test_threads_are_those_of_the_environment_where_it_says(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(measure.machine, "choose_threads", lambda: 3)
-    monkeypatch.setattr(measure.machine.torch, "set_num_threads", chosen.append)
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    measure.machine.use_best_threads()
-    assert chosen == []
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    measure.machine.use_best_threads()
-    assert chosen == [3]

@@ -106,22 +106,26 @@ def test_products_in_float32_are_for_bfloat16_alone_and_where_they_are_faster(mo
     weight = torch.zeros(1, dtype=torch.bfloat16)
     applies = lambda w, n: type(float32_products.float32_products(w, n)) is float32_products.Float32Products
     for faster in (True, False):
-        monkeypatch.setattr(float32_products, "float32_is_faster", lambda threads, faster=faster: faster)
+        monkeypatch.setattr(float32_products, "float32_is_faster", lambda faster=faster: faster)
         assert applies(weight, 128) is faster
         assert not applies(weight, 127)
         assert not applies(weight.float(), 128)
         assert not applies(weight.half(), 128)
 
 
-@pytest.mark.parametrize("faster", [torch.float32, torch.bfloat16])
-def test_other_work_does_not_turn_the_choice_of_products_around(monkeypatch, faster):
+@pytest.mark.parametrize("instructions", [True, False, None])
+def test_the_choice_of_products_follows_from_instructions_or_kept_rates_or_the_record(monkeypatch, instructions):
     """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""
-    rate = lambda dtype: 2e11 if dtype == faster else 1e11
-    rates = iter([rate(dtype) / 5 for dtype in (torch.float32, torch.bfloat16)] * 3)  # something else runs
-    monkeypatch.setattr(float32_products.measure, "matmul_rate", lambda dtype, *_: next(rates, rate(dtype)))
-    assert float32_products.float32_is_faster.__wrapped__(1) is (faster == torch.float32)
-    rates = iter([4e10] if faster == torch.float32 else [1e11, 1e10])
-    assert float32_products.float32_is_faster.__wrapped__(1) is (faster == torch.float32)
+    rate = {torch.float32: 1.4, torch.bfloat16: 1.0}
+    monkeypatch.setattr(float32_products.measure, "has_fast_bfloat16", lambda device: instructions)
+    monkeypatch.setattr(float32_products.measure, "peak_matmul_rate", lambda dtype, device, size: rate[dtype])
+    assert float32_products.float32_is_faster() is (not instructions)
+    try:
+        for recorded in (True, False):
+            float32_products.repeat_choice(recorded)
+            assert float32_products.float32_is_faster() is recorded
+    finally:
+        float32_products.repeat_choice(None)
 
 
 @pytest.mark.parametrize("window", [None, 3, 70])
@@ -338,7 +342,7 @@ def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
     setting = torch.backends.mkldnn.matmul
-    monkeypatch.setattr("dunes.ops.gram.float32_is_faster", lambda threads: False)
+    monkeypatch.setattr("dunes.ops.gram.float32_is_faster", lambda: False)
     parts = torch.randn(2, 500, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = sum(x.double().T @ x.double() for x in parts)
     before, matrix = setting.fp32_precision, torch.zeros(size, size)

@@ -7,16 +7,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-import work as asked
-from work import Answer, BatchAnswer, Process, Watch, Work
-
 from dunes import checkpoint
 from dunes.generate import Request, generate, generate_all
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import CompiledStep
 from dunes.runs.step_package import compile_step, load_step
 from dunes.train import Trainer, adamw
+
+import torch
+import work as asked
+from work import Answer, BatchAnswer, Process, Watch, Work
 
 
 def answers(work: Work, setting: str, cast: bool = False) -> Answer:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-import numpy as np
-import torch
-import tuning as asked
-from tuning import Tuning, Watch
-
 from dunes import checkpoint, tree
 from dunes.data import Batches, Example
 from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, cast_frozen
+
+import numpy as np
+import torch
+import tuning as asked
+from tuning import Tuning, Watch
 
 
 def tune(tuning: Tuning, task: str, setting: str, watching: Callable[[], Watch]) -> Watch:

@@ -4,23 +4,28 @@ from dunes.measure.allocations import KINDS, Allocation, Allocations, allocation
 from dunes.measure.fingerprint import fingerprint
 from dunes.measure.machine import (
     DEVICES,
-    choose_dtype,
-    choose_threads,
     device,
     flush_denormals,
     free_memory,
     keep_freed_memory,
-    matmul_rate,
     out_of_memory,
     peak_memory,
-    read_rate,
     reset_peak_memory,
     resident_memory,
     set_device,
     synchronize,
-    use_best_threads,
 )
 from dunes.measure.module_tracker import ModuleTracker
+from dunes.measure.rates import (
+    choose_dtype,
+    choose_threads,
+    has_fast_bfloat16,
+    matmul_rate,
+    peak_matmul_rate,
+    peak_read_rate,
+    read_rate,
+    use_best_threads,
+)
 
 __all__ = [
     "DEVICES",
@@ -35,10 +40,13 @@ __all__ = [
     "fingerprint",
     "flush_denormals",
     "free_memory",
+    "has_fast_bfloat16",
     "keep_freed_memory",
     "matmul_rate",
     "out_of_memory",
+    "peak_matmul_rate",
     "peak_memory",
+    "peak_read_rate",
     "read_rate",
     "reset_peak_memory",
     "resident_memory",

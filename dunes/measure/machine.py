@@ -1,4 +1,4 @@
-"""Properties of this machine: device, dtype, threads, memory."""
+"""Properties of this machine: device, memory."""
 
 import ctypes
 import os
@@ -7,8 +7,6 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
-from time import perf_counter, sleep
 
 import numpy as np
 import torch
@@ -38,76 +36,10 @@ def device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a square matrix product."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
-    count, start = 0, 0.0
-    while count < 3 or perf_counter() - start < seconds:
-        a @ b
-        synchronize(device)
-        count += 1
-        if count == 2:  # the first ones load kernels
-            count, start = 2, perf_counter()
-    return 2 * size**3 * (count - 2) / (perf_counter() - start)
-
-
-def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
-    """Memory read bandwidth in bytes/s: the fastest of several sums over `size` bytes."""
-    x = torch.ones(size // 4, device=device)
-    best, start = 0.0, perf_counter()
-    while perf_counter() - start < seconds or not best:
-        before = perf_counter()
-        x.sum()
-        synchronize(device)
-        best = max(best, x.nbytes / (perf_counter() - before))
-    return best
-
-
 def out_of_memory(error: BaseException) -> bool:
     """Whether this error means out of memory, on any device."""
     messages = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or any(m in str(error) for m in messages)
-
-
-def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where its matrix products are clearly faster here, else float32."""
-    half, full = (matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
-    return torch.bfloat16 if half > 1.5 * full else torch.float32
-
-
-def choose_threads(rounds: int = 3) -> int:
-    """The number of threads to use: all that the process may use, or one if other processes keep them busy.
-
-    Threads that wait for each other at every operation can be ten times slower than a single one while other
-    processes run. One thread is chosen only if it is faster in every round, half a second apart.
-    """
-    most = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    before = torch.get_num_threads()
-    try:
-        for i in range(rounds):
-            sleep(0.5 if i else 0.0)
-            if _seconds(most) <= _seconds(1):
-                return most
-        return 1
-    finally:
-        torch.set_num_threads(before)
-
-
-def use_best_threads() -> None:
-    """Use the number of threads that `choose_threads` finds, or what OMP_NUM_THREADS says."""
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(choose_threads())
-
-
-def _seconds(threads: int) -> float:
-    """The median time of a small part of a training step with this many threads."""
-    torch.set_num_threads(threads)
-    x, weight, times = torch.randn(1024, 256), torch.randn(256, 1024), []
-    for _ in range(30):
-        start = perf_counter()
-        (x @ weight).softmax(-1)
-        times.append(perf_counter() - start)
-    return median(times)
 
 
 def keep_freed_memory() -> None:

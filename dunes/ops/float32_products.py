@@ -5,7 +5,6 @@ weights, one thread: 84 and 154 GFLOP/s), and a matrix is converted in a fractio
 less exact.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,20 +28,29 @@ def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]
 def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
     """Whether a forward of so many tokens, by weights of this dtype and device, is faster so here."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
-    return applies and float32_is_faster(torch.get_num_threads())
+    return applies and float32_is_faster()
 
 
-@functools.cache
-def float32_is_faster(threads: int) -> bool:
-    """Whether float32 products are faster than bfloat16's by a margin that pays; measured in some 15 ms.
+_recorded: list[bool] = []
+"""The choice that a run recorded, while it is repeated."""
 
-    The best of short measurements in turn: results depend on the choice, so other work must not turn it around.
+
+def repeat_choice(faster: bool | None) -> None:
+    """Let `float32_is_faster` return this from now on: what a run recorded. None: this machine's own choice."""
+    _recorded[:] = [] if faster is None else [faster]
+
+
+def float32_is_faster() -> bool:
+    """True if float32 products are faster here than bfloat16's by a margin that pays.
+
+    Results depend on it, so it follows from instruction sets, or else from rates that are kept for this machine.
     """
-    cpu, rates = torch.device("cpu"), {torch.float32: 0.0, torch.bfloat16: 0.0}
-    for _ in range(5):
-        for dtype, before in rates.items():
-            rates[dtype] = max(before, measure.matmul_rate(dtype, cpu, 256, 0.001))
-    return rates[torch.float32] > 1.3 * rates[torch.bfloat16]
+    if _recorded:
+        return _recorded[0]
+    if (fast := measure.has_fast_bfloat16(torch.device("cpu"))) is not None:
+        return not fast
+    full, half = (measure.peak_matmul_rate(d, torch.device("cpu"), 256) for d in (torch.float32, torch.bfloat16))
+    return full > 1.3 * half
 
 
 class Float32Products(TorchFunctionMode):

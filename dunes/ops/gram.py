@@ -51,7 +51,7 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
 def _exact_products(x: Tensor) -> Iterator[None]:
     """Let float32 products be computed from bfloat16 numbers where the inputs are such and it is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-    if not cpu or float32_is_faster(torch.get_num_threads()):
+    if not cpu or float32_is_faster():
         yield
         return
     setting: Any = torch.backends.mkldnn

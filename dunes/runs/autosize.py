@@ -20,6 +20,7 @@ from dunes.augment.adapted import sides
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
 from dunes.models.mixture import expert_width
+from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import Dtype, T
 from dunes.runs.memory import Build, Shape, describe_memory, process_memory, train_allocations
@@ -72,24 +73,26 @@ class Machine:
 
 
 def with_hardware(config: T) -> T:
-    """The config with threads, which are set, and dtype; both are measured unless configured."""
+    """The config with threads, which are set, and dtype; both are this machine's unless configured."""
     threads = config.threads or measure.choose_threads()
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
-    return replace(config, threads=threads, dtype=cast(Dtype, dtype))
+    repeat_choice(config.float32_products)
+    return replace(config, threads=threads, dtype=cast(Dtype, dtype), float32_products=float32_is_faster())
 
 
 def measure_machine(config: TrainConfig) -> Machine:
-    """Measure this machine in a few seconds, with the config's threads and dtype if set."""
-    config, device = with_hardware(config), measure.device()
-    assert config.threads, "just chosen"
-    assert config.dtype, "just chosen"
-    matmul = measure.matmul_rate(getattr(torch, config.dtype), device)
-    return Machine(config.threads, config.dtype, matmul, measure.read_rate(device))
+    """The rates of this machine in the config's dtype; measured once, in a few seconds."""
+    assert config.threads, "chosen before"
+    assert config.dtype, "chosen before"
+    device = measure.device()
+    matmul = measure.peak_matmul_rate(getattr(torch, config.dtype), device)
+    return Machine(config.threads, config.dtype, matmul, measure.peak_read_rate(device))
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
     """The config with what was measured, and the default batch size and this context length where it has none."""
+    config = with_hardware(config)
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
     batch = config.batch or (COMPLETION_BATCH if config.complete else BATCH)
@@ -111,6 +114,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
         full = replace(full, dropout=DROPOUT if repeated else 0.0)
     if full.weight_decay is None and repeated:
         full = replace(full, weight_decay=WEIGHT_DECAY)
+    full = replace(full, rate=expected.rate)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 
 

@@ -5,7 +5,9 @@ Inductor's cache, from which this process loads it in seconds. A low priority wo
 since its threads wait for each other, and end later. The run changes over where the time that its steps still take
 times `GAIN` is more than what is left to do: at first all of the compiling, then the loading, as that process
 measured it. It changes back if steps do not become faster. The step of the change depends on the clock, so it is a
-record of the training state, as those of the schedule are. The other process ends with the run, however that ends.
+record of the training state, as those of the schedule are. A run of so many steps does not look at the clock: it
+changes over at a step that follows from its options, so that the same command has the same losses. The other
+process ends with the run, however that ends.
 """
 
 import json
@@ -16,6 +18,8 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from math import ceil
 from statistics import median
 from tempfile import TemporaryFile
 from threading import Thread
@@ -27,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure, tree
+from dunes.runs.autosize import flops
 from dunes.runs.child_process import python_command
 from dunes.runs.memory import next_token_loss
 from dunes.runs.run import Run, append_metrics
@@ -40,6 +45,12 @@ GAIN, COMPILING = 0.15, 45.0
 
 TIMED = 10
 """Steps of either form that are compared."""
+
+NOMINAL = 30e9
+"""FLOP/s of a thread by which the step is chosen at which a run of so many steps changes over."""
+
+HUNG = 1800.0
+"""Seconds after which a run of so many steps stops waiting for the compiler."""
 
 PATIENCE = 2.0
 """The run stops compiling that takes this many times as long as the code is expected to save."""
@@ -122,23 +133,22 @@ class LossCompiler:
         return self._form != form
 
     def _savings(self) -> float:
-        """Seconds that a compiled loss is expected to save: of the steps left, or until the time limit."""
-        run = self.run
-        left = (run.config.steps - run.trainer.number) * self.before if run.config.steps else run.seconds_left
-        return left * GAIN
+        """Seconds that a compiled loss is expected to save until the time limit."""
+        return self.run.seconds_left * GAIN
 
     def _begin(self) -> None:
         if len(self.seconds) < TIMED:
             return
         samples, self._samples, self._next = self._samples, [], None
         self.before = median(self.seconds)  # later steps share the processor with the compiler
-        if not (savings := self._savings()) > COMPILING:
+        self._planned, savings = planned_change(self.run), self._savings()
+        if not savings > COMPILING if self._planned is None else self.run.trainer.number > self._planned:
             return
         if reason := self._start(samples):
             self.detail(f"the loss stays eager: {reason}")
             return
         self.detail("compiling the loss in another process; until it is done, steps take longer")
-        self._deadline = perf_counter() + PATIENCE * savings
+        self._deadline = perf_counter() + (PATIENCE * savings if self._planned is None else HUNG)
         self._next = self._change_over
 
     def _start(self, samples: list[Any]) -> str:
@@ -154,6 +164,10 @@ class LossCompiler:
 
     def _change_over(self) -> None:
         assert self._process is not None, "started by _begin"
+        if self._planned is not None:
+            if self.run.trainer.number < self._planned:
+                return
+            self._process.wait(self._deadline - perf_counter())
         result = self._process.result()
         if result is None and perf_counter() < self._deadline:
             return
@@ -163,7 +177,7 @@ class LossCompiler:
             self.line("the loss stays eager: compiling it takes longer than it would save")
         elif isinstance(result, str):
             self.line(f"the loss stays eager: compiling it failed: {result}")
-        elif not self._savings() > result.loading:
+        elif self._planned is None and not self._savings() > result.loading:
             left = format_seconds(round(self.run.seconds_left))
             self.detail(
                 f"the loss stays eager: its code takes {result.loading:.0f} s to load, and {left} are left"
@@ -183,7 +197,7 @@ class LossCompiler:
             return
         own, self._next = median(self.seconds), None
         times = f"{1e3 * own:.0f} ms a step against {1e3 * self.before:.0f} eager"
-        if own >= self.before:
+        if own >= self.before and self._planned is None:
             self._use_eager(f"the loss is eager again: compiled it takes {times}")
             return
         took = f"{self.result.seconds:.0f} s of compiling beside training, {self._loading:.1f} s of loading"
@@ -222,6 +236,21 @@ class LossCompiler:
                 return self.eager(model, batch)
 
         return loss
+
+
+def planned_change(run: Run) -> int | None:
+    """The step after which a run of so many steps has a compiled loss; 0 if it is too short for that.
+
+    A function of the config, as if the machine had a nominal speed: the clock would make each run another one.
+    None for a run that ends by the clock.
+    """
+    config = run.config
+    if not config.steps:
+        return None
+    work = flops(run.model, config.context_length) * config.batch * config.context_length
+    seconds = work / (NOMINAL * (config.threads or 1))
+    change = TIMED + ceil(COMPILING / seconds)
+    return change if (config.steps - change) * seconds * GAIN > COMPILING else 0
 
 
 def why_eager(trainer: Trainer, samples: list[Any]) -> str:
@@ -288,6 +317,10 @@ class _Process:
             return f"the compiling process ended with status {self._process.returncode}"
         record = json.loads(lines[-1])
         return record["error"] if "error" in record else Compiled(**record)
+
+    def wait(self, seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, seconds))
 
     def stop(self) -> None:
         if self._process.poll() is None:

@@ -14,6 +14,8 @@ import tyro
 from dunes.units import plural
 
 MEASURED = ("dtype", "threads", "device")
+RECORDED = ("float32_products", "matmul", "rate")
+"""Fields that only record what was found on this machine when the run began."""
 STDLIB = "stdlib"
 
 Device = Literal["cpu", "cuda", "mps"]
@@ -56,14 +58,20 @@ class Optimization:  # options that are None or 0 are chosen when the run begins
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:  # options that are None are measured; `matmul` is in FLOP/s
+class Hardware:
+    # Options that are None are chosen for this machine. `float32_products` records which products of bfloat16
+    # weights are computed in float32, `matmul` FLOP/s, `rate` the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|off")] = "auto"
     """Compile the loss while training, and change over where the time left pays for it."""
-    dtype: Annotated[Dtype | None, tyro.conf.Suppress] = None
-    threads: Annotated[int | None, tyro.conf.Suppress] = None
+    dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
+    """Dtype of matrix products; weights and optimizer are float32."""
+    threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
+    """Threads that compute."""
+    float32_products: Annotated[bool | None, tyro.conf.Suppress] = None
     matmul: Annotated[float | None, tyro.conf.Suppress] = None
+    rate: Annotated[float | None, tyro.conf.Suppress] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +160,7 @@ class RunConfig(Optimization, Hardware):
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
             for name, (was, now) in values.items()
-            if was != now and name != "matmul" and (asked is None or name in asked)
+            if was != now and name not in RECORDED and (asked is None or name in asked)
         }
 
     @classmethod

@@ -94,7 +94,7 @@ def _baseline(task: FinetuneTask, path: Path, display: Display) -> Baseline:
         before = task.measure_baseline(dtype)
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
-        before = replace(before, forgetting=task.score_forgetting(dtype), text=task.text)
+        before = replace(before, forgetting=task.score_forgetting(dtype, before.limits[1]), text=task.text)
     else:
         return before
     before.write(path)

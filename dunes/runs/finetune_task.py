@@ -2,11 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
+from math import inf
+from operator import index
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -25,9 +28,8 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.finetune_method import ADAPTER, METHODS
 from dunes.runs.json_lines import append_text
-from dunes.runs.loop import FINAL_TOKENS
 from dunes.runs.memory import describe_memory
-from dunes.runs.run import Run, card_facts
+from dunes.runs.run import FINAL_TOKENS, Run, card_facts
 from dunes.runs.stored_state import read_score
 from dunes.runs.text_generator import TextGenerator
 from dunes.text import json_file, templates
@@ -49,18 +51,28 @@ LINES, LINE = 5, 200
 VAL_BATCH = 16
 """Batch size of validation."""
 
+PROBED = 2_048
+"""Tokens whose score tells how many more can be scored in the time that there is."""
+
+BUDGET = 0.05
+"""The share of a run that ends after its minutes that each measurement of the base model takes: of validation, of
+forgetting, of answers. The finetuned model is measured on the same tokens."""
+
 
 @dataclass(frozen=True)
 class Baseline:
     """A model's validation score, its score on the forgetting data, and its answers.
 
-    `text` is the fingerprint of the forgetting data.
+    `text` is the fingerprint of the forgetting data, `limits` are how many tokens the two scores are of at most,
+    and `seconds` the time that it took to measure forgetting and answers.
     """
 
     score: Score
     forgetting: Score | None
     answers: list[str]
     text: str
+    limits: tuple[int, int] = (FINAL_TOKENS, FORGETTING_TOKENS)
+    seconds: float = 0.0
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
@@ -69,16 +81,20 @@ class Baseline:
         try:
             score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
             text, answers = stored["text"], list(stored["answers"])
+            limits = index(stored["limits"][0]), index(stored["limits"][1])
+            seconds = float(stored["seconds"])
         except (KeyError, TypeError, ValueError):
             score = None
         if score is None or not all(isinstance(answer, str) for answer in (text, *answers)):
-            raise ValueError(f"{path}: expected score, forgetting, answers and text, as a finetune writes them")
-        return cls(score, forgetting, answers, text)
+            raise ValueError(
+                f"{path}: expected score, forgetting, answers, text, limits and seconds, as a finetune writes them"
+            )
+        return cls(score, forgetting, answers, text, limits, seconds)
 
     def write(self, path: Path) -> None:
         forgetting = self.forgetting and astuple(self.forgetting)
         record: dict[str, Any] = {"score": astuple(self.score), "forgetting": forgetting}
-        record |= {"answers": self.answers, "text": self.text}
+        record |= {"answers": self.answers, "text": self.text, "limits": self.limits, "seconds": self.seconds}
         write_file(path, json.dumps(record, indent=1).encode())
 
 
@@ -117,11 +133,12 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        return sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
+        targets = sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
+        return targets if self.before is None else min(targets, self.before.limits[0])
 
     @property
     def closing_seconds(self) -> float:
-        return 0.0
+        return self.before.seconds if self.before is not None else 0.0
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
@@ -129,6 +146,8 @@ class FinetuneTask:
         return rows.batches(start)
 
     def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
+        if limit is not None and self.before is not None:
+            limit = min(limit, self.before.limits[0])
         examples = (
             self.data.valid
             if limit is None
@@ -142,24 +161,41 @@ class FinetuneTask:
 
     def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; it is validated unless `score` is given."""
-        answers = [self._answer(record.turns) for record in self.data.val_records[:ANSWERED]]
-        return Baseline(
-            score or self.score(dtype, FINAL_TOKENS),
-            self.score_forgetting(dtype),
-            answers,
-            self.text,
-        )
+        most, start = (FINAL_TOKENS, FORGETTING_TOKENS) if self.before is None else self.before.limits, monotonic()
+        forgetting, kept = _score_within(self._budget, partial(self.score_forgetting, dtype), most[1])
+        answers = self._answers()
+        seconds = monotonic() - start
+        if score is None:
+            score, scored = _score_within(self._budget, partial(self.score, dtype), most[0])
+        else:
+            scored = most[0]
+        assert score is not None, "there are validation examples"
+        return Baseline(score, forgetting, answers, self.text, (scored, kept), seconds)
+
+    @property
+    def _budget(self) -> float:
+        """Seconds that each measurement of the base model may take. What is compared with it is the same again."""
+        return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is None else inf
+
+    def _answers(self) -> list[str]:
+        """Answers to the first validation examples: as many as the base model gave, or as there is time for."""
+        answers, end = list[str](), monotonic() + self._budget
+        for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
+            answers.append(self._answer(record.turns))
+            if monotonic() > end:
+                break
+        return answers
 
     @property
     def text(self) -> str:
         """The fingerprint of the forgetting data; empty without any."""
         return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
-    def score_forgetting(self, dtype: torch.dtype) -> Score | None:
-        """The score on the forgetting data, if there is any."""
+    def score_forgetting(self, dtype: torch.dtype, limit: int) -> Score | None:
+        """The score on about `limit` tokens of the forgetting data, if there is any."""
         if self.forgetting_ids is None:
             return None
-        return evaluate(self.data.base, self.forgetting_ids, dtype, FORGETTING_TOKENS)
+        return evaluate(self.data.base, self.forgetting_ids, dtype, limit)
 
     def _answer(self, talk: Conversation) -> str:
         """The model's answer by greedy decoding."""
@@ -278,6 +314,15 @@ class FinetuneTask:
             cells = [text for _, text in _comparison(record.turns, *answers)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
         return "\n".join([*rows, "", ""])
+
+
+def _score_within(seconds: float, score: Callable[[int], Score | None], most: int) -> tuple[Score | None, int]:
+    """The score on as many tokens as there is time for, at most `most`; and the limit that gives it again."""
+    start = monotonic()
+    if seconds == inf or (first := score(min(PROBED, most))) is None or first.tokens < PROBED:
+        return score(most), most
+    limit = min(most, int(first.tokens * (seconds / (monotonic() - start) - 1)))
+    return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
 
 
 def _append_once(path: Path, text: str) -> None:

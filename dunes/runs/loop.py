@@ -18,10 +18,12 @@ from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.expert_load import load_picture, with_violation
 from dunes.runs.json_lines import append_text
+from dunes.runs.pace import PaceCheck
 from dunes.runs.picture import loss_picture, smooth
 from dunes.runs.progress import Display
 from dunes.runs.run import (
     FALL,
+    FINAL_TOKENS,
     METRICS,
     FolderInUse,
     Run,
@@ -41,13 +43,9 @@ from dunes.train import Clock, Diverged, Step
 from dunes.units import format_count, format_seconds, plural
 
 CHECK_TOKENS = 16_384
-FINAL_TOKENS = 262_144
 SAVE_SECONDS = 60.0
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
-CLOSING = 3.0
-"""Seconds that the end of a run takes besides the final validation: saving the model, plotting."""
-
 PATIENCE, WORSE = 3, 1.01
 """Warn after this many validations without improvement, if the loss is this many times the best."""
 
@@ -185,8 +183,10 @@ def train_loop(
     strict save fails.
     """
     config = run.config
-    clock = None if config.steps else Clock(run.schedule, config.seconds, FALL)
     run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
+    run.begin = run.begin or run.elapsed
+    clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
+    pace = PaceCheck(run)
     report, non_fatal = _step_reporter(run, display), board.non_fatal
     over = run.schedule.is_over(run.trainer.number)
     batches = run.timings.each("data", compiler.batches(run.task.batches(run.trainer.consumed)))
@@ -199,9 +199,7 @@ def train_loop(
         if compiler.after(step):
             request.save = True  # the record of the change
         if clock is not None:
-            # Reserve time for the end of the run, at most a tenth, as estimated from the last validation.
-            closing = CLOSING + run.task.closing_seconds + run.score_seconds(FINAL_TOKENS)
-            clock.seconds = config.seconds - min(config.seconds / 10, closing)
+            clock.seconds = config.seconds - min(run.closing_seconds, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -216,6 +214,8 @@ def train_loop(
             if step.number in SAMPLES and not over:
                 board.sample(step.number, _sample(run, display, step.number))
         report(step)
+        if not compiler.running and (warning := pace.warning(step)):
+            display.line(warning)
         if over:
             return
         if request.signal:

@@ -14,6 +14,8 @@ from dunes.units import format_seconds
 
 EVERY = 10.0
 """Seconds between plain lines."""
+KNOWN, UNKNOWN_SECONDS = 0.01, 2.0
+"""The share and the seconds of the work before which the time left is not known."""
 
 
 @dataclass
@@ -54,8 +56,10 @@ class Display:
             self.line(f"{done:4.0%}  {text}")
 
     def time_left(self, text: str, done: float) -> None:
-        """Show the progress with the time that the rest takes at the same rate."""
-        left = (monotonic() - self._start) * (1 / done - 1) if done else None
+        """Show the progress, and once it is known the time that the rest takes at the same rate."""
+        elapsed = monotonic() - self._start
+        known = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
+        left = elapsed * (1 / done - 1) if known else None
         self.state(text if left is None else f"{text}, {format_seconds(round(left))} left", done)
 
     def line(self, text: str = "") -> None:

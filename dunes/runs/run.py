@@ -43,6 +43,10 @@ FORMAT = 2
 METRIC = "the metrics of a step"
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
+FINAL_TOKENS = 262_144
+"""Validation tokens that are scored at the end of a run."""
+CLOSING = 3.0
+"""Seconds that the end of a run takes besides the task's own: saving the model, plotting."""
 WARMUP = 20
 
 
@@ -98,11 +102,11 @@ class Task(Protocol):
 class Run:
     """A run's model and trainer, and its state besides the trainer's.
 
-    `start_time` is the present minus the elapsed time of all processes of the run. `timings` cover all of them,
-    `data` is the time spent waiting for batches up to the last step, and `warm` tells whether this process has
-    made a step. `compiled` tells whether the loss is, None if that is not decided. `checks_since_best` is 0 right
-    after the validation with the best score so far. `pace` has the seconds from step to step, without those in
-    which code was loaded or compiled.
+    `start_time` is the present minus the elapsed time of all processes of the run, `begin` the elapsed time at the
+    beginning of the first step. `timings` cover all of them, `data` is the time spent waiting for batches up to
+    the last step, and `warm` tells whether this process has made a step. `compiled` tells whether the loss is,
+    None if that is not decided. `checks_since_best` is 0 right after the validation with the best score so far.
+    `pace` has the seconds from step to step, without those in which code was loaded or compiled.
     """
 
     folder: Path
@@ -112,6 +116,7 @@ class Run:
     schedule: Schedule
     elapsed: float = 0.0
     start_time: float = 0.0
+    begin: float = 0.0
     seconds_per_token: float = 0.0
     best: Score | None = None
     best_step: int = 0
@@ -150,9 +155,10 @@ class Run:
         """The validation score, on all validation tokens or on about `limit` of them."""
         return self.task.score(self.dtype, limit)
 
-    def score_seconds(self, limit: int) -> float:
-        """Seconds that scoring this many tokens takes, by the last validation."""
-        return self.seconds_per_token * min(limit, self.task.tokens)
+    @property
+    def closing_seconds(self) -> float:
+        """Seconds that the end of the run takes, with the final validation at the pace of the last one."""
+        return CLOSING + self.task.closing_seconds + self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
 
     def check(self, limit: int) -> Score:
         """Validate the model, and remember the best weights so far."""
@@ -322,7 +328,9 @@ def run_state(run: Run) -> dict[str, Any]:
         "weights": trainable_state(run.model),
         "trainer": run.trainer.state_dict(),
         "schedule": [[r.begin, r.end] for r in run.schedule.records],
+        "warmup": run.schedule.warmup,
         "elapsed": run.elapsed,
+        "begin": run.begin,
         "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
@@ -368,6 +376,8 @@ def restore_run(
         run.trainer.load_state_dict(state["trainer"])
     if not {"steps", "minutes"} & differences.keys():  # else warm up again, and decay towards the new end
         run.schedule.records[:] = state["schedule"]
+        run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
+    run.begin = state["begin"]
     run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
     run.best, run.last = state["best"], state["last"]
     run.checks_since_best, run.compiled = state["checks_since_best"], state["compiled"]

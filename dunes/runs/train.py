@@ -146,8 +146,11 @@ def prepare(
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run, with the learning rate and the weight decay of its options, where it has them."""
-    options: dict[str, Any] = {}
+    """The optimizer of a run, with the learning rate and the weight decay of its options, where it has them.
+
+    Muon computes in the run's dtype, so that a resumed run does on any machine.
+    """
+    options: dict[str, Any] = {"products": getattr(torch, config.dtype or "float32")}
     if config.lr is not None:
         options |= {"lr": config.lr, "adam_lr": config.lr / 2}
     if config.weight_decay is not None:

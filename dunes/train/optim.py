@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dunes import tree
+from dunes import measure, tree
 
 Group = dict[str, Any]
 
@@ -50,6 +50,7 @@ def muon(
     decay: float = 0.01,
     adam_decay: float = 0.0,
     where: tree.Where | None = None,
+    products: torch.dtype | None = None,
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for all other parameters. https://arxiv.org/abs/2502.16982
 
@@ -58,12 +59,13 @@ def muon(
     layers whose outputs no other layer takes as inputs, or else the last one. Embeddings, and heads tied to them,
     are never among them. Names play no part, so a wrapped or compiled model is split in the same way. `where`,
     globs over the names of parameters (`["**layers.**", "!**.router.*"]`), replaces this rule; `muon_split` shows
-    the split. Raises ValueError for rates that are negative or not finite, and if `where` selects no matrix.
+    the split. `products` is as in `Muon`. Raises ValueError for rates that are negative or not finite, and if
+    `where` selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
     hidden, rest = _split(model, lambda name, p: p in matrices)
-    optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum)] if hidden else []
+    optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum, products)] if hidden else []
     if rest:
         groups = _decayed(rest, adam_decay) if adam_decay else [{"params": rest}]
         optimizers.append(torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
@@ -140,11 +142,20 @@ class Muon(Optimizer):
     """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding
-    and takes a third of the time for small matrices.
+    and takes a third of the time for small matrices. `products` is the dtype of its matrix products; None is
+    bfloat16 where the device computes it fast, else float32 (AVX2 alone: 0.9 GFLOP/s against 54).
     """
 
-    def __init__(self, params: Sequence[Tensor], lr: float, decay: float, momentum: float) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        lr: float,
+        decay: float,
+        momentum: float,
+        products: torch.dtype | None = None,
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": decay, "momentum": momentum})
+        self.products = products
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -166,18 +177,19 @@ class Muon(Optimizer):
         ahead = torch._foreach_lerp(grads, averages, group["momentum"])
         wide = torch.stack([a if a.shape[0] <= a.shape[1] else a.T for a in ahead])
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        for p, update in zip(params, orthogonalise(wide), strict=True):
+        products = self.products or measure.choose_dtype(wide.device)
+        for p, update in zip(params, orthogonalise(wide, dtype=products), strict=True):
             update = update if p.shape[0] <= p.shape[1] else update.T
             p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Wide matrices (N, rows, columns) with singular values moved near 1, in bfloat16.
+def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Wide matrices (N, rows, columns) with singular values moved near 1, in `dtype`.
 
     Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.775, 2.0315
-    x = matrices.bfloat16()
+    x = matrices.to(dtype)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT

@@ -1,13 +1,18 @@
 """The learning rate schedule as a pure function of the step and of recorded decisions.
 
 Warmup, constant, linear decay (https://arxiv.org/abs/2405.18392). A record says where the decay starts and where
-the run ends. A run of a given number of steps has its record from the start; a run of a given time gets one from a
-clock while it trains, and a correction near the end. The clock affects the learning rate only through these
-records, so a resumed run with the same records repeats exactly.
+the run ends. A run of a given number of steps has its record from the start; a run of a given time gets them from
+a clock while it trains. The clock affects the learning rate only through these records and the length of the
+warm-up, so a resumed run with the same ones repeats exactly.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+PACED, WARMUP_SHARE = 2, 5
+"""The step after which the pace is known; and warm-up takes at most one in so many steps."""
+MARGIN = 50
+"""In the last one of so many parts of the time the end is not corrected any more."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +67,19 @@ class Schedule:
 
 @dataclass
 class Clock:
-    """Adds records to a schedule so that the run ends `seconds` after its start.
+    """Adds records to a schedule so that the run ends `seconds` after its start; its first step is at `begin`.
 
-    Call `update` after each step. It records the start of the decay when its time has come, and corrects the end
-    once, half-way through the decay.
+    Call `update` after each step. Once the pace is known, it shortens a warm-up that would be longer than a fifth
+    of the steps. It records the start of the decay when its time has come, and corrects the end each time that
+    half of what was left has passed, so that a pace that changes does not change the end.
     """
 
     schedule: Schedule
     seconds: float
     decay: float = 0.5
+    begin: float = 0.0
+    _since: tuple[int, float] | None = None
+    """Step and time from which the pace is measured: of the first step, which loads code, or the last record."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -79,17 +88,27 @@ class Clock:
 
     def update(self, step: int, elapsed: float) -> None:
         """`step` steps are done `elapsed` seconds after the start, with everything in between included."""
-        records = self.schedule.records
-        decay_start = (1 - self.decay) * self.seconds
-        if not records and elapsed >= decay_start:
-            records.append(Record(step, self._end(step, elapsed, elapsed / max(1, step))))
-        elif len(records) == 1 and elapsed >= (decay_start + self.seconds) / 2:
-            # The decay started at its time, so the time since then is that of its steps.
-            pace = (elapsed - decay_start) / max(1, step - records[0].begin)
-            records.append(Record(step, self._end(step, elapsed, pace)))
+        records, left = self.schedule.records, self.seconds - elapsed
+        began, since = self._since or (step, elapsed)
+        self._since = began, since
+        pace = (elapsed - since) / (step - began) if step > began else (elapsed - self.begin) / max(1, step)
+        if step == PACED:
+            total = step + max(0.0, left) / max(pace, 1e-9)
+            self.schedule.warmup = min(self.schedule.warmup, int(total / WARMUP_SHARE))
+        if self._is_due(step, elapsed, began, since):
+            end = step + max(1, round(left / max(pace, 1e-9)))
+            if not records or end != records[-1].end:
+                records.append(Record(step, end))
+            self._since = step, elapsed
 
-    def _end(self, step: int, elapsed: float, pace: float) -> int:
-        return step + max(1, round((self.seconds - elapsed) / max(pace, 1e-9)))
+    def _is_due(self, step: int, elapsed: float, began: int, since: float) -> bool:
+        """Whether half of the time or of the steps that were left has passed, or all of it; or the decay starts."""
+        records, left = self.schedule.records, self.seconds - elapsed
+        if not records:
+            return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)
+        if left < self.seconds / MARGIN:
+            return left <= 0 and not self.schedule.is_over(step + 1)
+        return elapsed - since >= left or 1 < records[-1].end - step <= step - began
 
 
 def _check_share(name: str, share: float) -> None:

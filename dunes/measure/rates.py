@@ -1,0 +1,150 @@
+"""What this machine computes in a second, and the dtype and the number of threads that follow.
+
+Results of training depend on dtype and threads, so neither may depend on what else the machine does at the
+moment: they follow from instruction sets and cores. Where only a measurement tells, it goes on until it is sure,
+and is kept for this machine and version of PyTorch in the cache folder.
+"""
+
+import functools
+import math
+import os
+import subprocess
+import sys
+from bisect import insort
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from dunes.measure.fingerprint import fingerprint
+from dunes.measure.machine import synchronize
+from dunes.staging import cache_home
+
+FASTER = 1.5
+"""How many times as fast as float32's its matrix products must be for bfloat16 to be chosen."""
+AGREEMENT, AGREEING = 0.95, 3
+"""A measurement is sure when so many samples are within this share of the best one."""
+LONGEST = 2.0
+"""Seconds after which a measurement ends unsure, since the machine is busy; it is not kept."""
+
+_unsure: dict[str, float] = {}
+"""Rates that could not be kept on disk, for this process."""
+
+
+def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
+    """FLOP/s of a square matrix product, as it is now."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    count, start = 0, 0.0
+    while count < 3 or perf_counter() - start < seconds:
+        a @ b
+        synchronize(device)
+        count += 1
+        if count == 2:  # the first ones load kernels
+            count, start = 2, perf_counter()
+    return 2 * size**3 * (count - 2) / (perf_counter() - start)
+
+
+def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
+    """Memory read bandwidth in bytes/s, as it is now: the fastest of several sums over `size` bytes."""
+    x = torch.ones(size // 4, device=device)
+    best, start = 0.0, perf_counter()
+    while perf_counter() - start < seconds or not best:
+        before = perf_counter()
+        x.sum()
+        synchronize(device)
+        best = max(best, x.nbytes / (perf_counter() - before))
+    return best
+
+
+def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
+    """FLOP/s of a square matrix product on this machine when it is idle; measured once, and kept."""
+    # One product a sample: a longer one would be interrupted on a busy machine.
+    return _kept(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
+
+
+def peak_read_rate(device: torch.device) -> float:
+    """Memory read bandwidth in bytes/s of this machine when it is idle; measured once, and kept."""
+    return _kept("read", device, lambda: read_rate(device, 1 << 26, 0.0))
+
+
+@functools.cache
+def choose_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where its matrix products are clearly faster here, else float32."""
+    fast = has_fast_bfloat16(device)
+    if fast is None:
+        half, full = (peak_matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
+        fast = half > FASTER * full
+    return torch.bfloat16 if fast else torch.float32
+
+
+def has_fast_bfloat16(device: torch.device) -> bool | None:
+    """True if instructions make products of bfloat16 fast, False if none do, None where only timing tells."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return None
+    features = torch.cpu.get_capabilities()
+    if features.get("architecture") != "x86_64":
+        return None
+    # With AVX512_BF16 alone some processors are faster (Zen 4) and some slower (Xeon).
+    return True if features["amx_bf16"] else None if features["avx512_bf16"] else False
+
+
+def choose_threads() -> int:
+    """The number of threads to use: OMP_NUM_THREADS, else the physical cores that this process may use."""
+    if asked := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
+        with suppress(ValueError):
+            return max(1, int(asked))
+    return max(1, min(_physical_cores(), _cpu_quota()))
+
+
+def use_best_threads() -> None:
+    """Use the number of threads that `choose_threads` returns."""
+    torch.set_num_threads(choose_threads())
+
+
+def _physical_cores() -> int:
+    """Cores among the processors that this process may use; on a Mac the fast ones."""
+    if not hasattr(os, "sched_getaffinity"):
+        with suppress(OSError, ValueError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+            return int(subprocess.run(command, capture_output=True, check=True, timeout=5).stdout)
+        return os.cpu_count() or 1
+    usable, siblings = os.sched_getaffinity(0), set[str]()
+    for cpu in usable:
+        with suppress(OSError):
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+    return len(siblings) or len(usable)
+
+
+def _cpu_quota() -> int:
+    """Processors of a container's quota, rounded up."""
+    with suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    return sys.maxsize
+
+
+def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float:
+    """The highest of the samples, taken until they agree; kept in the cache folder for this machine."""
+    name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
+    if name in _unsure:
+        return _unsure[name]
+    path = None
+    with suppress(ValueError, OSError):  # there is no home, or no such rate yet
+        path = cache_home() / "rates" / str(fingerprint()["machine"]) / name
+        if 0 < (rate := float(path.read_text())) < math.inf:
+            return rate
+    rates, start = sorted(sample() for _ in range(AGREEING)), perf_counter()
+    while not (sure := rates[-AGREEING] >= AGREEMENT * rates[-1]) and perf_counter() - start < LONGEST:
+        insort(rates, sample())
+    _unsure[name] = rates[-1]
+    if sure and path is not None:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged = path.with_name(f".{name}-{os.getpid()}")
+            staged.write_text(repr(rates[-1]))
+            staged.replace(path)
+    return rates[-1]

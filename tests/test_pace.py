@@ -1,0 +1,99 @@
+"""A run on a busy machine: what it says, when it ends, and that its losses are the same."""
+
+import subprocess
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import display, toy
+from dunes.runs import finetune_task
+from dunes.runs import pace as module
+from dunes.runs.pace import PaceCheck
+from dunes.runs.run import read_metrics
+from dunes.runs.train import train
+
+
+def check(monkeypatch, share, seconds, **options):
+    """A check of a run that has made ten steps of 1,000 tokens, so many seconds each."""
+    times = iter([(0.0, 0.0), *[(10.0, 20.0 * share)] * 20])
+    now = [None]
+
+    def perf_counter():
+        now[0] = next(times)
+        return now[0][0]
+
+    monkeypatch.setattr(module, "perf_counter", perf_counter)
+    monkeypatch.setattr(module, "process_time", lambda: now[0][1])
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (3.94, 0, 0), raising=False)
+    config = SimpleNamespace(**{"threads": 2, "rate": 20_600.0, "steps": None, "minutes": 3.0} | options)
+    trainer = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    made = PaceCheck(SimpleNamespace(config=config, trainer=trainer, pace=deque[float](maxlen=100)))
+    warnings = []
+    for _ in range(15):
+        made.run.pace.append(seconds)
+        warnings.append(made.warning(SimpleNamespace(count=1000)))
+    assert not any(warnings[: module.WATCHED - 1])
+    return list(filter(None, warnings))
+
+
+def test_a_run_that_is_half_as_fast_as_estimated_says_so_once_and_why(monkeypatch):
+    assert check(monkeypatch, 0.5, 0.2) == [
+        "warning: 5k tokens/s, where 20.6k were estimated: other programs leave 1.0 processors to its 2 threads "
+        "(load 3.9); the run makes fewer steps in its 3 minutes"
+    ]
+    (warning,) = check(monkeypatch, 0.95, 0.2, steps=100)
+    assert warning.endswith("(heat, power saving, memory); the run takes longer")
+    assert check(monkeypatch, 0.5, 0.09) == []
+
+
+def test_without_an_estimate_the_processor_time_tells(monkeypatch):
+    (warning,) = check(monkeypatch, 0.4, 0.2, rate=None)
+    assert warning.startswith("warning: 5k tokens/s: other programs leave 0.8 processors")
+    assert check(monkeypatch, 0.6, 0.2, rate=None) == []
+
+
+@pytest.mark.slow
+def test_the_same_command_has_the_same_losses_beside_other_work(code, tmp_path):
+    burn = [sys.executable, "-c", "while True: pass"]
+    losses = []
+    for number in (0, 0, 3):
+        others = [subprocess.Popen(burn) for _ in range(number)]
+        try:
+            folder = tmp_path / f"run-{len(losses)}"
+            options = ["--steps", "12", "--size", "100k", "--vocab-size", "300", "--no-complete", "--out", folder]
+            subprocess.run(
+                [sys.executable, "-m", "dunes", "train", code, *options], check=True, capture_output=True
+            )
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        losses.append([r["loss_hex"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r])
+    assert len(losses[0]) == 12
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_options_of_threads_and_dtype_are_the_runs_and_recorded(code, tmp_path):
+    show, out = display()
+    assert train(toy(code, steps=2, threads=1, dtype="bfloat16"), tmp_path / "run", show) == 0
+    assert "bfloat16 on cpu, 1 thread" in out.getvalue()
+    with pytest.raises(ValueError, match="dtype was 'bfloat16', now 'float32'"):
+        train(toy(code, steps=2, dtype="float32"), tmp_path / "run", show, resume=True, asked=["dtype"])
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(float("inf"), 50_000), (11.0, 10 * 2048), (2.5, 2048)])
+def test_a_base_model_is_measured_within_the_time_that_there_is(monkeypatch, seconds, tokens):
+    """One second for 2,048 tokens; the limit gives the same score again."""
+    now = [0.0]
+    monkeypatch.setattr(finetune_task, "monotonic", lambda: now[0])
+
+    def score(limit):
+        now[0] += limit / 2048
+        return SimpleNamespace(tokens=limit)
+
+    got, limit = finetune_task._score_within(seconds, score, 50_000)
+    assert got.tokens == limit == tokens
+    assert now[0] <= seconds
+    assert finetune_task._score_within(seconds, lambda limit: None, 50_000) == (None, 50_000)
