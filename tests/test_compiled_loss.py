@@ -64,8 +64,8 @@ class Process:
 
 @pytest.fixture
 def soon(monkeypatch):
-    """Graphs without Inductor, a run of any length pays, compiled steps are timed as twice as fast, and a run of so
-    many steps changes over by the clock, too."""
+    """Graphs without Inductor, a run of any length pays, compiled steps are timed as twice as fast, and a run of
+    so many steps changes over by the clock, too."""
     torch.compiler.reset()
     counters.clear()
     real, times = compiled_loss, iter([2.0, 1.0] * 9)

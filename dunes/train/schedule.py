@@ -102,7 +102,7 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, began: int, since: float) -> bool:
-        """Whether half of the time or of the steps that were left has passed, or all of it; or the decay starts."""
+        """True when the decay starts, when half of the time or steps left has passed, and when it is too late."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)
