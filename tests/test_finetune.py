@@ -186,6 +186,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp
     file = "model.safetensors" if METHODS[method].saves_model else "adapter_model.safetensors"
     assert (straight / file).read_bytes() == (halves / file).read_bytes()
     before = [json.loads((f / "state" / "baseline.json").read_text()) for f in (straight, halves)]
+    assert [each.pop("seconds") > 0 for each in before] == [True, True]
     assert before[0] == before[1]
 
 
