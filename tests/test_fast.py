@@ -246,7 +246,8 @@ def test_parameters_that_the_optimizer_lacks_stay(no_inductor):
         Rows((DIGITS.images, DIGITS.labels), 20),
     )
     indices = [index for index, _ in zip(rows.indices(), range(8), strict=False)]
-    assert len(list(fast_run(trainer, rows.tensors, indices, 2, lines.append))) == 8
+    with pytest.warns(UserWarning, match="2.weight, 2.bias: trainable"):
+        assert len(list(fast_run(trainer, rows.tensors, indices, 2, lines.append))) == 8
     assert lines == []
     assert torch.equal(first, next(model.parameters()))
 
