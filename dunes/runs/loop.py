@@ -374,9 +374,8 @@ def rising_loss_warning(run: Run) -> str:
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} "
-        "validations; the best "
-        f"weights are kept. If it jumped, lower the learning rate (now {run.trainer.learning_rates()[0]:.2g}); if it rose "
-        "slowly, train for fewer steps or on more data"
+        "validations; the best weights are kept. If it jumped, lower the learning rate (now "
+        f"{run.trainer.learning_rates()[0]:.2g}); if it rose slowly, train for fewer steps or on more data"
     )
 
 

@@ -7,7 +7,7 @@ plain twin is `Trainer.run` on the same batches.
 
 # Shapes: N rows, B batch, K steps in a unit.
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.train.rules import Rule, State, rule_of
-from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, mutable_buffers, seeded
+from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
 """Plain steps, which make the optimizer's state, and calls of the unit, before the faster loop is chosen."""
@@ -50,14 +50,14 @@ def fast_run(
     _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
-    watch, seconds, changes = _Watch(trainer), list[float](), set[Key]()
+    watch, seconds, changes = _Watch(trainer), list[float](), list[Key]()
     with watch:
         for step in trainer.run(map(gather, islice(stream, PLAIN_STEPS))):
             seconds.append(step.seconds)
             before = _read(trainer)
             yield step
-            changes |= _changes(before, _read(trainer))
-    if reason := why_plain(trainer) or _describe(trainer, {key for key in changes if key[0] != "lr"}):
+            changes += _changes(before, _read(trainer))
+    if reason := why_plain(trainer) or _describe(trainer, [key for key in changes if key[0] != "lr"]):
         line(f"plain loop: {reason}")
     elif len(seconds) == PLAIN_STEPS:
         scheduled = changes or any("initial_lr" in group for group in trainer.optimizer.param_groups)
@@ -107,7 +107,7 @@ class Unit:
         # Without the rate, which is an argument: the graph would be compiled again for each other value.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
-        self.buffers = [*mutable_buffers(trainer.model).values()]
+        self.buffers = trainer.buffers()
         options = _compile_options(trainer.device, draws)
         self._compiled = torch.compile(self._steps, fullgraph=True, dynamic=False, options=options)
 
@@ -201,8 +201,8 @@ def _run_units(
     trainer, seconds = unit.trainer, list[float]()
     while True:
         read = _read(trainer)
-        if changes := {key for key in _changes(unit.read, read) if key[0] != "lr"}:
-            line(f"plain loop: {_describe(trainer, changes)}; another fast_run compiles it")
+        if reason := _describe(trainer, [key for key in _changes(unit.read, read) if key[0] != "lr"]):
+            line(f"plain loop: {reason}; another fast_run compiles it")
             return stream
         if len(group := [*islice(stream, unit.steps)]) < unit.steps:
             return chain(group, stream)
@@ -234,10 +234,12 @@ def _run_units(
 def _read(trainer: Trainer) -> Reading:
     """What a compiled step has read that the caller may change between steps.
 
-    The settings of groups, by name and number; of parameters, by word and tensor, requires_grad and the state's id.
+    Settings by their name and the group's number; requires_grad and the state's identity by the parameter.
     """
     optimizer = trainer.optimizer
-    settings = (((name, i), value) for i, group in enumerate(optimizer.param_groups) for name, value in group.items())
+    settings = (
+        ((name, i), value) for i, group in enumerate(optimizer.param_groups) for name, value in group.items()
+    )
     read: Reading = {key: _plain(value) for key, value in settings}
     for p in trainer.parameters():
         read["requires_grad", p], read["state", p] = p.requires_grad, id(optimizer.state.get(p))
@@ -251,11 +253,11 @@ def _plain(value: Any) -> Any:
     return [*map(id, value)] if isinstance(value, list) else value
 
 
-def _changes(before: Reading, after: Reading) -> set[Key]:
-    return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+def _changes(before: Reading, after: Reading) -> list[Key]:
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)] if before != after else []
 
 
-def _describe(trainer: Trainer, changes: Collection[Key]) -> str:
+def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
     """The first of these changes in words; empty if there is none."""
     for name, place in changes:
         owner = trainer.names({place}) or "a parameter" if isinstance(place, Tensor) else f"group {place}"
@@ -268,8 +270,8 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
     if words := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
-            f"{words} before step {last}, which was made together with steps {steps[0].number} to {last - 1}; change "
-            f"it after step {last}, or pass steps_per_call=1 to fast_run"
+            f"{words} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
+            f"change it after step {last}, or pass steps_per_call=1 to fast_run"
         )
 
 

@@ -192,7 +192,7 @@ class CombinedOptimizer(Optimizer):
         self.optimizers = [*optimizers]
 
     @property
-    def param_groups(self) -> list[Group]:  # type: ignore[override]
+    def param_groups(self) -> list[Group]:
         """The optimizers' own groups, as they are now."""
         return [g for o in self.optimizers for g in o.param_groups]
 

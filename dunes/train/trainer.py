@@ -20,7 +20,6 @@ from dunes import tree
 from dunes.train.loss import Loss
 from dunes.units import plural
 
-
 FORMAT = 2
 """The format number of `Trainer.state_dict`; the first had none, and learning rates with lr_scale in them."""
 
@@ -54,18 +53,18 @@ class Trainer:
     `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element. A
     third element may map names to such pairs of tensors, or of vectors, whose means are the step's metrics.
     Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
-    `lr_scale(step)` is a factor on the learning rates that the optimizer's groups have at that step. Between steps
-    groups hold their own rates, without it, so schedulers of `torch.optim.lr_scheduler` and `group["lr"] = x` work in
-    the loop body. Gradients are those of the model's and the optimizer's parameters together, of a loss that is a
-    module as well; a trainable one with a gradient that is in no group is warned of once.
-    `seed` seeds all randomness inside a step, so that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
+    `lr_scale(step)` is a factor on the learning rates that the optimizer's groups have at that step; between steps
+    they hold their own rates, so schedulers of PyTorch and `group["lr"] = x` work in the loop body. `seed` seeds
+    all randomness inside a step, so that random numbers drawn between steps change nothing. Gradients are those of
+    the parameters of the model, of the optimizer, and of a loss that is a module; a UserWarning names, once, those
+    that are in no group of the optimizer. A step whose loss or gradient is not finite, or whose
     count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
     other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights; and
     those with a `before_step` before it.
     With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
     sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
-    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss, learning
-    rate or lr_scale.
+    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss,
+    learning rate or lr_scale.
     """
 
     def __init__(
@@ -112,10 +111,17 @@ class Trainer:
 
     def parameters(self) -> list[Tensor]:
         """The parameters of the model, of a loss that is a module, and of the optimizer's groups, each once."""
-        modules = [m for m in (self.model, self.loss) if isinstance(m, nn.Module)]
         groups = (group["params"] for group in self.optimizer.param_groups)
-        every = chain(*(m.parameters() for m in modules), *groups)
+        every = chain(*(m.parameters() for m in self._modules().values()), *groups)
         return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that a step may change, of the model and of a loss that is a module."""
+        return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
+
+    def _modules(self) -> dict[str, nn.Module]:
+        modules = {"": self.model, "loss": self.loss}
+        return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
     @property
     def consumed(self) -> int:
@@ -144,8 +150,9 @@ class Trainer:
             )
 
     def _step(self, batches: list[Any], start: float) -> Step:
-        scale, _ = self.lr_scale_at(self.number), self.learning_rates()
-        buffers = [(b, b.clone()) for b in mutable_buffers(self.model).values()]
+        scale = self.lr_scale_at(self.number)
+        self.learning_rates()
+        buffers = [(b, b.clone()) for b in self.buffers()]
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
         counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
@@ -250,14 +257,11 @@ class Trainer:
         return norm
 
     def _check_groups(self, params: list[Tensor]) -> None:
-        """Warn once of parameters with a gradient that are in no group.
-
-        Raises ValueError for those that several ranks would train apart.
-        """
+        """Warn once of those that are in no group. Raises ValueError for ones that ranks would train apart."""
         grouped = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         if self.ranks > 1 and not all(hasattr(p, "full_tensor") for p in grouped.values()):
             raise ValueError(
-                "the optimizer has parameters that are not sharded, whose gradients ranks would not share; make them "
+                "the optimizer has parameters that are not sharded, so each rank would train its own; make them "
                 "parameters of the model before torch.distributed.fsdp.fully_shard(model)"
             )
         if missing := {p for p in params if id(p) not in grouped} - self._warned:
@@ -270,8 +274,7 @@ class Trainer:
 
     def names(self, params: Set[Tensor]) -> str:
         """The names of these parameters of the model and of a loss that is a module, the first eight of them."""
-        modules = {"": self.model, "loss": self.loss}
-        named = [m.named_parameters(prefix) for prefix, m in modules.items() if isinstance(m, nn.Module)]
+        named = (m.named_parameters(prefix) for prefix, m in self._modules().items())
         names = [name for name, p in chain(*named) if p in params]
         return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
@@ -281,9 +284,9 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: the optimizer's state, its rates included, and two counters."""
-        state = {"format": FORMAT, "number": self.number, "bad": self.bad_steps}
-        return state | {"optimizer": self.optimizer.state_dict()}
+        """What a resumed run needs besides the weights: the optimizer's state, rates included, and two counters."""
+        counters = {"number": self.number, "bad": self.bad_steps}
+        return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, at the rates in it, as PyTorch's optimizers do."""
@@ -293,9 +296,10 @@ class Trainer:
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         self.number, self.bad_steps = counters
-        if "format" not in state:  # it has the rates times lr_scale; they were those of the new optimizer
+        if "format" not in state:  # its rates are times lr_scale; those of the new optimizer were continued with
             for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr
+        self.learning_rates()
 
 
 @contextmanager
