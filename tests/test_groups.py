@@ -241,7 +241,9 @@ def test_a_parameter_in_no_group_is_named_once_counted_and_cleared():
     trainer = Trainer(model, train.sgd(model[:2], 0.1), loss, clip=0.5)
     other = Trainer(
         twin,
-        torch.optim.SGD([{"params": [*twin[:2].parameters()]}, {"params": [*twin[2].parameters()], "lr": 0.0}], 0.1),
+        torch.optim.SGD(
+            [{"params": [*twin[:2].parameters()]}, {"params": [*twin[2].parameters()], "lr": 0.0}], 0.1
+        ),
         lambda model, batch: ((model(batch) * other_temperature - 1).square().sum(), len(batch)),
         clip=0.5,
     )
@@ -259,7 +261,11 @@ def test_a_parameter_in_no_group_is_named_once_counted_and_cleared():
 def test_a_skipped_step_restores_the_buffers_of_a_loss():
     model, loss = build(), Contrastive()
     trainer = Trainer(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1), loss)
-    assert [s.skipped for s in trainer.run([BATCHES[0], BATCHES[1] * math.nan, BATCHES[2]])] == [False, True, False]
+    assert [s.skipped for s in trainer.run([BATCHES[0], BATCHES[1] * math.nan, BATCHES[2]])] == [
+        False,
+        True,
+        False,
+    ]
     assert loss.calls == 2
 
 
