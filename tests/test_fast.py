@@ -7,8 +7,8 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler as schedulers
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import lr_scheduler as schedulers
 
 from dunes import train
 from dunes.data import Rows, drawn_digits

@@ -284,7 +284,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: the optimizer's state, rates included, and two counters."""
+        """What a resumed run needs besides the weights: the optimizer's state and rates, and two counters."""
         counters = {"number": self.number, "bad": self.bad_steps}
         return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
