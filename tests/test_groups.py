@@ -173,7 +173,7 @@ def test_rates_are_resumed_as_they_were_left():
 
 @pytest.mark.parametrize("make", ["adamw", "muon"])
 def test_a_state_whose_rates_are_scaled_goes_on_at_those_of_the_optimizer(make):
-    """The state is as written when lr_scale was left in the groups: after 4 of 8 steps, with the weights of all."""
+    """The state was written when lr_scale stayed in the groups: after 4 of 8 steps, with the weights after 8."""
     state = checkpoint.load_state(Path(__file__).parent / "scaled_rates" / "step-000004")[make]
     model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2, bias=False), nn.Linear(2, 5))
     model.load_state_dict(state["weights"])
