@@ -50,6 +50,9 @@ def one_rank(rank, folder):
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
+    alone = torch.optim.AdamW([*module.parameters(), torch.nn.Parameter(torch.ones(()))])
+    with pytest.raises(ValueError, match="the optimizer has parameters that are not sharded"):
+        Trainer(module, alone, loss)
     trainer, syncs = Trainer(module, adamw(module, 1e-2), loss, accumulate=2), []
     plain = trainer.sync
     trainer.sync = lambda on: (syncs.append(on), plain(on))

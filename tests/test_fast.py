@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import lr_scheduler as schedulers
 
 from dunes import train
 from dunes.data import Rows, drawn_digits
@@ -52,6 +54,13 @@ def no_inductor(monkeypatch):
     torch._dynamo.utils.counters.clear()
 
 
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """The compiled function itself, uncompiled, and no choice by the clock."""
+    monkeypatch.setattr(torch, "compile", lambda f, options, **others: f)
+    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
+
+
 def build(kind="mlp"):
     torch.manual_seed(0)
     if kind == "mlp":
@@ -60,16 +69,22 @@ def build(kind="mlp"):
     return nn.Sequential(mnist.Normalize(), nn.Unflatten(1, (1, 28)), *layers, nn.Linear(108, 10))
 
 
-def run(form, steps=40, kind="mlp", optimizer="sgd", loss=cross_entropy, per_call=2, **options):
+def run(form, steps=40, kind="mlp", optimizer="sgd", loss=cross_entropy, per_call=2, begin=None, **options):
+    """`begin(trainer)` is the caller's loop body: a function that gets each step."""
     model = build(kind)
     trainer = Trainer(model, OPTIMIZERS[optimizer](model), loss, **options)
+    body = begin(trainer) if begin else lambda step: None
     rows = Rows((DIGITS.images, DIGITS.labels), 20)
     lines = []
     indices = (index for index, _ in zip(rows.indices(), range(steps), strict=False))
     if form == "plain":
-        done = list(trainer.run(tuple(t[index] for t in rows.tensors) for index in indices))
+        stream = trainer.run(tuple(t[index] for t in rows.tensors) for index in indices)
     else:
-        done = list(fast_run(trainer, rows.tensors, indices, per_call, lines.append))
+        stream = fast_run(trainer, rows.tensors, indices, per_call, lines.append)
+    done = []
+    for step in stream:
+        done.append(step)
+        body(step)
     return done, model, trainer, lines
 
 
@@ -246,7 +261,8 @@ def test_parameters_that_the_optimizer_lacks_stay(no_inductor):
         Rows((DIGITS.images, DIGITS.labels), 20),
     )
     indices = [index for index, _ in zip(rows.indices(), range(8), strict=False)]
-    assert len(list(fast_run(trainer, rows.tensors, indices, 2, lines.append))) == 8
+    with pytest.warns(UserWarning, match="2.weight, 2.bias: trainable"):
+        assert len(list(fast_run(trainer, rows.tensors, indices, 2, lines.append))) == 8
     assert lines == []
     assert torch.equal(first, next(model.parameters()))
 
@@ -258,3 +274,132 @@ def test_a_compiled_loop_that_is_slower_ends(no_inductor, monkeypatch):
     assert len(lines) == 1
     assert lines[0].startswith("plain loop: the compiled one takes ")
     assert_same(run("plain", steps=12), ours)
+
+
+def after(number, change):
+    """A loop body that makes one change."""
+    return lambda trainer: lambda step: change(trainer) if step.number == number else None
+
+
+def scheduled(make):
+    def begin(trainer):
+        scheduler = make(trainer.optimizer)
+        return lambda step: scheduler.step()
+
+    return begin
+
+
+def set_all(name, value):
+    return lambda trainer: [group.update({name: value}) for group in trainer.optimizer.param_groups]
+
+
+def frozen_from(model):
+    model[2].requires_grad_(False)
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def last_only(model):
+    model[2].requires_grad_(False)
+    return train.sgd(model, 0.1)
+
+
+MORE = {
+    "all": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    "frozen": frozen_from,
+    "last": last_only,
+}
+PLAIN = "plain loop: {}; another fast_run compiles it"
+CHANGES = {
+    "a rate": ("momentum", after(6, set_all("lr", 0.0)), []),
+    "a rate in the first steps": ("adamw", after(3, set_all("lr", 0.1)), []),
+    "a rate of each step": ("sgd", lambda t: lambda step: set_all("lr", 0.1 / step.number)(t), []),
+    "linear": ("adamw", scheduled(lambda o: schedulers.LinearLR(o, 0.1, 1.0, 8)), []),
+    "step": ("momentum", scheduled(lambda o: schedulers.StepLR(o, 5, 0.1)), []),
+    "one cycle": (
+        "momentum",
+        scheduled(lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=20)),
+        ["plain loop: momentum of group 0 changed"],
+    ),
+    "decay": ("sgd", after(8, set_all("weight_decay", 0.5)), [PLAIN.format("weight_decay of group 0 changed")]),
+    "betas": ("adam", after(6, set_all("betas", (0.5, 0.9))), [PLAIN.format("betas of group 0 changed")]),
+    "freezing": (
+        "all",
+        after(6, lambda t: t.model[2].requires_grad_(False)),
+        [PLAIN.format("requires_grad of 2.weight changed")],
+    ),
+    "thawing": (
+        "frozen",
+        after(6, lambda t: t.model[2].requires_grad_(True)),
+        [PLAIN.format("requires_grad of 2.weight changed")],
+    ),
+    "a group": (
+        "last",
+        after(6, lambda t: t.optimizer.add_param_group({"params": [*t.model[2].requires_grad_().parameters()]})),
+        [PLAIN.format("requires_grad of 2.weight changed")],
+    ),
+    "a state": (
+        "momentum",
+        after(6, lambda t: t.optimizer.load_state_dict(deepcopy(t.optimizer.state_dict()))),
+        [PLAIN.format("state of 2.weight changed")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_loop_body_changes_holds_as_in_the_plain_loop(name, no_compiler, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.OPTIMIZERS", OPTIMIZERS | MORE)
+    optimizer, begin, lines = CHANGES[name]
+    options = {"steps": 14, "optimizer": optimizer, "begin": begin, "lr_scale": lambda step: 1 / (1 + 0.1 * step)}
+    ours = run("fast", **options)
+    assert ours[3] == lines
+    assert_same(run("plain", **options), ours)
+    still = run("plain", **{**options, "begin": None})[1]
+    weights = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (ours[1], still)]
+    assert name == "a state" or not torch.allclose(*weights, atol=LIMIT), (
+        "a change that does nothing tests nothing"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_all("lr", 0.0), "lr of group 0"),
+        (set_all("weight_decay", 0.5), "weight_decay of group 0"),
+        (lambda t: t.model[2].requires_grad_(False), "requires_grad of 2.weight"),
+    ],
+)
+def test_a_change_that_comes_after_the_steps_it_is_for_is_refused_by_name(change, words, no_compiler):
+    with pytest.raises(
+        ValueError, match=f"{words} changed before step 8, which one call had made with steps 5 to 7"
+    ):
+        run("fast", begin=after(6, change), per_call=4)
+    options = {"begin": after(6, change), "steps": 10}
+    assert_same(run("plain", **options), run("fast", per_call=1, **options))
+
+
+class Tempered(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x) * self.temperature, y, reduction="sum"), torch.tensor(len(y))
+
+
+@pytest.mark.parametrize(("module", "form"), [(True, "no_compiler"), (False, "no_inductor")])
+def test_a_parameter_outside_the_model_is_trained_in_a_unit(module, form, monkeypatch, request):
+    request.getfixturevalue(form)
+    ends = []
+    for form in ("plain", "fast"):
+        own = Tempered()
+        optimizer = lambda model, p=own.temperature: torch.optim.SGD([*model.parameters(), p], 0.1)
+        monkeypatch.setitem(OPTIMIZERS, "tempered", optimizer)
+        loss = own if module else lambda model, batch, own=own: own(model, batch)
+        ends.append((run(form, 10, optimizer="tempered", loss=loss, clip=0.5), own.temperature.item()))
+    (plain, expected), (ours, temperature) = ends
+    assert ours[3] == []
+    assert_same(plain, ours)
+    assert temperature == pytest.approx(expected, abs=LIMIT) != 2.0

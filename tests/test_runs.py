@@ -558,7 +558,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
 def test_several_checks_above_the_best_are_a_warning():
     class Fake:
         best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
-        last, trainer = Score(102.0, 10, 10), SimpleNamespace(base_lrs=[0.01])
+        last, trainer = Score(102.0, 10, 10), SimpleNamespace(learning_rates=lambda: [0.01])
 
     assert "after step 50) for 3 validations" in rising_loss_warning(Fake)
     Fake.checks_since_best = 2

@@ -289,7 +289,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             f"loss {smooth(losses)[-1]:.3f}" if losses else "",
             *(f"{name} {value:.3g}" for name, value in step.metrics.items() if isinstance(value, float)),
             f"val {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
-            f"lr {run.trainer.base_lrs[0] * step.lr_scale:.2g}",
+            f"lr {run.trainer.learning_rates()[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} tok/s",
             f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU" if run.config.matmul else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
@@ -374,9 +374,8 @@ def rising_loss_warning(run: Run) -> str:
     return (
         f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} "
-        "validations; the best "
-        f"weights are kept. If it jumped, lower the learning rate (now {run.trainer.base_lrs[0]:.2g}); if it rose "
-        "slowly, train for fewer steps or on more data"
+        "validations; the best weights are kept. If it jumped, lower the learning rate (now "
+        f"{run.trainer.learning_rates()[0]:.2g}); if it rose slowly, train for fewer steps or on more data"
     )
 
 

@@ -126,7 +126,7 @@ def _step(trainer: Trainer, batch: Any) -> None:
     """A training step without the check for finite values, which fake tensors do not have."""
     trainer.gradients([batch])
     trainer.update()
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.clear_gradients()
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

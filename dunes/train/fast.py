@@ -14,16 +14,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes import tree
 from dunes.train.rules import Rule, State, rule_of
-from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, mutable_buffers, seeded
+from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
 """Plain steps, which make the optimizer's state, and calls of the unit, before the faster loop is chosen."""
 
 Line = Callable[[str], object]
+Key = tuple[str, int | Tensor]
+Reading = dict[Key, Any]
 
 
 def fast_run(
@@ -39,21 +41,27 @@ def fast_run(
     ones; then the unit is compiled, and used if it is faster. `line` gets the one line that says which form runs,
     and why. When the first step of a unit is yielded, the weights are those after its last, so a loop that ends
     early may have trained for up to `steps_per_call` - 1 steps more; `trainer.number` counts them. A model that
-    draws random numbers has one step in a unit. Raises ValueError for rows that are not finite, and what
+    draws random numbers has one step in a unit, and so has an optimizer with a scheduler of PyTorch's, or whose
+    learning rates change after one of the first steps: rates are read for each unit. After a change of another
+    setting of its groups, of `requires_grad` or of its state, the plain loop runs, with a line that names it.
+    Raises ValueError for rows that are not finite, for such a change between the steps of one unit, and what
     `Trainer.run` raises.
     """
     _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
-    watch, seconds = _Watch(trainer), list[float]()
+    watch, seconds, changes = _Watch(trainer), list[float](), list[Key]()
     with watch:
         for step in trainer.run(map(gather, islice(stream, PLAIN_STEPS))):
             seconds.append(step.seconds)
+            before = _read(trainer)
             yield step
-    if reason := why_plain(trainer):
+            changes += _changes(before, _read(trainer))
+    if reason := why_plain(trainer) or _describe(trainer, [key for key in changes if key[0] != "lr"]):
         line(f"plain loop: {reason}")
     elif len(seconds) == PLAIN_STEPS:
-        unit = Unit(trainer, 1 if watch.draws else steps_per_call, watch.draws)
+        scheduled = changes or any("initial_lr" in group for group in trainer.optimizer.param_groups)
+        unit = Unit(trainer, 1 if watch.draws or scheduled else steps_per_call, watch.draws)
         stream = yield from _run_units(unit, gather, stream, min(seconds[1:]), line)
     yield from trainer.run(map(gather, stream))
 
@@ -92,20 +100,22 @@ class Unit:
         rule = rule_of(trainer.optimizer)
         assert rule is not None, "why_plain refuses others"
         self.rule: Rule = rule
-        self.params = [p for p in trainer.model.parameters() if p.requires_grad]
+        self.read = _read(trainer)
+        self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
         # Without the rate, which is an argument: the graph would be compiled again for each other value.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
-        self.buffers = [*mutable_buffers(trainer.model).values()]
+        self.buffers = trainer.buffers()
         options = _compile_options(trainer.device, draws)
         self._compiled = torch.compile(self._steps, fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
         start, trainer = perf_counter(), self.trainer
         scales = [trainer.lr_scale_at(trainer.number + k) for k in range(self.steps)]
-        lrs = torch.tensor([[lr * scale for lr in trainer.base_lrs] for scale in scales], device=trainer.device)
+        rates = trainer.learning_rates()
+        lrs = torch.tensor([[lr * scale for lr in rates] for scale in scales], device=trainer.device)
         with tree.mode(trainer.model, True), torch._dynamo.config.patch(trace_autograd_ops=True):
             if self.draws:
                 with seeded(trainer.device, (int(trainer.seed), trainer.number, 0)):
@@ -115,8 +125,6 @@ class Unit:
         rows = values.tolist()
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
         seconds = (perf_counter() - start) / self.steps
-        for group, lr in zip(trainer.optimizer.param_groups, trainer.base_lrs, strict=True):
-            group["lr"] = lr * scales[-1]
         return [self._step(*each, seconds) for each in zip(rows, scales, means, strict=True)]
 
     def _step(self, row: list[float], scale: float, means: Mapping[str, Any], seconds: float) -> Step:
@@ -191,7 +199,13 @@ def _run_units(
 ) -> Generator[Step, None, Iterator[Tensor]]:
     """Yield the steps of whole units; returns the indices that are left, for the plain loop."""
     trainer, seconds = unit.trainer, list[float]()
-    while len(group := [*islice(stream, unit.steps)]) == unit.steps:
+    while True:
+        read = _read(trainer)
+        if reason := _describe(trainer, [key for key in _changes(unit.read, read) if key[0] != "lr"]):
+            line(f"plain loop: {reason}; another fast_run compiles it")
+            return stream
+        if len(group := [*islice(stream, unit.steps)]) < unit.steps:
+            return chain(group, stream)
         start = perf_counter()
         try:
             steps = unit(gather(torch.cat(group)))
@@ -204,6 +218,8 @@ def _run_units(
             return chain(group, stream)
         seconds.append((perf_counter() - start) / unit.steps)
         for step in steps:
+            if step is steps[-1] is not steps[0]:
+                _check_unchanged(trainer, read, steps)
             yield step
             trainer.raise_if_diverged(step)
         if len(seconds) == 1 + TIMED_CALLS:
@@ -213,22 +229,69 @@ def _run_units(
                 line(f"plain loop: the compiled one takes {times}")
                 return stream
             line(f"compiled loop, {unit.steps} steps in a call: {times}")
-    return chain(group, stream)
 
 
-class _Watch:
-    """Notes whether a trainer's loss draws random numbers, while it is entered."""
+def _read(trainer: Trainer) -> Reading:
+    """What a compiled step has read that the caller may change between steps.
+
+    Settings by their name and the group's number; requires_grad and the state's identity by the parameter.
+    """
+    optimizer = trainer.optimizer
+    settings = (
+        ((name, i), value) for i, group in enumerate(optimizer.param_groups) for name, value in group.items()
+    )
+    read: Reading = {key: _plain(value) for key, value in settings}
+    for p in trainer.parameters():
+        read["requires_grad", p], read["state", p] = p.requires_grad, id(optimizer.state.get(p))
+    return read
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a setting of a group that can be compared."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return [*map(id, value)] if isinstance(value, list) else value
+
+
+def _changes(before: Reading, after: Reading) -> list[Key]:
+    return [key for key in {**before, **after} if before.get(key) != after.get(key)] if before != after else []
+
+
+def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
+    """The first of these changes in words; empty if there is none."""
+    for name, place in changes:
+        owner = trainer.names({place}) or "a parameter" if isinstance(place, Tensor) else f"group {place}"
+        return f"{name} of {owner} changed"
+    return ""
+
+
+def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -> None:
+    """Raises ValueError if the caller has changed something after any but the last of the steps of one unit."""
+    if words := _describe(trainer, _changes(before, _read(trainer))):
+        last = steps[-1].number
+        raise ValueError(
+            f"{words} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
+            f"change it after step {last}, or pass steps_per_call=1 to fast_run"
+        )
+
+
+class _Watch(nn.Module):
+    """Notes whether a trainer's loss draws random numbers, while it is entered.
+
+    It is a module because the loss may be one, whose parameters the trainer looks up.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
         self.trainer, self.loss, self.draws = trainer, trainer.loss, False
 
     def __enter__(self) -> None:
-        self.trainer.loss = self._call
+        self.trainer.loss = self
 
     def __exit__(self, *error: object) -> None:
         self.trainer.loss = self.loss
 
-    def _call(self, *arguments: Any) -> Any:
+    def forward(self, *arguments: Any) -> Any:
         before, result = self._generator_state(), self.loss(*arguments)
         self.draws = self.draws or not torch.equal(before, self._generator_state())
         return result

@@ -127,8 +127,6 @@ def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
         _check("scale_rates", factor=factor)
     for each in getattr(optimizer, "optimizers", [optimizer]):
         each.param_groups[:] = [part for group in each.param_groups for part in _by_factor(group, factors)]
-    if isinstance(optimizer, CombinedOptimizer):
-        optimizer.collect_groups()
 
 
 def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
@@ -201,13 +199,24 @@ class CombinedOptimizer(Optimizer):
     """Several optimizers as one: their parameter groups are concatenated, their states are separate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+        self.optimizers: list[Optimizer] = []
         super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
-        self.collect_groups()
+        self.optimizers = [*optimizers]
 
-    def collect_groups(self) -> None:
-        """Take the parameter groups from the optimizers, after a change of theirs."""
-        self.param_groups = [g for o in self.optimizers for g in o.param_groups]
+    @property
+    def param_groups(self) -> list[Group]:
+        """The optimizers' own groups, as they are now."""
+        return [g for o in self.optimizers for g in o.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[Group]) -> None:
+        assert not groups, "the optimizers have the groups; Optimizer.__init__ begins with none"
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group to the last of the optimizers: AdamW, of those that `muon` combines."""
+        super().add_param_group(param_group)  # checks it against all groups
+        for last in self.optimizers[-1:]:
+            last.add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "closures are not supported"
@@ -220,7 +229,6 @@ class CombinedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for i, optimizer in enumerate(self.optimizers):
             optimizer.load_state_dict(state_dict[str(i)])
-        self.collect_groups()
 
 
 def _check(optimizer: str, **rates: float) -> None:

@@ -1,7 +1,8 @@
 """The training loop as a generator: printing, saving, sampling and stopping belong to the caller's loop body."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,6 +19,9 @@ from torch.optim import Optimizer
 from dunes import tree
 from dunes.train.loss import Loss
 from dunes.units import plural
+
+FORMAT = 2
+"""The format number of `Trainer.state_dict`; the first had none, and learning rates with lr_scale in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,18 @@ class Trainer:
     `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element. A
     third element may map names to such pairs of tensors, or of vectors, whose means are the step's metrics.
     Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
-    `lr_scale(step)` is the factor of the optimizer's learning rates. `seed` seeds all randomness inside a step, so
-    that random numbers drawn between steps change nothing. A step whose loss or gradient is not finite, or whose
+    `lr_scale(step)` is a factor on the learning rates that the optimizer's groups have at that step; between steps
+    they hold their own rates, so schedulers of PyTorch and `group["lr"] = x` work in the loop body. `seed` seeds
+    all randomness inside a step, so that random numbers drawn between steps change nothing. Gradients are those of
+    the parameters of the model, of the optimizer, and of a loss that is a module; a UserWarning names, once, those
+    that are in no group of the optimizer. A step whose loss or gradient is not finite, or whose
     count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
     other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights; and
     those with a `before_step` before it.
     With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
     sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
-    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss or
-    lr_scale.
+    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss,
+    learning rate or lr_scale.
     """
 
     def __init__(
@@ -79,9 +86,8 @@ class Trainer:
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.deterministic = False
         """Whether losses and their gradients use algorithms of the same bits each time, where torch has them."""
-        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        if not all(0 <= lr < math.inf for lr in self.base_lrs):
-            raise ValueError(f"the optimizer's learning rates are {self.base_lrs}; expected numbers from 0")
+        self._warned: set[Tensor] = set()
+        self.learning_rates()
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("nothing to train: the model has no parameters")
@@ -94,6 +100,28 @@ class Trainer:
                 f"torch.distributed has {self.ranks} ranks, but the model is not sharded over them; call "
                 "torch.distributed.fsdp.fully_shard(model) before building the optimizer"
             )
+        self._check_groups([])
+
+    def learning_rates(self) -> list[float]:
+        """The groups' own learning rates as they are now, without lr_scale. Raises ValueError for invalid ones."""
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if not all(0 <= lr < math.inf for lr in rates):
+            raise ValueError(f"the optimizer's learning rates are {rates}; expected numbers from 0")
+        return rates
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of the model, of a loss that is a module, and of the optimizer's groups, each once."""
+        groups = (group["params"] for group in self.optimizer.param_groups)
+        every = chain(*(m.parameters() for m in self._modules().values()), *groups)
+        return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that a step may change, of the model and of a loss that is a module."""
+        return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
+
+    def _modules(self) -> dict[str, nn.Module]:
+        modules = {"": self.model, "loss": self.loss}
+        return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
     @property
     def consumed(self) -> int:
@@ -123,7 +151,8 @@ class Trainer:
 
     def _step(self, batches: list[Any], start: float) -> Step:
         scale = self.lr_scale_at(self.number)
-        buffers = [(b, b.clone()) for b in mutable_buffers(self.model).values()]
+        self.learning_rates()
+        buffers = [(b, b.clone()) for b in self.buffers()]
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
         counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
@@ -131,23 +160,22 @@ class Trainer:
             raise ValueError(f"the loss of step {self.number + 1} counted {counted:g} targets; expected 0 or more")
         finite = counted > 0 and all(map(math.isfinite, (loss, counted, norm)))
         if finite:
-            for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-                group["lr"] = lr * scale
-            self.update()
+            self.update(scale)
         else:
             for buffer, before in buffers:
                 buffer.copy_(before)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         self.number += 1
         self.bad_steps = 0 if finite else self.bad_steps + 1
         count = int(counted) if math.isfinite(counted) else 0
         metrics = dict(zip([*means][1:], values, strict=True))
         return Step(self.number, loss, count, norm, scale, not finite, perf_counter() - start, metrics)
 
-    def update(self) -> None:
-        """Apply the gradients, then let modules restore what must hold after a step."""
+    def update(self, scale: float = 1.0) -> None:
+        """Apply the gradients at `scale` times the groups' rates; modules restore what must hold after a step."""
         self._call("before_step")
-        self.optimizer.step()
+        with _scaled_rates(self.optimizer, scale):
+            self.optimizer.step()
         with torch.no_grad():
             self._call("after_step")
 
@@ -181,7 +209,7 @@ class Trainer:
         Returns the sums of "loss" and the metrics, and their counts (float64).
         """
         sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         for i, batch in enumerate(batches, len(batches) * self.rank):
             if self.sync:
                 self.sync((i + 1) % len(batches) == 0)
@@ -205,9 +233,15 @@ class Trainer:
     def _float64_device(self) -> torch.device:
         return torch.device("cpu") if self.device.type == "mps" else self.device  # Apple's GPU has no float64
 
+    def clear_gradients(self) -> None:
+        for p in self.parameters():
+            p.grad = None
+
     def _normalise(self, count: Tensor) -> Tensor:
         """Divide the gradients by the count, clip them, and return their norm before clipping."""
-        grads = [_grad_values(p) for p in self.model.parameters() if p.grad is not None]
+        params = [p for p in self.parameters() if p.grad is not None]
+        self._check_groups(params)
+        grads = [_grad_values(p) for p in params]
         if not grads and count != 0:
             raise ValueError("no parameter received a gradient: does the loss depend on trained parameters?")
         if not grads:
@@ -218,8 +252,31 @@ class Trainer:
         norm, scale = norm.to(count) * self.ranks / count, self.ranks / count
         if self.clip is not None:
             scale = scale * (self.clip / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, scale.to(grads[0].device, torch.float32))
+        for device in {g.device for g in grads}:
+            torch._foreach_mul_([g for g in grads if g.device == device], scale.to(device, torch.float32))
         return norm
+
+    def _check_groups(self, params: list[Tensor]) -> None:
+        """Warn once of those that are in no group. Raises ValueError for ones that ranks would train apart."""
+        grouped = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        if self.ranks > 1 and not all(hasattr(p, "full_tensor") for p in grouped.values()):
+            raise ValueError(
+                "the optimizer has parameters that are not sharded, so each rank would train its own; make them "
+                "parameters of the model before torch.distributed.fsdp.fully_shard(model)"
+            )
+        if missing := {p for p in params if id(p) not in grouped} - self._warned:
+            self._warned |= missing
+            warnings.warn(
+                f"{self.names(missing)}: trainable and with a gradient, but in no group of the optimizer, so not "
+                "trained; add it with optimizer.add_param_group, or freeze it with requires_grad_(False)",
+                stacklevel=6,  # the caller's loop
+            )
+
+    def names(self, params: Set[Tensor]) -> str:
+        """The names of these parameters of the model and of a loss that is a module, the first eight of them."""
+        named = (m.named_parameters(prefix) for prefix, m in self._modules().items())
+        names = [name for name, p in chain(*named) if p in params]
+        return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:
@@ -227,15 +284,36 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: the optimizer's state and two counters."""
-        return {"number": self.number, "bad": self.bad_steps, "optimizer": self.optimizer.state_dict()}
+        """What a resumed run needs besides the weights: the optimizer's state and rates, and two counters."""
+        counters = {"number": self.number, "bad": self.bad_steps}
+        return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, at the rates in it, as PyTorch's optimizers do."""
         counters = state["number"], state["bad"]
         if not all(isinstance(n, int) and n >= 0 for n in counters):
             raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
-        self.number, self.bad_steps = counters
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        self.number, self.bad_steps = counters
+        if "format" not in state:  # its rates are times lr_scale; those of the new optimizer were continued with
+            for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr
+        self.learning_rates()
+
+
+@contextmanager
+def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
+    """Multiply the groups' learning rates inside, and put them back afterwards."""
+    own = [(group, group["lr"], group["lr"] * scale) for group in optimizer.param_groups]
+    for group, _, scaled in own:
+        group["lr"] = scaled
+    try:
+        yield
+    finally:
+        for group, lr, scaled in own:
+            if group["lr"] is scaled:  # else a hook of the optimizer has set another
+                group["lr"] = lr
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
