@@ -11,7 +11,6 @@ from typing import Any
 
 from dunes.checkpoint.files import header, pickle_file
 from dunes.checkpoint.files.compact import COMPACT, dense_tensors
-from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.forms import card as cards
@@ -23,6 +22,7 @@ from dunes.models.names import Names, match_indices, substitute, to_theirs
 from dunes.parts import Decoder
 from dunes.text import json_file
 from dunes.text.gguf_file import SUFFIX
+from dunes.text.model_file import find_file, listed_file, require_inside, unfinished_downloads
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
@@ -200,7 +200,7 @@ def open_source(
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
+    raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}{unfinished_downloads(folder)}")
 
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
@@ -332,15 +332,14 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
     if [path.name.split(".")[1] for path in paths] != [f"{i:02d}" for i in range(len(paths))]:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{folder}: a file is missing or a number occurs twice: {names}")
-    return [tensors(path) for path in paths]
+    return [tensors(require_inside(folder, path)) for path in paths]
 
 
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
     """The tensors in the first of these files, or in those that its index names; None if none exists."""
     for name in names:
-        index = folder / f"{name}.index.json"
-        if (folder / name).exists() or index.is_file():
-            files = tensors(folder / name) if (folder / name).exists() else indexed_tensors(index)
+        if (path := find_file(folder, name)) or (index := find_file(folder, f"{name}.index.json")):
+            files = tensors(path) if path else indexed_tensors(index)
             return dense_tensors(files, folder / name) if name == COMPACT else files
     return None
 
@@ -363,7 +362,7 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
         listed.setdefault(name, set()).add(key)
     if len(listed) > MAX_SHARDS:
         raise ValueError(f"{index}: names {len(listed):,} files; {MAX_SHARDS:,} are the limit")
-    paths = {name: file_in_folder(index.parent, name, index) for name in sorted(listed)}
+    paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}
     files: dict[str, LazyTensor] = {}
     for name, path in paths.items():
         shard = tensors(path)

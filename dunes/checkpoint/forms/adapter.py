@@ -54,6 +54,7 @@ from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
+from dunes.text.model_file import find_file
 from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -484,7 +485,7 @@ PARTS = {
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of the file by module and part. Raises ValueError for names that are not an adapter's."""
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    path = next(filter(None, (find_file(folder, name) for name in WEIGHTS)), None)
     if path is None:
         raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
     groups: dict[str, dict[str, LazyTensor]] = {}

@@ -24,6 +24,7 @@ from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Gate
 from dunes.runs.completion.index import IndexedFile, TextIndex
 from dunes.text import json_file
+from dunes.text.model_file import find_file
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
 INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
@@ -44,7 +45,7 @@ def write_index(run: Path, index: TextIndex) -> None:
 def read_index(run: Path) -> TextIndex | None:
     """The index of a run; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
-    if not (folder / "files.json").is_file():
+    if [find_file(run, f"{FOLDER}/{name}") for name in ("files.json", "index.safetensors")][0] is None:
         return None
     record = _record(folder / "files.json", INDEX_FORMAT, INDEX_REMEDY)
     try:
@@ -85,7 +86,7 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
-    if not (folder / "gate.json").is_file():
+    if [find_file(run, f"{FOLDER}/{name}") for name in ("gate.json", "gate.safetensors")][0] is None:
         return None
     facts, gate = _record(folder / "gate.json", GATE_FORMAT, GATE_REMEDY), Gate()
     try:
