@@ -136,7 +136,7 @@ def _copy_tokenizers(source: Path, staged: Path) -> None:
 def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the result's card: the source's own, and how the result was made."""
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
-    converted = {"format": source.format, "notes": list(source.notes), **facts, "verified": verified.card()}
+    converted = {"format": source.format, "notes": list(source.assumed), **facts, "verified": verified.card()}
     earlier = {"before": card["converted"]} if "converted" in card else {}
     known = {"family": source.family, "context_length": source.config.context_length, "changes": []}
     return known | card | {"converted": converted | earlier}

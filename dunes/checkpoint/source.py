@@ -1,6 +1,7 @@
 """A model folder in any supported format, read from its headers alone."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -130,19 +131,30 @@ class Source:
                 f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
             )
 
-    @cached_property
+    @property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
         """The files' tensors by the model's names, and their differences from this model."""
+        return self._compared[:2]
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """The notes, and what is assumed of the names in the files."""
+        return (*self.notes, *filter(None, self._compared[2:]))
+
+    @cached_property
+    def _compared(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
         if self.own is not None:
             _ = self.expected  # raises before a far too large model is built
-            return dict(self.files), compare_structure(
-                self.outline(), self.own, self.card, self.files, self.folder / cards.CARD
-            )
+            outline, path = self.outline(), self.folder / cards.CARD
+            return dict(self.files), compare_structure(outline, self.own, self.card, self.files, path), ""
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The tensors by the model's names. Raises ValueError that lists every difference."""
-        weights, differences = self.comparison
+        """The tensors by the model's names; warns if these are read with a `Prefix`.
+
+        Raises ValueError that lists every difference.
+        """
+        weights, differences, prefix = self._compared
         if differences and self.own is not None:
             listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
             remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
@@ -150,7 +162,9 @@ class Source:
                 f"{self.folder}: {self.own.family} builds a different model from the saved one: {listed}{remedy}"
             )
         if differences:
-            raise ValueError(f"{self.folder}: {summarize(differences)}")
+            raise ValueError(f"{self.folder}: {summarize(differences)}{'; ' * bool(prefix)}{prefix}")
+        if prefix:
+            warnings.warn(f"{self.folder}: {prefix}", stacklevel=2)
         return weights
 
 

@@ -52,6 +52,7 @@ from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
+from dunes.checkpoint.state_dict_diff import Prefix
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
 from dunes.text.model_file import find_file
@@ -507,8 +508,12 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """The factors of each module. Raises ValueError that names the tensor which does not fit."""
     targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
-    for module, group in _group_tensors(folder).items():
-        target = _find_target(folder, module, group, targets, base)
+    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in targets]
+    prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
+    if prefix.renames:
+        warnings.warn(f"{folder}: {prefix.note}", stacklevel=2)
+    for module, group in groups.items():
+        target = _find_target(folder, prefix.renames.get(module, module), group, targets, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
