@@ -292,7 +292,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(FileNotFoundError, NotADirectoryError):  # a save may move it at any moment; a GGUF file
+        with suppress(OSError):  # a save may move it at any moment; a GGUF file; a loop of links
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps

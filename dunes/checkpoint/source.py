@@ -196,7 +196,8 @@ def open_source(
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
         return _open_own(folder, card, build)
-    if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
+    config = find_file(folder, CONFIG)
+    if config and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
         if renames:
@@ -204,14 +205,14 @@ def open_source(
         return _open_native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter_hint(folder))
-    if not (folder / CONFIG).is_file() and (folder / UNFINISHED).is_dir():
+    if not config and (folder / UNFINISHED).is_dir():
         raise ValueError(f"{folder}: an unfinished model; the dunes augment command that began it goes on")
-    if not (folder / CONFIG).is_file() and (folder / "state").is_dir():
+    if not config and (folder / "state").is_dir():
         raise ValueError(
             f"{folder}: a run without a model yet, still training, or stopped before its first save; "
             f"continue it: dunes train --resume --out {folder}"
         )
-    if not (folder / CONFIG).is_file():
+    if not config:
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
     raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}{unfinished_downloads(folder)}")

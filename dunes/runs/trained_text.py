@@ -54,7 +54,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
         if _record(trained["sources"], bool(trained.get("follow_links"))).exists():
             return
     raise ValueError(
-        f"its card names {', '.join(map(ascii, sources[:3]))} as the text of its training, and nothing was trained on "
+        f"the model's card names {', '.join(map(ascii, sources[:3]))} as the text of its training, and nothing was trained on "
         "that by this user here; if it may be read, pass --trust-sources, or name the text"
     )
 
