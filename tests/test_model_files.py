@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conftest import display, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
@@ -20,8 +21,9 @@ from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.score import calibration_ids, evaluation_tokens, split_documents
+from dunes.runs.train import train
 from dunes.runs.trained_text import remember_sources, trust_sources
-from dunes.text import Tokenizer, chat_template
+from dunes.text import Tokenizer
 
 SECRET = b'{"secret": 1}'
 CONFIG = llama.Config(vocab=265, dim=16, depth=1, heads=2, kv_heads=2, head_dim=8, hidden=16, context_length=32)
@@ -88,7 +90,7 @@ def test_every_file_of_a_folder_is_a_plain_one_in_it_of_limited_size(name, place
     for message in refusals(model, tmp_path / "out"):
         assert name in message
         assert re.search(why, message), message
-        assert "secret\"" not in message
+        assert 'secret"' not in message
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "tekken.json"])
@@ -145,16 +147,25 @@ def test_a_linked_folder_of_completion_is_not_read(read, model, tmp_path):
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 CONTENTS = {
     "Git LFS": (LFS, "a Git LFS pointer, not the file itself; run git lfs pull"),
-    "Xet": (b"# xet version 0\nfilesize = 7\nhash = '1'\n", "a Xet pointer, not the file itself; fetch the file again"),
+    "Xet": (
+        b"# xet version 0\nfilesize = 7\nhash = '1'\n",
+        "a Xet pointer, not the file itself; fetch the file again",
+    ),
     "git-annex": (b"/annex/objects/SHA256E-s1--2", "a git-annex pointer, not the file itself; run git annex get"),
     "link as text": (b"../../blobs/0123", "the path in a link of the Hub's cache, not the file itself; fetch"),
-    "page": (b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>", "a web page, such as that of an"),
+    "page": (
+        b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>",
+        "a web page, such as that of an",
+    ),
     "page without a type": (b"<HTML lang=en>", "a web page"),
     "storage's error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
     "empty": (b"", "empty, as a download that has not ended; fetch the file again"),
     "zeros": (bytes(4096), "begins with zeros, as a download that has not ended"),
     "gzip": (b"\x1f\x8b\x08\0" + b"x" * 40, "gzip data, which its name does not say"),
-    "server's error": (b'{"error": "Repository not found"}', r"text, which begins with|an error that a server sent|not a"),
+    "server's error": (
+        b'{"error": "Repository not found"}',
+        r"text, which begins with|an error that a server sent|not a",
+    ),
     "words": (b"Entry not found", "text, which begins with 'Entry not found'|not JSON|not a tokenizer"),
 }
 SOMETHING_ELSE = {
@@ -166,7 +177,16 @@ SOMETHING_ELSE = {
 
 @pytest.mark.parametrize("content", [*CONTENTS, *SOMETHING_ELSE])
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "tokenizer.json", "tokenizer.model", "tekken.json", "config.json", "dunes.json", *OPTIONAL]
+    "name",
+    [
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tekken.json",
+        "config.json",
+        "dunes.json",
+        *OPTIONAL,
+    ],
 )
 def test_what_is_in_place_of_a_file_is_told_by_its_first_bytes(name, content, model, tmp_path):
     data, why = (CONTENTS | SOMETHING_ELSE)[content]
@@ -181,7 +201,9 @@ def test_what_is_in_place_of_a_file_is_told_by_its_first_bytes(name, content, mo
 
 @pytest.mark.filterwarnings("ignore:.*has no digests of its base")
 @pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "adapter_model.safetensors"]
+)
 def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
     data, why = CONTENTS[content]
     (tmp_path / name).write_bytes(data)
@@ -189,7 +211,9 @@ def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
     if config:
         (tmp_path / config).write_text("{}")
     if name.startswith("adapter"):
-        (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}')
+        (tmp_path / "adapter_config.json").write_text(
+            '{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}'
+        )
         read = lambda: checkpoint.load_adapter(initialise(llama.build(CONFIG)), tmp_path)
     else:
         read = lambda: open_source(tmp_path / name if name == "x.gguf" else tmp_path)
@@ -199,11 +223,15 @@ def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
 
 def test_an_unfinished_download_is_named(model):
     (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
-    with pytest.raises(ValueError, match="no weights; .*; model.safetensors.incomplete is a download that has not"):
+    with pytest.raises(
+        ValueError, match=r"no weights; .*; model.safetensors.incomplete is a download that has not"
+    ):
         open_source(model)
     (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
     (model / "model.safetensors.aria2").write_bytes(b"\0\1")
-    with pytest.raises(ValueError, match=r"model.safetensors: its download has not ended, by model.safetensors.aria2"):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors: its download has not ended, by model.safetensors.aria2"
+    ):
         open_source(model)
 
 
@@ -211,7 +239,9 @@ def test_a_long_header_of_tensors_is_not_taken_for_another_format(tmp_path):
     for size in (0x0280, 0x088B1F):  # as a pickle and gzip begin
         header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.ljust(size)
         (tmp_path / "a.safetensors").write_bytes(size.to_bytes(8, "little") + header + b"\0\0\x80?")
-        checkpoint.load_weights(module := torch.nn.ParameterDict({"a": torch.zeros(1)}), tmp_path / "a.safetensors")
+        checkpoint.load_weights(
+            module := torch.nn.ParameterDict({"a": torch.zeros(1)}), tmp_path / "a.safetensors"
+        )
         assert module["a"].tolist() == [1.0]
 
 
@@ -256,9 +286,10 @@ READS = {
 @pytest.mark.parametrize("read", READS)
 def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign, tmp_path, monkeypatch):
     loaded, read = checkpoint.load(foreign), READS[read]
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="private' as .*pass --trust-sources, or name"):
+    with monkeypatch.context() as patch:
         patch.setattr("dunes.runs.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
-        read(loaded)
+        with pytest.raises(ValueError, match=r"private' as .*pass --trust-sources, or name"):
+            read(loaded)
     for trust in (trust_sources, checkpoint.trust_cards):
         with trust():
             read(loaded)
@@ -280,7 +311,9 @@ def dunes(monkeypatch, capsys, *arguments):
 
 
 @pytest.mark.filterwarnings("default:not scored")
-def test_the_commands_ask_for_a_strangers_text_and_know_what_was_trained_here(foreign, tmp_path, monkeypatch, capsys):
+def test_the_commands_ask_for_a_strangers_text_and_know_what_was_trained_here(
+    foreign, tmp_path, monkeypatch, capsys
+):
     status, printed = dunes(monkeypatch, capsys, "eval", foreign)
     assert (status, printed.out) == (2, "")
     assert printed.err.startswith(f"dunes: {foreign}: the model's card names ")
@@ -289,9 +322,8 @@ def test_the_commands_ask_for_a_strangers_text_and_know_what_was_trained_here(fo
         status, printed = dunes(monkeypatch, capsys, "augment", *change, foreign, tmp_path / "out")
         assert (status, "--trust-sources" in printed.err) == (2, True)
         assert not (tmp_path / "out").exists()
-    few = ("--steps", "1", "--batch", "2", "--context-length", "16", "--tokenizer", "bytes", "--size", "20k", "--quiet")
     monkeypatch.chdir(tmp_path)
-    assert dunes(monkeypatch, capsys, "train", "private", "--out", "run", *few)[0] == 0
+    assert train(toy("private", steps=1), tmp_path / "run", display()[0]) == 0
     assert dunes(monkeypatch, capsys, "eval", "run")[0] == 0
     shutil.move("run", "elsewhere")
     assert dunes(monkeypatch, capsys, "eval", "elsewhere")[0] == 0

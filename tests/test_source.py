@@ -201,7 +201,9 @@ WRONG = {
     ),
     "an adapter's tensors": (
         "llama",
-        lambda t: {f"base_model.model.{k}": v for k, v in t.items()} | {"base_model.model.q.lora_A.weight": t[H].clone()},
+        lambda t: (
+            {f"base_model.model.{k}": v for k, v in t.items()} | {"base_model.model.q.lora_A.weight": t[H].clone()}
+        ),
         [r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first"],
     ),
     "no head": ("llama", drop("lm_head.weight"), [r"lm_head\.weight \(97, 32\) is missing$"]),
@@ -234,7 +236,9 @@ def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
 
 def inside(*parts):
     """These parts after the third of each name, as wrappers of blocks leave them."""
-    return lambda k: ".".join([*k.split(".")[:3], *parts, *k.split(".")[3:]]) if re.search(r"\.(layers|h)\.", k) else k
+    return lambda k: (
+        ".".join([*k.split(".")[:3], *parts, *k.split(".")[3:]]) if re.search(r"\.(layers|h)\.", k) else k
+    )
 
 
 PREFIXES = {
@@ -250,7 +254,10 @@ PREFIXES = {
     "PEFT": (lambda k: f"base_model.model.{k}", "without 'base_model.model.'"),
     "twice": (lambda k: f"model.{k}", "without 'model.'"),
     "lost": (lambda k: k.removeprefix("model.").removeprefix("transformer."), "with 'model.'"),
-    "another": (lambda k: k.replace("model.", "_orig_mod.gpt."), "without '_orig_mod.' and 'gpt.' and with 'model.'"),
+    "another": (
+        lambda k: k.replace("model.", "_orig_mod.gpt."),
+        "without '_orig_mod.' and 'gpt.' and with 'model.'",
+    ),
 }
 
 

@@ -215,7 +215,9 @@ def open_source(
     if not config:
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}{unfinished_downloads(folder)}")
+    raise ValueError(
+        f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}{unfinished_downloads(folder)}"
+    )
 
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
@@ -353,8 +355,9 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
     """The tensors in the first of these files, or in those that its index names; None if none exists."""
     for name in names:
-        if (path := find_file(folder, name)) or (index := find_file(folder, f"{name}.index.json")):
-            files = tensors(path) if path else indexed_tensors(index)
+        path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
+        if path or index:
+            files = tensors(path) if path else indexed_tensors(folder / f"{name}.index.json")
             return dense_tensors(files, folder / name) if name == COMPACT else files
     return None
 

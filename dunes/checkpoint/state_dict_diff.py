@@ -1,6 +1,5 @@
 """Compare the tensors of files with the weights that a model needs, and list every difference."""
 
-import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ HEADS = ("lm_head.weight", "output.weight")
 WRAPPERS = {
     "_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
 }  # fmt: skip
-"""The names under which torch.compile, DDP, FSDP, activation checkpointing and Lightning hold the module they wrap."""
+"""The names under which torch.compile, DDP, FSDP, activation checkpointing and Lightning hold what they wrap."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
 KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head", "tied", "structure")
@@ -51,7 +50,7 @@ class _FileTensor(NamedTuple):
 def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
 ) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-    """The files' tensors by the model's names, every difference from the expected ones, and the note of a `Prefix`."""
+    """The files' tensors by the model's names, every difference from the expected ones, and a `Prefix`'s note."""
     file_tensors = _file_tensors(expected, names)
     prefix = Prefix.of(files, [*file_tensors, *HEADS], ignored)
     files = prefix.without(files)
@@ -93,16 +92,20 @@ class Prefix:
         plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in others}
         removed = sorted({part for name in others if name != plain[name] for part in name.split(".")} & WRAPPERS)
         best, note, most = dict[str, str](), "", len(others) // 2
-        for leading, added in _edges(list(plain.values()), known):
+        for leading, added in _edges([*plain.values()], known) if others else ():
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
             if fitting > most:
                 parts = [f"{part}." for part in removed] + [leading] * bool(leading)
-                what = [f"without {' and '.join(map(ascii, parts))}"] * bool(parts) + [f"with {added!a}"] * bool(added)
+                what = [f"without {' and '.join(map(ascii, parts))}"] * bool(parts) + [f"with {added!a}"] * bool(
+                    added
+                )
                 best, note, most = renames, f"tensors are read {' and '.join(what)} in their names", fitting
         kept = {*files} - best.keys()
         if len({*best.values(), *kept}) < len(best) + len(kept):
-            return cls(note=f"{note.replace('are', 'would be')}, but then two have the same name; keep one of each")
+            return cls(
+                note=f"{note.replace('are', 'would be')}, but then two have the same name; keep one of each"
+            )
         return cls(best, note)
 
     def without(self, files: Weights) -> dict[str, LazyTensor]:
@@ -111,11 +114,13 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each leading part that all names have, with a leading part that they lack: none, or that of most known names."""
-    shared: list[str] = os.path.commonprefix([name.split(".")[:-1] for name in names])
+    """Each leading part that all names have, with one that they lack: none, or that of most known names."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
-    for count in range(len(shared) + 1):
-        yield from ((".".join([*shared[:count], ""]), added) for added in starts)
+    parts = names[0].split(".")
+    for count in range(len(parts)):
+        leading = "".join(f"{part}." for part in parts[:count])
+        if all(name.startswith(leading) for name in names):
+            yield from ((leading, added) for added in starts)
 
 
 def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
@@ -197,6 +202,8 @@ def summarize(differences: Sequence[Difference]) -> str:
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)
-    listed = "; ".join([*map(str, shown), *([f"and {more} more, which `dunes inspect` lists"] if more > 0 else [])])
+    listed = "; ".join(
+        [*map(str, shown), *([f"and {more} more, which `dunes inspect` lists"] if more > 0 else [])]
+    )
     adapter = any(".lora_" in d.name for d in differences if d.kind == "unexpected")
     return f"{listed}; some are an adapter's: merge it first, in PEFT by merge_and_unload" if adapter else listed

@@ -158,7 +158,9 @@ def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
     except ValueError as error:
         if sources:
             raise
-        if calibration_sources(loaded.card, sources) != (SELF,):  # else the text was moved, which the report asks for
+        if calibration_sources(loaded.card, sources) != (
+            SELF,
+        ):  # else the text was moved, which the report asks for
             warnings.warn(f"not scored: {error}", stacklevel=2)
         return None
 

@@ -21,7 +21,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Inside, in this thread, the training text that cards name is read; `--trust-sources` of the command does it."""
+    """Inside, in this thread, the training text that cards name is read, as with `--trust-sources`."""
     token = _trusted.set(True)
     try:
         yield
@@ -54,8 +54,8 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
         if _record(trained["sources"], bool(trained.get("follow_links"))).exists():
             return
     raise ValueError(
-        f"the model's card names {', '.join(map(ascii, sources[:3]))} as the text of its training, and nothing was trained on "
-        "that by this user here; if it may be read, pass --trust-sources, or name the text"
+        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, on which this user "
+        "trained nothing here; if it may be read, pass --trust-sources, or name the text"
     )
 
 

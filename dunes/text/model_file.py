@@ -1,5 +1,7 @@
-"""Find and open the files of a model folder, which strangers made: in that folder, plain, of a limited size, and not
-something else by their first bytes."""
+"""Find and open the files of a model folder, which strangers made.
+
+Each is a regular file in that folder, of a limited size, and not something else by its first bytes.
+"""
 
 import os
 import re
@@ -18,7 +20,7 @@ _STAND_INS = (
     (rb"\.\./\.\./blobs/", "the path in a link of the Hub's cache", _AGAIN),
 )
 """What stands for a file until it is fetched, as regular expressions of its beginning, and how to fetch it."""
-_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!--|!doctype|html|head|body|\?xml|error)\b", re.IGNORECASE)
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)\b", re.IGNORECASE)
 _FORMATS = {
     b"PK\3\4": "a zip archive",
     b"\x80\2": "a pickle",
@@ -46,8 +48,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     """The path of a file below the folder, if it is a regular file there and its download has ended.
 
-    In the Hub's cache, files of a snapshot are links into a folder `blobs` beside all snapshots. `index` is the name
-    of the file that lists it. Raises ValueError for anything else, such as a link to another folder.
+    In the Hub's cache, files of a snapshot are links into a folder `blobs` beside all snapshots. `index` is the
+    name of the file that lists it. Raises ValueError for anything else, such as a link to another folder.
     """
     try:
         real, home = path.resolve(), folder.resolve()
@@ -111,12 +113,14 @@ def require_content(path: Path, file: BinaryIO) -> None:
 
 def stand_in(head: bytes) -> str:
     """What a file of these first bytes is, and the remedy, if it only stands for another; else an empty string."""
-    kinds = (f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head))
+    kinds = (
+        f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head)
+    )
     return next(kinds, "")
 
 
 def _other_content(suffix: str, head: bytes) -> str:
-    """What the first bytes are, and the remedy, if a file with this suffix does not begin so; else an empty string."""
+    """What the first bytes are, and the remedy, if no file with this suffix begins so; else an empty string."""
     if not head.strip(b"\0"):
         return f"{'begins with zeros' if head else 'empty'}, as a download that has not ended; {_AGAIN}"
     if _PAGE.match(head):
@@ -127,8 +131,12 @@ def _other_content(suffix: str, head: bytes) -> str:
     if magic := next(filter(head.startswith, formats), None):
         return f"{formats[magic]}, which its name does not say; unpack it, or {_AGAIN}"
     text = head.decode("utf-8", "ignore")
-    if suffix in _BINARY and text.replace("\n", " ").replace("\r", " ").isprintable() and not head.startswith(b"GGUF"):
-        return f"text, which begins with {ascii(text[:60])}, such as a server's error; {_AGAIN}"
+    if (
+        suffix in _BINARY
+        and text.replace("\n", " ").replace("\r", " ").isprintable()
+        and not head.startswith(b"GGUF")
+    ):
+        return f"text, which begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
     return ""
 
 

@@ -352,7 +352,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The files of these names and the tokenizers of other libraries in a folder. Raises ValueError as `find_file`."""
+    """The files of these names and those of other libraries' tokenizers. Raises ValueError as `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
