@@ -215,9 +215,8 @@ def open_source(
     if not config:
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    raise ValueError(
-        f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}{unfinished_downloads(folder)}"
-    )
+    names += f", and consolidated.* with {native.PARAMS}"
+    raise ValueError(f"{folder}: no weights; looked for {names}{unfinished_downloads(folder)}")
 
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
