@@ -36,9 +36,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"long: pytest -m long {item.nodeid}"))
 
 
-@pytest.fixture(autouse=True)
-def _private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
+@pytest.fixture(autouse=True, scope="session")
+def _private_cache(tmp_path_factory: pytest.TempPathFactory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DUNES_HOME", str(tmp_path_factory.getbasetemp() / "dunes-home"))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -324,6 +324,17 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("wrapped", ["module.base_model.model.", "base_model.model._orig_mod.", "_orig_mod."])
+def test_names_of_wrappers_in_an_adapter_are_removed_and_told(wrapped, saved):
+    ours, folder = saved
+    checkpoint.load_adapter(expected := deepcopy(ours), folder)
+    card_of(folder, lambda card: card.update(files={}))
+    weights(lambda h: rename(h, "base_model.model.", wrapped))(folder)
+    with pytest.warns(UserWarning, match=r"tensors are read without '(module|_orig_mod)\.' in their names$"):
+        checkpoint.load_adapter(ours, folder)
+    assert all(torch.equal(expected.state_dict()[k], v) for k, v in ours.state_dict().items())
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_right_is_refused_and_the_model_left_alone(case, saved):
     ours, folder = saved

@@ -51,6 +51,27 @@ def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
     assert same(network(x), again(x))
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "net.body."])
+def test_a_prefix_of_all_names_in_a_file_is_removed_and_told(prefix, tmp_path):
+    network, loaded = other(lambda: ConvNet(classes=3)), ConvNet(classes=3)
+    torch.save({prefix + k: v for k, v in network.state_dict().items()}, tmp_path / "w.pt")
+    with pytest.warns(UserWarning, match=r"w\.pt: tensors are read without '.*\.' in their names$"):
+        checkpoint.load_weights(loaded, tmp_path / "w.pt")
+    assert same(loaded.state_dict(), network.state_dict())
+    odd = {prefix + k: v for k, v in network.state_dict().items()} | {f"{prefix}odd": torch.ones(1)}
+    torch.save(odd, tmp_path / "w.pt")
+    with pytest.raises(ValueError, match=r"odd \(1,\) is not a weight of this model; tensors are read without "):
+        checkpoint.load_weights(loaded, tmp_path / "w.pt")
+
+
+def test_a_network_that_holds_a_compiled_part_keeps_its_names(tmp_path):
+    network = nn.Sequential(nn.Linear(2, 2))
+    network[0] = torch.compile(network[0])
+    torch.save(network.state_dict(), tmp_path / "w.pt")
+    assert "0._orig_mod.weight" in network.state_dict()
+    checkpoint.load_weights(network, tmp_path / "w.pt")
+
+
 def test_a_network_and_its_function_are_one_folder(tmp_path):
     network = other(lambda: ConvNet(classes=3))
     checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(ConvNet, classes=3))

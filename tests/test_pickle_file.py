@@ -96,7 +96,7 @@ def test_a_truncated_file_is_refused(tmp_path):
         whole = saved({"a": torch.ones(5), "b": {"c": torch.zeros(2, dtype=torch.int8)}}, **how)
         for length in {*range(0, len(whole), 7), *range(len(whole) - 120, len(whole))}:
             (tmp_path / "x").write_bytes(whole[:length])
-            with pytest.raises(ValueError, match="refused"):
+            with pytest.raises(ValueError, match="refused" if length else "empty"):
                 pickle_file.tensors(tmp_path / "x")
 
 

@@ -142,6 +142,7 @@ def turned(*parts):
     return lambda t: {k: v.T if any(p in k for p in parts) else v for k, v in t.items()}
 
 
+H = "lm_head.weight"
 WRONG = {
     "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), [r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"]),
     "unexpected": (
@@ -185,11 +186,25 @@ WRONG = {
     ),
     "a prefix lost": (
         "llama",
-        rename("model.", ""),
-        [
-            r"model\.embed_tokens\.weight \(97, 32\) is missing",
-            r"embed_tokens\.weight \(97, 32\) is not a weight of this model",
-        ],
+        lambda t: {k: v for k, v in rename("model.", "")(t).items() if "head" not in k},
+        [r"lm_head\.weight \(97, 32\) is missing; tensors are read with 'model\.' in their names$"],
+    ),
+    "a prefix, and a tensor more": (
+        "llama",
+        lambda t: {f"net.{k}": v for k, v in t.items()} | {"net.extra": torch.ones(3)},
+        [r": extra \(3,\) is not a weight of this model; tensors are read without 'net\.' in their names$"],
+    ),
+    "two models": (
+        "llama",
+        lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()},
+        [r"lists; tensors would be read without '_orig_mod\.' in their names, but then two have the same name; k"],
+    ),
+    "an adapter's tensors": (
+        "llama",
+        lambda t: (
+            {f"base_model.model.{k}": v for k, v in t.items()} | {"base_model.model.q.lora_A.weight": t[H].clone()}
+        ),
+        [r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first"],
     ),
     "no head": ("llama", drop("lm_head.weight"), [r"lm_head\.weight \(97, 32\) is missing$"]),
     "one weight under two names": (
@@ -217,6 +232,45 @@ def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
     assert lines[-1].startswith("loads       no: ")
     with pytest.raises(ValueError, match=re.escape(message)):
         checkpoint.load(folder)
+
+
+def inside(*parts):
+    """These parts after the third of each name, as wrappers of blocks leave them."""
+    return lambda k: (
+        ".".join([*k.split(".")[:3], *parts, *k.split(".")[3:]]) if re.search(r"\.(layers|h)\.", k) else k
+    )
+
+
+PREFIXES = {
+    "compiled": (lambda k: f"_orig_mod.{k}", "without '_orig_mod.'"),
+    "parallel": (lambda k: f"module.{k}", "without 'module.'"),
+    "compiled in parallel": (lambda k: f"module._orig_mod.{k}", "without '_orig_mod.' and 'module.'"),
+    "blocks compiled": (inside("_orig_mod"), "without '_orig_mod.'"),
+    "sharded": (
+        lambda k: "_fsdp_wrapped_module." + inside("_fsdp_wrapped_module", "_checkpoint_wrapped_module")(k),
+        "without '_checkpoint_wrapped_module.' and '_fsdp_wrapped_module.'",
+    ),
+    "Lightning": (lambda k: f"_forward_module.net.{k}", "without '_forward_module.' and 'net.'"),
+    "PEFT": (lambda k: f"base_model.model.{k}", "without 'base_model.model.'"),
+    "twice": (lambda k: f"model.{k}", "without 'model.'"),
+    "lost": (lambda k: k.removeprefix("model.").removeprefix("transformer."), "with 'model.'"),
+    "another": (
+        lambda k: k.replace("model.", "_orig_mod.gpt."),
+        "without '_orig_mod.' and 'gpt.' and with 'model.'",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [(kind, prefix) for kind in ("llama", "tied") for prefix in PREFIXES] + [("gpt2", p) for p in [*PREFIXES][:7]],
+)
+def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals):
+    folder, (rename_one, note) = copy(kind), PREFIXES[prefix]
+    change_weights(folder, lambda t: {rename_one(k): v for k, v in t.items()})
+    with pytest.warns(UserWarning, match=rf"{re.escape(str(folder))}: tensors are read {note} in their names$"):
+        agrees(folder, originals[kind][2])
+    assert f"assumed     tensors are read {note} in their names" in describe_folder(open_source(folder))
 
 
 def test_several_differences_are_listed_at_once(copy):
@@ -496,7 +550,7 @@ def test_a_snapshot_in_the_hubs_cache(originals, tmp_path):
     assert "no such file" in refusal(snapshot)
     elsewhere = tmp_path / "elsewhere" / "0123abc"
     shutil.copytree(snapshot, elsewhere, symlinks=True)
-    assert "config.json: no such file" in refusal(elsewhere)
+    assert "config.json: leads out of the folder" in refusal(elsewhere)
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -615,7 +669,7 @@ BAD = {
     ),
     "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' occurs twice"),
     "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "occurs twice"),
-    "very large": (sparse(1 << 40), "1099512 MB; a JSON file has at most 67 MB"),
+    "very large": (sparse(1 << 40), "1099512 MB; at most 67 MB are read"),
     "very deep": (whole("[" * 100_000), "nested too deeply"),
     "very many objects": (
         whole('{"a": [' + "[]," * 5_000_000 + "1]}"),
@@ -681,7 +735,7 @@ def test_pipes_and_devices_do_not_block(name, make, copy):
     folder = copy()
     (folder / name).unlink()
     make(folder / name)
-    assert re.search("no such file|not a regular file|no weights; looked for", refusal(folder))
+    assert re.search("no such file|not a regular file|no weights; looked for|leads out", refusal(folder))
 
 
 SIZES = {

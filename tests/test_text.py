@@ -214,7 +214,7 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "broken", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "BPE"}}']
+    "broken", [b"{", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "BPE"}}']
 )
 def test_a_broken_tokenizer_is_named_in_one_line(broken, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(broken)
@@ -318,8 +318,8 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
     [
         ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' occurs twice"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB; a JSON file has at most 8 MB"),
-        ('{"a": [' + "[]," * 3_000_000 + "1]}", "a JSON file has at most"),
+        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB; at most 8 MB are read"),
+        ('{"a": [' + "[]," * 2_000_000 + "1]}", "a JSON file has at most"),
     ],
 )
 def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, tmp_path):

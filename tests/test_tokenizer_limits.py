@@ -177,7 +177,7 @@ def test_a_file_of_very_many_parts_is_not_parsed(tmp_path, monkeypatch):
 def test_a_model_file_with_a_map_that_makes_much_of_little_is_refused(tmp_path, monkeypatch):
     inner = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     inner.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 3)
-    monkeypatch.setattr(module, "_load_model", lambda data: inner)
-    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr("dunes.text.sentencepiece.convert", lambda data: inner)
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"tokenizer\.model: not a tokenizer: its normalizer .* times"):
         Tokenizer.load(tmp_path)

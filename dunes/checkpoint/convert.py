@@ -20,6 +20,8 @@ from dunes.models.names import fields, to_theirs
 from dunes.staging import folder_lock
 from dunes.steps import Show
 from dunes.text import Tokenizer, json_file
+from dunes.text.model_file import read_file
+from dunes.text.tokenizer import MAX_BYTES, original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied: they refer to code, or are written again."""
@@ -127,15 +129,14 @@ def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
 
 def _copy_tokenizers(source: Path, staged: Path) -> None:
     """Copy the tokenizer's original files, too."""
-    for path in (*source.glob("tokenizer.model*"), source / "tekken.json"):
-        if path.is_file():
-            shutil.copyfile(path, staged / path.name)
+    for path in original_files(source):
+        (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
 
 
 def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of the result's card: the source's own, and how the result was made."""
     card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
-    converted = {"format": source.format, "notes": list(source.notes), **facts, "verified": verified.card()}
+    converted = {"format": source.format, "notes": list(source.assumed), **facts, "verified": verified.card()}
     earlier = {"before": card["converted"]} if "converted" in card else {}
     known = {"family": source.family, "context_length": source.config.context_length, "changes": []}
     return known | card | {"converted": converted | earlier}
@@ -143,7 +144,7 @@ def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> d
 
 def read_name_table(path: Path) -> dict[str, str]:
     """A table of foreign names: a JSON object from those to Hugging Face's, both with `{i}` for an index."""
-    content = json_file.read(path)
+    content = json_file.read(path.resolve())  # a link that the user names leads anywhere
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")
     if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:

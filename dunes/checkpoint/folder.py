@@ -185,7 +185,12 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def finish_save(folder: Path) -> None:
-    """Finish a save that was interrupted after its files were written. Raises OSError if they cannot be moved."""
+    """Finish a save that was interrupted after its files were written.
+
+    Raises OSError if they cannot be moved, and ValueError if `.ready` is a link: they would leave another folder.
+    """
+    if (folder / READY).is_symlink():
+        raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
     if (folder / READY).is_dir():
         with atomic.add_path_to_errors(folder), folder_lock(folder):
             _move(folder)
@@ -287,7 +292,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(FileNotFoundError, NotADirectoryError):  # a save may move it at any moment; a GGUF file
+        with suppress(OSError):  # a save may move it at any moment; a GGUF file; a loop of links
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
@@ -367,7 +372,7 @@ def readable_folder(folder: Path) -> Path:
     On a read-only disk, that is the `.ready` folder: its card proves that it is complete.
     """
     ready = folder / READY
-    if (ready / CARD).is_file():
+    if (ready / CARD).is_file() or ready.is_symlink():
         try:
             finish_save(folder)
         except OSError as error:

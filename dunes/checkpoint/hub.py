@@ -198,8 +198,7 @@ def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
     """SHA-256 of a file, or its git blob hash, in hex."""
     if length == 64:
         return atomic.digest(path, advance)
-    data = path.read_bytes()
-    return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    return atomic.digest(path, advance, sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False))
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:

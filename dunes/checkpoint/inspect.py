@@ -65,7 +65,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
     yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
-    for note in source.notes:
+    for note in source.assumed:
         yield f"assumed     {note}"
     _, differences = source.comparison
     for difference in differences[:SHOWN]:

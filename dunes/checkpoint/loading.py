@@ -32,6 +32,7 @@ from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template, json_file
+from dunes.text.model_file import find_file
 from dunes.units import format_bytes, plural
 
 
@@ -234,7 +235,7 @@ def _comparison(folder: Path, values: bool) -> str:
 
 def _adapter_lines(folder: Path) -> Iterator[str]:
     peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
-    stored = [w for name in WEIGHTS if (folder / name).is_file() for w in tensors(folder / name).items()]
+    stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     yield f"adapter     {method}, rank {peft.rank}, alpha {peft.alpha:g}: {size}"

@@ -1,5 +1,6 @@
 """Any network on disk: from its folder with the function that builds it, or its weights alone."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dunes.checkpoint.forms.architecture import Architecture, Build, has_own_for
 from dunes.checkpoint.forms.card import CARD, read_card
 from dunes.checkpoint.forms.function_import import trust_cards
 from dunes.checkpoint.source import own_weights, tensors
-from dunes.checkpoint.state_dict_diff import Difference, summarize
+from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
 from dunes.steps import advance
 
 
@@ -95,18 +96,23 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
 
 def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
     """Put the values into the network, after all comparisons."""
-    anything = Architecture("", None, function=type(model))
+    anything, note = Architecture("", None, function=type(model)), ""
     if card:
         differences = architectures.compare_structure(model, anything, card, files, path)
     else:
-        files, tied = _without_ties(model, files)
+        prefix = Prefix.of(files, model.state_dict())
+        files, tied = _without_ties(model, prefix.without(files))
+        note = prefix.note
         differences = list(architectures.tensor_differences(model, files, tied, anything))
         card = {"structure": {"tied": tied}}
     if differences:
         hint = "; for weights alone, load its model.safetensors"
         hint = hint if all(d.kind == "structure" for d in differences) else ""
+        hint += f"; {note}" if note else ""
         raise ValueError(f"{path}: does not fit this {type(model).__name__}: {summarize(differences)}{hint}")
     state = model.state_dict()
+    if note:
+        warnings.warn(f"{path}: {note}", stacklevel=3)
     if lost := next((name for name, b in model.named_buffers() if b.is_meta and name not in state), None):
         raise ValueError(f"{lost} has no values, and no file has them: it is a buffer that is not persistent")
     architectures.fill(model, files, card)

@@ -1,6 +1,7 @@
 """A model folder in any supported format, read from its headers alone."""
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,6 @@ from typing import Any
 
 from dunes.checkpoint.files import header, pickle_file
 from dunes.checkpoint.files.compact import COMPACT, dense_tensors
-from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
 from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.forms import card as cards
@@ -23,6 +23,7 @@ from dunes.models.names import Names, match_indices, substitute, to_theirs
 from dunes.parts import Decoder
 from dunes.text import json_file
 from dunes.text.gguf_file import SUFFIX
+from dunes.text.model_file import find_file, listed_file, require_inside, unfinished_downloads
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
@@ -130,19 +131,30 @@ class Source:
                 f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
             )
 
-    @cached_property
+    @property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
         """The files' tensors by the model's names, and their differences from this model."""
+        return self._compared[:2]
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """The notes, and what is assumed of the names in the files."""
+        return (*self.notes, *filter(None, self._compared[2:]))
+
+    @cached_property
+    def _compared(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
         if self.own is not None:
             _ = self.expected  # raises before a far too large model is built
-            return dict(self.files), compare_structure(
-                self.outline(), self.own, self.card, self.files, self.folder / cards.CARD
-            )
+            outline, path = self.outline(), self.folder / cards.CARD
+            return dict(self.files), compare_structure(outline, self.own, self.card, self.files, path), ""
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The tensors by the model's names. Raises ValueError that lists every difference."""
-        weights, differences = self.comparison
+        """The tensors by the model's names; warns if these are read with a `Prefix`.
+
+        Raises ValueError that lists every difference.
+        """
+        weights, differences, prefix = self._compared
         if differences and self.own is not None:
             listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
             remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
@@ -150,7 +162,9 @@ class Source:
                 f"{self.folder}: {self.own.family} builds a different model from the saved one: {listed}{remedy}"
             )
         if differences:
-            raise ValueError(f"{self.folder}: {summarize(differences)}")
+            raise ValueError(f"{self.folder}: {summarize(differences)}{'; ' * bool(prefix)}{prefix}")
+        if prefix:
+            warnings.warn(f"{self.folder}: {prefix}", stacklevel=2)
         return weights
 
 
@@ -182,7 +196,8 @@ def open_source(
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
         return _open_own(folder, card, build)
-    if (folder / CONFIG).is_file() and (files := _find_weights(folder, *SINGLE)) is not None:
+    config = find_file(folder, CONFIG)
+    if config and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
         if renames:
@@ -190,17 +205,18 @@ def open_source(
         return _open_native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter_hint(folder))
-    if not (folder / CONFIG).is_file() and (folder / UNFINISHED).is_dir():
+    if not config and (folder / UNFINISHED).is_dir():
         raise ValueError(f"{folder}: an unfinished model; the dunes augment command that began it goes on")
-    if not (folder / CONFIG).is_file() and (folder / "state").is_dir():
+    if not config and (folder / "state").is_dir():
         raise ValueError(
             f"{folder}: a run without a model yet, still training, or stopped before its first save; "
             f"continue it: dunes train --resume --out {folder}"
         )
-    if not (folder / CONFIG).is_file():
+    if not config:
         raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    raise ValueError(f"{folder}: no weights; looked for {names}, and consolidated.* with {native.PARAMS}")
+    names += f", and consolidated.* with {native.PARAMS}"
+    raise ValueError(f"{folder}: no weights; looked for {names}{unfinished_downloads(folder)}")
 
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
@@ -332,15 +348,15 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
     if [path.name.split(".")[1] for path in paths] != [f"{i:02d}" for i in range(len(paths))]:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{folder}: a file is missing or a number occurs twice: {names}")
-    return [tensors(path) for path in paths]
+    return [tensors(require_inside(folder, path)) for path in paths]
 
 
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
     """The tensors in the first of these files, or in those that its index names; None if none exists."""
     for name in names:
-        index = folder / f"{name}.index.json"
-        if (folder / name).exists() or index.is_file():
-            files = tensors(folder / name) if (folder / name).exists() else indexed_tensors(index)
+        path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
+        if path or index:
+            files = tensors(path) if path else indexed_tensors(folder / f"{name}.index.json")
             return dense_tensors(files, folder / name) if name == COMPACT else files
     return None
 
@@ -363,7 +379,7 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
         listed.setdefault(name, set()).add(key)
     if len(listed) > MAX_SHARDS:
         raise ValueError(f"{index}: names {len(listed):,} files; {MAX_SHARDS:,} are the limit")
-    paths = {name: file_in_folder(index.parent, name, index) for name in sorted(listed)}
+    paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}
     files: dict[str, LazyTensor] = {}
     for name, path in paths.items():
         shard = tensors(path)

@@ -1,6 +1,8 @@
 """Compare the tensors of files with the weights that a model needs, and list every difference."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,10 @@ from dunes.models.names import Name, Names, match_indices, substitute, to_ours, 
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
+WRAPPERS = {
+    "_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
+"""The names under which torch.compile, DDP, FSDP, activation checkpointing and Lightning hold what they wrap."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
 KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head", "tied", "structure")
@@ -43,11 +49,13 @@ class _FileTensor(NamedTuple):
 
 def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
-) -> tuple[dict[str, LazyTensor], list[Difference]]:
-    """The files' tensors by the model's names, and every difference from the expected ones."""
-    files = {k: w for k, w in files.items() if not any(match_indices(t, k) is not None for t in ignored)}
-    heads = {k: files.pop(k) for k in HEADS if k in files and HEAD not in expected}
+) -> tuple[dict[str, LazyTensor], list[Difference], str]:
+    """The files' tensors by the model's names, every difference from the expected ones, and a `Prefix`'s note."""
     file_tensors = _file_tensors(expected, names)
+    prefix = Prefix.of(files, [*file_tensors, *HEADS], ignored)
+    files = prefix.without(files)
+    files = {k: w for k, w in files.items() if not _is_ignored(k, ignored)}
+    heads = {k: files.pop(k) for k in HEADS if k in files and HEAD not in expected}
     sources: dict[str, str] = {}
     fitting, differences = dict[str, LazyTensor](), list[Difference]()
     for key, tensor in files.items():
@@ -59,7 +67,64 @@ def compare(
     weights = renamed(conversions, fitting)
     differences += _missing(file_tensors, [key for key in expected if key not in sources])
     differences += [d for k, w in heads.items() if (d := _head_difference(k, w, weights.get(EMBEDDING)))]
-    return weights, sorted(differences, key=lambda d: KINDS.index(d.kind))
+    return weights, sorted(differences, key=lambda d: KINDS.index(d.kind)), prefix.note
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What stands in the names of a file's tensors around the names that a model knows.
+
+    `renames` maps those names to the model's; `note` says what is removed or added, or why nothing is; both are
+    empty where the names fit, or nothing makes them fit.
+    """
+
+    renames: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+    @classmethod
+    def of(cls, files: Iterable[str], known: Collection[str], ignored: Sequence[str] = ()) -> "Prefix":
+        """The prefix of these names: wrappers' names anywhere, then leading parts that all have or lack.
+
+        It is used if most of the names that do not fit do so without it, and no two become one.
+        """
+        known, files = set(known), list(files)
+        others = [name for name in files if name not in known and not _is_ignored(name, ignored)]
+        plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in others}
+        removed = sorted({part for name in others if name != plain[name] for part in name.split(".")} & WRAPPERS)
+        best, note, most = dict[str, str](), "", len(others) // 2
+        for leading, added in _edges([*plain.values()], known) if others else ():
+            renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
+            fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
+            if fitting > most:
+                parts = [f"{part}." for part in removed] + [leading] * bool(leading)
+                what = [f"without {' and '.join(map(ascii, parts))}"] * bool(parts) + [f"with {added!a}"] * bool(
+                    added
+                )
+                best, note, most = renames, f"tensors are read {' and '.join(what)} in their names", fitting
+        kept = {*files} - best.keys()
+        if len({*best.values(), *kept}) < len(best) + len(kept):
+            return cls(
+                note=f"{note.replace('are', 'would be')}, but then two have the same name; keep one of each"
+            )
+        return cls(best, note)
+
+    def without(self, files: Weights) -> dict[str, LazyTensor]:
+        """The tensors by the names that the model knows."""
+        return {self.renames.get(name, name): tensor for name, tensor in files.items()}
+
+
+def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each leading part that all names have, with one that they lack: none, or that of most known names."""
+    starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
+    parts = names[0].split(".")
+    for count in range(len(parts)):
+        leading = "".join(f"{part}." for part in parts[:count])
+        if all(name.startswith(leading) for name in names):
+            yield from ((leading, added) for added in starts)
+
+
+def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
+    return any(match_indices(pattern, name) is not None for pattern in ignored)
 
 
 def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
@@ -137,5 +202,8 @@ def summarize(differences: Sequence[Difference]) -> str:
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)
-    listed = "; ".join(map(str, shown))
-    return f"{listed}; and {more} more, which `dunes inspect` lists" if more > 0 else listed
+    listed = "; ".join(
+        [*map(str, shown), *([f"and {more} more, which `dunes inspect` lists"] if more > 0 else [])]
+    )
+    adapter = any(".lora_" in d.name for d in differences if d.kind == "unexpected")
+    return f"{listed}; some are an adapter's: merge it first, in PEFT by merge_and_unload" if adapter else listed

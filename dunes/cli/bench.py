@@ -11,7 +11,7 @@ import tyro
 
 from dunes.bench import BENCHMARKS
 from dunes.bench.run import Request, Shapes
-from dunes.cli.trust import with_trust_code
+from dunes.cli.trust import with_trust
 from dunes.runs.config import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
@@ -32,7 +32,7 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
 def commands() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
     named = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
-    of_models = with_trust_code(named | {"memory": memory, "shrink": shrink})
+    of_models = with_trust(named | {"memory": memory, "shrink": shrink})
     return of_models | {"compare": compare, "plot": plot, "report": report}
 
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from dunes import __version__
-from dunes.cli.trust import with_trust_code
+from dunes.cli.trust import with_trust
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -42,9 +42,9 @@ def _main() -> int:
     if sys.argv[1:2] == ["augment"]:
         from dunes.cli import augment
 
-        return run("dunes augment", augment.ABOUT, with_trust_code(augment.COMMANDS), sys.argv[2:])
+        return run("dunes augment", augment.ABOUT, with_trust(augment.COMMANDS), sys.argv[2:])
     commands = {verb: getattr(verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS}
-    return run("dunes", ABOUT, with_trust_code(commands), sys.argv[1:])
+    return run("dunes", ABOUT, with_trust(commands), sys.argv[1:])
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dunes.data.files import SourceFile, open_plain
+from dunes.text.model_file import stand_in
 
 BLOCK = 1 << 20
 GIANT = 400_000
@@ -64,6 +65,8 @@ def plain_document(file: SourceFile) -> Document | str:
             return "not regular files"
         with open_plain(file.path) as opened:
             head = opened.read(1 << 16)
+        if stand_in(head):
+            return "pointers to files that are not here (git lfs pull)"
         if b"\0" in head:
             return "binary"
         if not head.strip():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
+from dunes.text.model_file import HEAD, stand_in
 
 MAX_ROW_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 31
 """The longest line, and the longest file that is one JSON list, in bytes."""
@@ -76,7 +77,10 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 
 def _is_parquet(path: Path) -> bool:
     with open_plain(path) as file:
-        return file.read(4) == b"PAR1" or path.name.lower().endswith(TABLE)
+        head = file.read(HEAD)
+    if reason := stand_in(head):
+        raise ValueError(f"{path}: {reason}")
+    return head.startswith(b"PAR1") or path.name.lower().endswith(TABLE)
 
 
 def _first_byte(file: BinaryIO) -> bytes:

@@ -27,6 +27,7 @@ from dunes.data import (
 from dunes.data.fim import sentinels
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.trained_text import remember_sources
 from dunes.text import Tokenizer
 from dunes.units import plural
 
@@ -53,6 +54,7 @@ class Tokens:
 
 def gather(config: TrainConfig) -> Corpus:
     """The config's documents. Raises ValueError if nothing is left to train or to validate on."""
+    remember_sources(config.sources, config.follow_links)
     corpus = collect_corpus(config.sources, follow_links=config.follow_links, text_field=config.text_field)
     if config.split == "files" and not corpus.valid:
         raise ValueError(

@@ -15,7 +15,7 @@ from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, f
 from dunes.runs.config import STDLIB
 from dunes.runs.corpus import join_texts, tail_start, without_files
 from dunes.runs.evaluate import Score, evaluate
-from dunes.runs.trained_text import trained_text
+from dunes.runs.trained_text import require_own_sources, trained_text
 from dunes.runs.written_text import write_ids
 from dunes.text import Tokenizer
 from dunes.units import plural
@@ -71,7 +71,8 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a training that a card records, whatever its split."""
+    """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
+    require_own_sources(trained)
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)
     return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus

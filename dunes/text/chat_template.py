@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from dunes.text import json_file
 from dunes.text.lines import decode_text
+from dunes.text.model_file import find_file, read_file
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
@@ -46,12 +47,10 @@ def read_template(folder: Path | str) -> str | None:
 
     None if it has none. Raises ValueError that names the file for an invalid or too large template.
     """
-    path = next((p for name in (JINJA, CONFIG) if (p := Path(folder) / name).is_file()), None)
+    path = next(filter(None, (find_file(Path(folder), name) for name in (JINJA, CONFIG))), None)
     if path is None:
         return None
-    if (size := path.stat().st_size) > json_file.MAX_CONFIG_BYTES:
-        raise ValueError(f"{path}: {size} bytes; at most {json_file.MAX_CONFIG_BYTES} are read")
-    return template_from_files({path.name: path.read_bytes()}, path.parent)
+    return template_from_files({path.name: read_file(path, json_file.MAX_CONFIG_BYTES)}, path.parent)
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from dunes.text import llama3, sentencepiece
 from dunes.text.byte_pairs import add_special
+from dunes.text.model_file import find_file, open_file, require_content
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
 
@@ -87,14 +88,15 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
         )
     for i in range(2, count + 1):
         part = path.with_name(f"{path.name.removesuffix(ending)}-{i:05}-of-{count:05}{SUFFIX}")
-        if not part.is_file():
+        if find_file(path.parent, part.name) is None:
             raise ValueError(f"{path}: {part.name} is missing, one of its {count} parts; fetch it, too")
         yield part
 
 
 def _read_part(path: Path) -> Header:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            require_content(path, file)
             return _Reader(file, path.stat().st_size).header()
     except ValueError as error:
         raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None

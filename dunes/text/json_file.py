@@ -1,13 +1,19 @@
 """Read JSON objects from untrusted files, with limits on size and errors in one line."""
 
 import json
+from os.path import lexists
 from pathlib import Path
 from typing import Any
+
+from dunes.text.model_file import read_file
 
 MAX_BYTES = 64 << 20
 """The index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
 """Limit for a config file; most have a kilobyte."""
+_ERRORS = {"error", "errors", "message", "detail"}
+_BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
+"""Keys of what servers send in place of a file."""
 MAX_ITEMS = 2_000_000
 """Commas and brackets: each may be an object, which takes twenty times its size in the file."""
 
@@ -15,18 +21,14 @@ MAX_ITEMS = 2_000_000
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file of at most `largest` bytes.
 
-    Raises ValueError for anything else, also for a duplicate key.
+    Raises ValueError for anything else, for a link that leads out of its folder, and for a duplicate key.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    if (size := path.stat().st_size) > largest:
-        raise ValueError(f"{path}: {size / 1e6:.0f} MB; a JSON file has at most {largest / 1e6:.0f} MB")
-    return parse(path.read_bytes(), path)
+    return parse(read_file(path, largest), path)
 
 
 def read_if_present(path: Path) -> dict[str, Any]:
     """The object in a config file; empty if there is no file. Raises ValueError like `read`."""
-    return read(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    return read(path, MAX_CONFIG_BYTES) if lexists(path) else {}
 
 
 def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
@@ -41,6 +43,8 @@ def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object, found {type(content).__name__}")
+    if _ERRORS & content.keys() and content.keys() <= _ERRORS | _BESIDE_ERRORS:
+        raise ValueError(f"{path}: an error that a server sent, {ascii(text[:80])[1:]}; fetch the file again")
     return content
 
 

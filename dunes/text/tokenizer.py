@@ -20,6 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from dunes.text import gguf_file, json_file, llama3, sentencepiece, tekken, tokenizer_limits
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
+from dunes.text.model_file import find_file, read_file, unfinished_downloads
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
 
@@ -59,6 +60,7 @@ EXTRA_FILES = (
 )
 """Files with special tokens, stop ids and the chat template."""
 
+_MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _T = TypeVar("_T")
 
@@ -121,15 +123,16 @@ class Tokenizer:
         if path is None:
             raise ValueError(
                 f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; "
-                "put the tokenizer that the model was trained with there"
+                f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise ValueError(f"{path}: {size} bytes; a tokenizer has at most {MAX_BYTES}")
-        inner = _reraise(f"{path}: not a tokenizer", lambda: _check_built(_LOADERS[path.suffixes[0]](path)))
+        data = read_file(path, MAX_BYTES)
+        inner = _reraise(f"{path}: not a tokenizer", lambda: _check_built(_parse(path, data)))
         loaded = cls(inner, read_special_tokens(folder, inner.token_to_id))
         loaded.config_path = folder / loaded.config_path.name
         loaded.extra_files = {
-            name: (folder / name).read_bytes() for name in EXTRA_FILES if (folder / name).is_file()
+            name: read_file(file, json_file.MAX_CONFIG_BYTES)
+            for name in EXTRA_FILES
+            if (file := find_file(folder, name))
         }
         if path.name != "tokenizer.json" and loaded.config_path.name in loaded.extra_files:
             loaded.extra_files[loaded.config_path.name] = _config_for_json(
@@ -175,11 +178,13 @@ class Tokenizer:
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
-        """The file in the folder that `load` reads, or a GGUF file itself; None if there is none."""
+        """The file in the folder that `load` reads, or a GGUF file itself; None if there is none.
+
+        Raises ValueError for a link that leads out of the folder, and for anything but a regular file.
+        """
         if folder.suffix == gguf_file.SUFFIX and folder.is_file():
             return folder if gguf_file.has_tokenizer(folder) else None
-        paths = [folder / "tokenizer.json", *sorted(folder.glob("tokenizer.model*")), folder / "tekken.json"]
-        return next((p for p in paths if p.is_file()), None)
+        return next(original_files(folder, "tokenizer.json"), None)
 
     def save(self, folder: Path | str) -> None:
         """Write tokenizer.json and the extra files into the folder."""
@@ -346,12 +351,21 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     return part | {"add_prefix_space": False} if part["type"] == "ByteLevel" else part
 
 
-def _load_json(path: Path) -> tokenizers.Tokenizer:
-    """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
-    return _parse_json(path.read_bytes())
+def original_files(folder: Path, *first: str) -> Iterator[Path]:
+    """The files of these names and those of other libraries' tokenizers. Raises ValueError as `find_file`."""
+    models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
+    return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
+
+
+def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer in the content of a file of any format."""
+    if path.suffixes[0] == ".model":
+        return llama3.convert(data) if llama3.is_tiktoken_file(data) else sentencepiece.convert(data)
+    return tekken.convert(data) if path.stem == "tekken" else _parse_json(data)
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
+    """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
     # First, since building a tokenizer normalizes its added tokens.
     tokenizer_limits.check_expansion(json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS))
     inner = tokenizers.Tokenizer.from_buffer(data)
@@ -374,17 +388,6 @@ def _check_built(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The tokenizer. Raises ValueError if it expands a text too much."""
     tokenizer_limits.check_expansion(tokenizer_limits.pipeline(inner))
     return inner
-
-
-def _load_model(data: bytes) -> tokenizers.Tokenizer:
-    """From a tokenizer.model, of sentencepiece or of tiktoken."""
-    return llama3.convert(data) if llama3.is_tiktoken_file(data) else sentencepiece.convert(data)
-
-
-_LOADERS: dict[str, Callable[[Path], tokenizers.Tokenizer]] = {
-    ".model": lambda path: _load_model(path.read_bytes()),
-    ".json": lambda path: tekken.convert(path.read_bytes()) if path.stem == "tekken" else _load_json(path),
-}
 
 
 def _reraise(message: str, make: Callable[[], _T]) -> _T:

@@ -4,11 +4,11 @@ Data is fsynced before it is renamed into place, and the rename before the call 
 """
 
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -49,9 +49,11 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
-    """SHA-256 of a file, in hex; `advance` is called with the size of each hashed part."""
-    hashed = sha256()
+def digest(
+    path: Path, advance: Callable[[int], object] = lambda size: None, hashed: "hashlib._Hash | None" = None
+) -> str:
+    """SHA-256 of a file, in hex, or another hash that goes on; `advance` is called with the size of each part."""
+    hashed = hashed or hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
             hashed.update(part)
@@ -79,7 +81,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 
 def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = DIGEST_BLOCK) -> list[str]:
     """SHA-256 of a tensor's bytes in each of the dtypes, in hex, computed in blocks that fit into the cache."""
-    hashes = [sha256() for _ in dtypes]
+    hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
         for digest_of, dtype in zip(hashes, dtypes, strict=True):
             digest_of.update(part.to(dtype).view(torch.uint8).numpy().data)

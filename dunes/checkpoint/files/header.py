@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from dunes.checkpoint.files.lazy_tensor import LazyTensor
 from dunes.checkpoint.files.mapped_file import MappedFile, shape_error
 from dunes.text import json_file
+from dunes.text.model_file import require_content
 
 MAX_HEADER_BYTES = 32_000_000
 """The most bytes of a header."""
@@ -49,6 +50,8 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     (see `check_name`), or there are more than 8 dimensions or 100,000 tensors.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
+    with mapped.open() as file:
+        require_content(mapped.path, file)
     try:
         begin, header = _header(mapped)
         return {name: _lazy_tensor(mapped, begin, check_name(name), entry) for name, entry in header.items()}

@@ -5,7 +5,6 @@ The mapping is copy on write: torch needs writable tensors, and changes to them 
 
 import mmap
 import os
-import stat
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from dunes.text.model_file import open_file
 from dunes.units import plural
 
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
@@ -33,13 +33,13 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with _open_regular(path) as file:
+        with open_file(path) as file:
             self._stat = _identity(file)
         self.size = self._stat[0]
 
     def open(self) -> BinaryIO:
         """Open the file again. Raises ValueError if it has changed."""
-        file = _open_regular(self.path)
+        file = open_file(self.path)
         if _identity(file) != self._stat:
             file.close()
             raise ValueError(f"{self.path}: changed while it was being read; try again when nothing writes to it")
@@ -117,18 +117,6 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    try:
-        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        return path.open("rb")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:

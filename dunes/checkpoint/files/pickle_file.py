@@ -21,6 +21,7 @@ from dunes.checkpoint.files.header import MAX_NAME_BYTES, MAX_TENSORS, check_nam
 from dunes.checkpoint.files.lazy_tensor import LazyTensor
 from dunes.checkpoint.files.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
 from dunes.checkpoint.files.zip_archive import entries
+from dunes.text.model_file import require_content
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The number of reads is bounded by that of
@@ -85,6 +86,8 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
     names what is refused.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
+    with mapped.open() as file:
+        require_content(mapped.path, file)
     try:
         with mapped.open() as file:
             content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)

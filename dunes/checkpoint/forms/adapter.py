@@ -52,8 +52,10 @@ from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
 from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
+from dunes.checkpoint.state_dict_diff import Prefix
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
+from dunes.text.model_file import find_file
 from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -484,7 +486,7 @@ PARTS = {
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     """The tensors of the file by module and part. Raises ValueError for names that are not an adapter's."""
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    path = next(filter(None, (find_file(folder, name) for name in WEIGHTS)), None)
     if path is None:
         raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
     groups: dict[str, dict[str, LazyTensor]] = {}
@@ -506,8 +508,12 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """The factors of each module. Raises ValueError that names the tensor which does not fit."""
     targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
-    for module, group in _group_tensors(folder).items():
-        target = _find_target(folder, module, group, targets, base)
+    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in targets]
+    prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
+    if prefix.renames:
+        warnings.warn(f"{folder}: {prefix.note}", stacklevel=2)
+    for module, group in groups.items():
+        target = _find_target(folder, prefix.renames.get(module, module), group, targets, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.file_in_folder import file_in_folder
 from dunes.checkpoint.files.header import quote
 from dunes.text import json_file
+from dunes.text.model_file import find_file, listed_file
 from dunes.units import plural
 
 CARD = "dunes.json"
@@ -19,7 +19,7 @@ MAX_CHANGES = 500
 
 def read_card(folder: Path) -> dict[str, Any]:
     """The folder's card; empty without one. Raises ValueError if it is damaged."""
-    if not (folder / CARD).is_file():
+    if find_file(folder, CARD) is None:
         return {}
     card = json_file.read(folder / CARD)
     for key in ("changes", "history"):
@@ -51,7 +51,7 @@ def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic
     in total, that SHA-256.
     """
     files = listed_files(folder, card)
-    paths = {name: file_in_folder(folder, name, folder / CARD) for name in files}
+    paths = {name: listed_file(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
         if (actual := paths[name].stat().st_size) != size:
             raise _file_error(folder, name, f"{plural(actual, 'byte')} instead of {size}")

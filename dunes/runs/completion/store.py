@@ -24,6 +24,7 @@ from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Gate
 from dunes.runs.completion.index import IndexedFile, TextIndex
 from dunes.text import json_file
+from dunes.text.model_file import find_file
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
 INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
@@ -44,14 +45,15 @@ def write_index(run: Path, index: TextIndex) -> None:
 def read_index(run: Path) -> TextIndex | None:
     """The index of a run; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
-    if not (folder / "files.json").is_file():
+    record, _ = (find_file(run, f"{FOLDER}/{name}") for name in ("files.json", "index.safetensors"))
+    if record is None:
         return None
-    record = _record(folder / "files.json", INDEX_FORMAT, INDEX_REMEDY)
+    content = _record(record, INDEX_FORMAT, INDEX_REMEDY)
     try:
         tensors = load_file(folder / "index.safetensors")
         ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
         contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
-        files = [IndexedFile(str(a), str(b), int(c), int(d)) for a, b, c, d in record["files"]]
+        files = [IndexedFile(str(a), str(b), int(c), int(d)) for a, b, c, d in content["files"]]
         bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
         if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
             raise ValueError("files that overlap")
@@ -85,9 +87,10 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
     folder = run / FOLDER
-    if not (folder / "gate.json").is_file():
+    record, _ = (find_file(run, f"{FOLDER}/{name}") for name in ("gate.json", "gate.safetensors"))
+    if record is None:
         return None
-    facts, gate = _record(folder / "gate.json", GATE_FORMAT, GATE_REMEDY), Gate()
+    facts, gate = _record(record, GATE_FORMAT, GATE_REMEDY), Gate()
     try:
         gate.load_state_dict(load_tensors(folder / "gate.safetensors"))
         if not all(p.isfinite().all() for p in gate.parameters()):

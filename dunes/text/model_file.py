@@ -1,0 +1,146 @@
+"""Find and open the files of a model folder, which strangers made.
+
+Each is a regular file in that folder, of a limited size, and not something else by its first bytes.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+HEAD = 512
+"""Bytes of a file that are looked at before it is read."""
+
+_AGAIN = "fetch the file again"
+_STAND_INS = (
+    (rb"version https://(git-lfs|hawser)\.github\.com/spec/", "a Git LFS pointer", "run git lfs pull"),
+    (rb"# xet version ", "a Xet pointer", _AGAIN),
+    (rb"/annex/objects/", "a git-annex pointer", "run git annex get"),
+    (rb"\.\./\.\./blobs/", "the path in a link of the Hub's cache", _AGAIN),
+)
+"""What stands for a file until it is fetched, as regular expressions of its beginning, and how to fetch it."""
+_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)\b", re.IGNORECASE)
+_FORMATS = {
+    b"PK\3\4": "a zip archive",
+    b"\x80\2": "a pickle",
+    b"\x1f\x8b": "gzip data",
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"\xfd7zXZ": "xz data",
+    b"BZh": "bzip2 data",
+    b"GGUF": "a GGUF file",
+    b"PAR1": "a parquet file",
+}
+_OWN = {".gguf": (b"GGUF",), ".safetensors": (), ".json": (), ".model": (), ".jinja": ()}
+"""How files of these names may begin, of `_FORMATS`; all others are read as torch.save's."""
+_TORCH = (b"PK\3\4", b"\x80\2")
+_BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
+UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
+"""Suffixes of downloads that have not ended."""
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """The path of a file of a folder, or None if there is none. Raises ValueError as `require_inside`."""
+    path = folder / name
+    return require_inside(folder, path) if os.path.lexists(path) else None
+
+
+def require_inside(folder: Path, path: Path, index: str = "") -> Path:
+    """The path of a file below the folder, if it is a regular file there and its download has ended.
+
+    In the Hub's cache, files of a snapshot are links into a folder `blobs` beside all snapshots. `index` is the
+    name of the file that lists it. Raises ValueError for anything else, such as a link to another folder.
+    """
+    try:
+        real, home = path.resolve(), folder.resolve()
+        mode = real.stat().st_mode if real.exists() else None
+    except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long
+        reason = error.strerror or "" if isinstance(error, OSError) else "its links form a loop"
+        raise ValueError(f"{str(path)[:400]}: cannot be opened: {reason}") from None
+    allowed = [home / path.relative_to(folder).parent]
+    allowed += [home.parents[1] / "blobs"] if home.parent.name == "snapshots" else []
+    if real.parent not in allowed:
+        raise ValueError(f"{path}: leads out of the folder, to {real}; put the file itself there")
+    if mode is None:
+        raise ValueError(f"{path}: no such file{f', and {index} names it' if index else ''}; fetch it")
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path}: not a regular file")
+    if os.path.lexists(f"{path}.aria2"):  # which allocates the whole file first
+        raise ValueError(f"{path}: its download has not ended, by {path.name}.aria2; {_AGAIN}")
+    return path
+
+
+def listed_file(folder: Path, name: str, index: Path) -> Path:
+    """The path of a file that another file of the folder lists. Raises ValueError as `require_inside`."""
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
+        shown = ascii(name[:80]) + "..." * (len(name) > 80)
+        raise ValueError(f"{index}: {shown} is not the name of a file in this folder")
+    return require_inside(folder, folder / name, index.name)
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The bytes of a file of a folder, at most so many.
+
+    Raises ValueError for a larger one, as `require_inside` does, and as `require_content`.
+    """
+    with open_file(require_inside(path.parent, path)) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise ValueError(f"{path}: {size / 1e6:.0f} MB; at most {most / 1e6:.0f} MB are read")
+        require_content(path, file)
+        return file.read(most)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file. Raises ValueError for anything else."""
+    try:
+        # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path}: not a regular file")
+        return path.open("rb")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
+
+
+def require_content(path: Path, file: BinaryIO) -> None:
+    """Raise ValueError for a file, open at its beginning, that is something else than its name says."""
+    head = file.read(HEAD)
+    file.seek(0)
+    if reason := stand_in(head) or _other_content(path.suffix, head):
+        raise ValueError(f"{path}: {reason}")
+
+
+def stand_in(head: bytes) -> str:
+    """What a file of these first bytes is, and the remedy, if it only stands for another; else an empty string."""
+    kinds = (
+        f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head)
+    )
+    return next(kinds, "")
+
+
+def _other_content(suffix: str, head: bytes) -> str:
+    """What the first bytes are, and the remedy, if no file with this suffix begins so; else an empty string."""
+    if not head.strip(b"\0"):
+        return f"{'begins with zeros' if head else 'empty'}, as a download that has not ended; {_AGAIN}"
+    if _PAGE.match(head):
+        return f"a web page, such as that of an error; {_AGAIN}"
+    if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight are a number
+        return ""
+    formats = {magic: kind for magic, kind in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
+    if magic := next(filter(head.startswith, formats), None):
+        return f"{formats[magic]}, which its name does not say; unpack it, or {_AGAIN}"
+    text = head.decode("utf-8", "ignore")
+    if (
+        suffix in _BINARY
+        and text.replace("\n", " ").replace("\r", " ").isprintable()
+        and not head.startswith(b"GGUF")
+    ):
+        return f"text, which begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
+    return ""
+
+
+def unfinished_downloads(folder: Path) -> str:
+    """The part of a message that names downloads in the folder that have not ended; empty if there are none."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
+    return f"; {names[0]} is a download that has not ended: {_AGAIN}" if names else ""

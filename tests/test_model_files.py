@@ -1,0 +1,330 @@
+"""Files of model folders that strangers made: read from the folder only, in limits, and as what they are."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import display, toy
+from dunes import checkpoint
+from dunes.checkpoint.convert import convert
+from dunes.checkpoint.folder import open_verified_source
+from dunes.checkpoint.source import open_source
+from dunes.cli import main as command
+from dunes.data import collect_corpus
+from dunes.data.records import rows
+from dunes.models import llama
+from dunes.models.initialise import initialise
+from dunes.runs.completion.store import read_gate, read_index
+from dunes.runs.score import calibration_ids, evaluation_tokens, split_documents
+from dunes.runs.train import train
+from dunes.runs.trained_text import remember_sources, trust_sources
+from dunes.text import Tokenizer
+
+SECRET = b'{"secret": 1}'
+CONFIG = llama.Config(vocab=265, dim=16, depth=1, heads=2, kv_heads=2, head_dim=8, hidden=16, context_length=32)
+OPTIONAL = ("added_tokens.json", "chat_template.jinja")
+NAMES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", *OPTIONAL,
+    "config.json", "model.safetensors", "dunes.json",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A Hugging Face folder with each file that is read, and no digests in its card."""
+    folder = tmp_path_factory.mktemp("made")
+    checkpoint.save(initialise(llama.build(CONFIG)), folder, Tokenizer.train("bytes", ()), 32)
+    (folder / "added_tokens.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    card = json.loads((folder / "dunes.json").read_text())
+    (folder / "dunes.json").write_text(json.dumps(card | {"files": {}}))
+    return folder
+
+
+@pytest.fixture
+def model(made, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    return shutil.copytree(made, tmp_path / "model")
+
+
+def refusals(folder, out):
+    """The messages of whatever opens a model, of which none may write anything."""
+    works = (checkpoint.load, lambda f: convert(open_verified_source(f), out))
+    messages = []
+    for work in works:
+        with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
+            work(folder)
+        messages.append(str(error.value))
+    assert not out.exists()
+    return messages
+
+
+PLACES = {
+    "a link out": (lambda p: p.symlink_to("../secret"), "leads out of the folder, to "),
+    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "leads out of the folder, to /dev/zero"),
+    "a link by another folder": (lambda p: p.symlink_to("../model/../secret"), "leads out of the folder, to "),
+    "a broken link": (lambda p: p.symlink_to("gone"), "no such file"),
+    "a loop": (lambda p: p.symlink_to(p.name), "cannot be opened"),
+    "a pipe": (os.mkfifo, "not a regular file|no such file"),
+    "a folder": (os.mkdir, "not a regular file|no such file"),
+    "a file without an end": (lambda p: sparse(p, 20 << 30), "21475 MB; at most |the header claims"),
+}
+
+
+def sparse(path, size):
+    with path.open("wb") as file:
+        file.write(b'{"a": 1}')
+        file.truncate(size)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_of_a_folder_is_a_plain_one_in_it_of_limited_size(name, place, model, tmp_path):
+    make, why = PLACES[place]
+    (model / name).unlink()
+    make(model / name)
+    for message in refusals(model, tmp_path / "out"):
+        assert name in message
+        assert re.search(why, message), message
+        assert 'secret"' not in message
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "tekken.json"])
+def test_the_tokenizers_own_files_are_copied_from_the_folder_only(name, model, tmp_path):
+    (model / name).symlink_to("../secret")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        convert(open_verified_source(model), tmp_path / "out")
+    (model / name).unlink()
+    (model / name).write_bytes(SECRET)
+    (model / f"{name}.part").write_bytes(SECRET)
+    convert(open_verified_source(model), tmp_path / "out")
+    assert (tmp_path / "out" / name).read_bytes() == SECRET
+    assert not (tmp_path / "out" / f"{name}.part").exists()
+
+
+def test_links_inside_of_a_folder_and_to_the_blobs_of_the_hubs_cache_are_files(model, tmp_path):
+    home = tmp_path / "models--a--b"
+    (home / "snapshots").mkdir(parents=True)
+    shutil.copytree(model, home / "blobs")
+    snapshot = home / "snapshots" / "0123"
+    snapshot.mkdir()
+    for name in NAMES:
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+        (model / name).rename(model / f"kept.{name}")
+        (model / name).symlink_to(f"kept.{name}")
+    for folder in (snapshot, model, tmp_path / "link"):
+        (tmp_path / "link").symlink_to(model) if folder.name == "link" else None
+        assert checkpoint.load(folder).require_tokenizer().extra_files["added_tokens.json"] == b"{}"
+    shutil.move(home / "blobs", tmp_path / "elsewhere")
+    (home / "blobs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        checkpoint.load(snapshot)
+
+
+def test_a_link_to_another_models_save_is_not_finished(model, tmp_path):
+    other = shutil.copytree(model, tmp_path / "other")
+    (model / ".ready").symlink_to("../other")
+    before = sorted(p.name for p in other.iterdir())
+    for message in refusals(model, tmp_path / "out"):
+        assert ".ready: a link, not the folder of a save of ours; remove it" in message
+    assert sorted(p.name for p in other.iterdir()) == before
+
+
+@pytest.mark.parametrize("read", [read_index, read_gate])
+def test_a_linked_folder_of_completion_is_not_read(read, model, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("files.json", "index.safetensors", "gate.json", "gate.safetensors"):
+        (tmp_path / "elsewhere" / name).write_bytes(SECRET)
+    (model / "completion").symlink_to("../elsewhere")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        read(model)
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+CONTENTS = {
+    "Git LFS": (LFS, "a Git LFS pointer, not the file itself; run git lfs pull"),
+    "Xet": (
+        b"# xet version 0\nfilesize = 7\nhash = '1'\n",
+        "a Xet pointer, not the file itself; fetch the file again",
+    ),
+    "git-annex": (b"/annex/objects/SHA256E-s1--2", "a git-annex pointer, not the file itself; run git annex get"),
+    "link as text": (b"../../blobs/0123", "the path in a link of the Hub's cache, not the file itself; fetch"),
+    "page": (
+        b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>",
+        "a web page, such as that of an",
+    ),
+    "page without a type": (b"<HTML lang=en>", "a web page"),
+    "storage's error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
+    "empty": (b"", "empty, as a download that has not ended; fetch the file again"),
+    "zeros": (bytes(4096), "begins with zeros, as a download that has not ended"),
+    "gzip": (b"\x1f\x8b\x08\0" + b"x" * 40, "gzip data, which its name does not say"),
+    "server's error": (
+        b'{"error": "Repository not found"}',
+        r"text, which begins with|an error that a server sent|not a",
+    ),
+    "words": (b"Entry not found", "text, which begins with 'Entry not found'|not JSON|not a tokenizer"),
+}
+SOMETHING_ELSE = {
+    "zip": (b"PK\3\4" + b"x" * 40, "a zip archive, which its name does not say"),
+    "pickle": (b"\x80\2" + b"x" * 40, "a pickle, which its name does not say"),
+    "GGUF": (b"GGUF" + b"\3\0\0\0" * 9, "a GGUF file, which its name does not say"),
+}
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, *SOMETHING_ELSE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tekken.json",
+        "config.json",
+        "dunes.json",
+        *OPTIONAL,
+    ],
+)
+def test_what_is_in_place_of_a_file_is_told_by_its_first_bytes(name, content, model, tmp_path):
+    data, why = (CONTENTS | SOMETHING_ELSE)[content]
+    if content in ("server's error", "words") and name in (*OPTIONAL, "tokenizer.model"):
+        pytest.skip("any text is one of these")
+    if name in ("tokenizer.model", "tekken.json"):
+        (model / "tokenizer.json").unlink()
+    (model / name).write_bytes(data)
+    for message in refusals(model, tmp_path / "out"):
+        assert re.search(f"{name}: ({why})", message), message
+
+
+@pytest.mark.filterwarnings("ignore:.*has no digests of its base")
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "adapter_model.safetensors"]
+)
+def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
+    data, why = CONTENTS[content]
+    (tmp_path / name).write_bytes(data)
+    config = {"pytorch_model.bin": "config.json", "consolidated.00.pth": "params.json"}.get(name)
+    if config:
+        (tmp_path / config).write_text("{}")
+    if name.startswith("adapter"):
+        (tmp_path / "adapter_config.json").write_text(
+            '{"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}'
+        )
+        read = lambda: checkpoint.load_adapter(initialise(llama.build(CONFIG)), tmp_path)
+    else:
+        read = lambda: open_source(tmp_path / name if name == "x.gguf" else tmp_path)
+    with pytest.raises(ValueError, match=f"{name}: .*({why})"):
+        read()
+
+
+def test_an_unfinished_download_is_named(model):
+    (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
+    with pytest.raises(
+        ValueError, match=r"no weights; .*; model.safetensors.incomplete is a download that has not"
+    ):
+        open_source(model)
+    (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
+    (model / "model.safetensors.aria2").write_bytes(b"\0\1")
+    with pytest.raises(
+        ValueError, match=r"model.safetensors: its download has not ended, by model.safetensors.aria2"
+    ):
+        open_source(model)
+
+
+def test_a_long_header_of_tensors_is_not_taken_for_another_format(tmp_path):
+    for size in (0x0280, 0x088B1F):  # as a pickle and gzip begin
+        header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.ljust(size)
+        (tmp_path / "a.safetensors").write_bytes(size.to_bytes(8, "little") + header + b"\0\0\x80?")
+        checkpoint.load_weights(
+            module := torch.nn.ParameterDict({"a": torch.zeros(1)}), tmp_path / "a.safetensors"
+        )
+        assert module["a"].tolist() == [1.0]
+
+
+def test_pointers_are_no_text_to_train_on(tmp_path):
+    (tmp_path / "a.txt").write_text("words\n")
+    for name in ("b.txt", "c.jsonl", "d.parquet"):
+        (tmp_path / name).write_bytes(LFS)
+    corpus = collect_corpus([tmp_path])
+    assert [d.name for d in corpus.documents] == ["a.txt"]
+    assert corpus.skipped["pointers to files that are not here (git lfs pull)"] == ["b.txt"]
+    assert "c.jsonl: a Git LFS pointer, not the file itself; run git lfs pull" in " ".join(corpus.notes)
+    with pytest.raises(ValueError, match="1 pointers to files that are not here"):
+        collect_corpus([tmp_path / "b.txt"])
+    for name in ("b.txt", "c.jsonl", "d.parquet"):
+        with pytest.raises(ValueError, match=f"{name}: a Git LFS pointer"):
+            list(rows(tmp_path / name))
+
+
+# --- the text that a card names
+
+
+@pytest.fixture
+def foreign(model, tmp_path, monkeypatch):
+    """A model whose card says that it was trained on a file of the user."""
+    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+    (tmp_path / "private").mkdir()
+    for i in range(20):
+        (tmp_path / "private" / f"{i}.txt").write_text(f"private {i}\n" * 40)
+    card = json.loads((model / "dunes.json").read_text())
+    card["trained"] = {"sources": [str(tmp_path / "private")], "split": "files"}
+    (model / "dunes.json").write_text(json.dumps(card))
+    return model
+
+
+READS = {
+    "validation": lambda loaded: evaluation_tokens(loaded),
+    "calibration": lambda loaded: calibration_ids(loaded),
+    "split": lambda loaded: split_documents(loaded.card),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign, tmp_path, monkeypatch):
+    loaded, read = checkpoint.load(foreign), READS[read]
+    with monkeypatch.context() as patch:
+        patch.setattr("dunes.runs.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
+        with pytest.raises(ValueError, match=r"private' as .*pass --trust-sources, or name"):
+            read(loaded)
+    for trust in (trust_sources, checkpoint.trust_cards):
+        with trust():
+            read(loaded)
+    remember_sources([str(tmp_path / "private")], follow_links=True)
+    with pytest.raises(ValueError, match="--trust-sources"):
+        read(loaded)
+    monkeypatch.chdir(tmp_path)
+    remember_sources(["private"], follow_links=False)
+    read(loaded)
+    with pytest.raises(ValueError, match="--trust-sources"):
+        read(replace(loaded, card={"trained": {"sources": [str(tmp_path)], "split": "files"}}))
+
+
+def dunes(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["dunes", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    return ended.value.code, capsys.readouterr()
+
+
+@pytest.mark.filterwarnings("default:not scored")
+def test_the_commands_ask_for_a_strangers_text_and_know_what_was_trained_here(
+    foreign, tmp_path, monkeypatch, capsys
+):
+    status, printed = dunes(monkeypatch, capsys, "eval", foreign)
+    assert (status, printed.out) == (2, "")
+    assert printed.err.startswith(f"dunes: {foreign}: the model's card names ")
+    assert dunes(monkeypatch, capsys, "eval", foreign, "--trust-sources")[0] == 0
+    for change in (["quantize", "--kind", "int4"], ["prune", "--sparsity", "0.5"]):
+        status, printed = dunes(monkeypatch, capsys, "augment", *change, foreign, tmp_path / "out")
+        assert (status, "--trust-sources" in printed.err) == (2, True)
+        assert not (tmp_path / "out").exists()
+    monkeypatch.chdir(tmp_path)
+    assert train(toy("private", steps=1), tmp_path / "run", display()[0]) == 0
+    assert dunes(monkeypatch, capsys, "eval", "run")[0] == 0
+    shutil.move("run", "elsewhere")
+    assert dunes(monkeypatch, capsys, "eval", "elsewhere")[0] == 0
