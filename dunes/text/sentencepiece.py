@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from dunes.text import library
 from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
@@ -193,7 +194,7 @@ def _bpe(model: Model) -> models.BPE:
             merges.append(last)
     # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer ones first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
-    return models.BPE(
+    return library.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
         merges,
         unk_token=model.texts(UNKNOWN)[0],
@@ -228,7 +229,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, users))), "isolated"))
+        steps.append(pre_tokenizers.Split(library.regex("|".join(map(re.escape, users)), "user-defined symbols"), "isolated"))
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
 

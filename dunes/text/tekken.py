@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
+from dunes.text import library
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
@@ -49,10 +50,10 @@ def build_bpe(
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
         raise ValueError("not a list of tokens: one occurs twice, or is spelled like a special one")
     merges, parts = _merges(tokens)
-    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), "removed", invert=True),
+            pre_tokenizers.Split(library.regex(pattern, "its pattern"), "removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
         ]
