@@ -197,7 +197,7 @@ def build_tokenizer(
             f"a tokenizer of kind {kind[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
-    inner = byte_level(tokens, types, library.texts(value(fields, "ggml.merges", list), MERGES), pattern)
+    inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
     inner.add_tokens([AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER])
     begin = special_tokens(fields).bos
     special = [text for text, type in zip(tokens, types, strict=True) if type == CONTROL]
@@ -234,7 +234,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequ
 
 def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     """The spelling and the type of each token. Raises ValueError that names key and index for damaged ones."""
-    tokens = library.texts(value(fields, "ggml.tokens", list), "tokenizer.ggml.tokens")
+    tokens = _texts(fields, "ggml.tokens")
     types = value(fields, "ggml.token_type", np.ndarray, np.full(len(tokens), NORMAL))
     _check_length("ggml.token_type", types, tokens, "iu")
     ids: dict[str, int] = {}
@@ -247,17 +247,17 @@ def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
 
 
 MERGES = "tokenizer.ggml.merges"
-_NOUNS: Mapping[type, str] = {list: "a list of texts", np.ndarray: "a list of numbers", str: "a text", bool: "true or false"}
 _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, kind: type[_T], default: _T | None = None) -> _T:
     """The value of a tokenizer's key. Raises ValueError if it is missing without a default, or of another type."""
-    found = fields.get(f"tokenizer.{name}", default)
-    if type(found) is not kind:
-        state = "is missing" if found is None else f"is {library.shown(found)}"
-        raise ValueError(f"tokenizer.{name} {state}; expected {_NOUNS[kind]}")
-    return found
+    key = f"tokenizer.{name}"
+    return library.item(fields if default is None else {key: default, **fields}, key, kind)
+
+
+def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
+    return [library.text(raw, f"tokenizer.{name}[{i}]") for i, raw in enumerate(value(fields, name, list))]
 
 
 def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:

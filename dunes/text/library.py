@@ -7,7 +7,7 @@ expects first: vocabulary, merges and added tokens by their index.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from tokenizers import Regex, models
 
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_INTERNAL = "untagged enum|invalid (type|value|length)|Error\\("
+_INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
 """Words of messages about the library's own types, which tell nothing of a file."""
 
 
@@ -45,7 +45,7 @@ def _reason(error: BaseException) -> str:
         return f"has no {error.args[0] if isinstance(error, KeyError) else field[1]!r}"
     if "TextInputSequence" in text:
         return "the text has half of a surrogate pair"
-    if type(error) is not Exception or re.search(_INTERNAL, text):
+    if (isinstance(error, Exception) and type(error) is not Exception) or re.search(_INTERNAL, text):
         return "a setting is missing, or not what the tokenizers library expects"
     return text[:300]
 
@@ -53,6 +53,25 @@ def _reason(error: BaseException) -> str:
 def shown(value: Any) -> str:
     """A value of a file, for a message."""
     return ascii(value)[:60]
+
+
+def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
+    """The value of a key of a file, `place` before its name. Raises ValueError if it is missing, or not of the type."""
+    if not isinstance(container, Mapping):
+        raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
+    if type(found := container.get(key)) is kind:
+        return found
+    state = f"is {shown(found)}" if key in container else "is missing"
+    raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(kind, 'a list of numbers')}")
+
+
+_NOUNS: Mapping[type, str] = {
+    str: "a text",
+    int: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
 
 
 def regex(pattern: Any, place: str) -> Regex:
@@ -94,11 +113,10 @@ def parse_untrusted(
 
     Raises ValueError that names the damaged part, and key and index where they are known.
     """
-    _check_model(content.get("model"))
-    _check_added(content.get("added_tokens", []))
-    for part in PARTS:
-        if not isinstance(content.get(part), dict | None):
-            raise ValueError(f"{part} is {shown(content[part])}; expected an object")
+    _check_model(item(content, "model", dict))
+    _check_added(item({"added_tokens": []} | content, "added_tokens", list))
+    for part in (part for part in PARTS if content.get(part) is not None):
+        item(content, part, dict)
     try:
         check(content)
         return tokenizers.Tokenizer.from_str(text)
@@ -119,26 +137,20 @@ def _name_damage(content: Mapping[str, Any]) -> None:
 
 
 def _check_model(model: Any) -> None:
-    if not isinstance(model, dict):
-        raise ValueError(f"model is {shown(model)}; expected an object with a vocab")
-    vocab, kind = model.get("vocab"), model.get("type", "BPE" if "merges" in model else "")
-    if kind == "Unigram" or (kind == "" and isinstance(vocab, list)):
-        return _check_unigram(vocab, model.get("unk_id"))
-    if not isinstance(vocab, dict):
-        raise ValueError(f"model.vocab is {shown(vocab)}; expected an object of tokens and ids")
+    unigram = isinstance(model, dict) and isinstance(model.get("vocab"), list)
+    if unigram and model.get("type", "Unigram") == "Unigram":
+        return _check_unigram(model["vocab"], model.get("unk_id"))
+    vocab = item(model, "vocab", dict, "model.")
     for token, i in vocab.items():
         if type(i) is not int or not 0 <= i < 1 << 32:
             raise ValueError(f"model.vocab[{shown(token)}] is {shown(i)}; expected an id")
-    if kind == "BPE":
-        merges, prefix = model.get("merges"), model.get("continuing_subword_prefix") or ""
-        if not isinstance(merges, list) or not isinstance(prefix, str):
-            raise ValueError(f"model.merges is {shown(merges)}; expected a list of pairs of tokens")
-        check_merges(vocab, merges, "model.merges", len(prefix))
+    if model.get("type", "BPE" if "merges" in model else "") == "BPE":
+        prefix = model.get("continuing_subword_prefix") or ""
+        check_merges(vocab, item(model, "merges", list, "model."), "model.merges", len(prefix))
+    return None
 
 
-def _check_unigram(vocab: Any, unknown: Any) -> None:
-    if not isinstance(vocab, list):
-        raise ValueError(f"model.vocab is {shown(vocab)}; expected a list of tokens and scores")
+def _check_unigram(vocab: Sequence[Any], unknown: Any) -> None:
     for i, entry in enumerate(vocab):
         if not (isinstance(entry, list) and [*map(type, entry)] in ([str, float], [str, int])):
             raise ValueError(f"model.vocab[{i}] is {shown(entry)}; expected a token and its score")
@@ -146,28 +158,18 @@ def _check_unigram(vocab: Any, unknown: Any) -> None:
         raise ValueError(f"model.unk_id is {shown(unknown)}; expected an id below {len(vocab)}")
 
 
-def _check_added(tokens: Any) -> None:
-    if not isinstance(tokens, list):
-        raise ValueError(f"added_tokens is {shown(tokens)}; expected a list")
-    kinds = {"content": str, "id": int} | dict.fromkeys(("special", "lstrip", "rstrip", "single_word", "normalized"), bool)
+def _check_added(tokens: Sequence[Any]) -> None:
     for i, token in enumerate(tokens):
-        if not isinstance(token, dict):
-            raise ValueError(f"added_tokens[{i}] is {shown(token)}; expected an object")
-        for key, kind in kinds.items():
-            if type(token.get(key)) is not kind or (key == "id" and not 0 <= token[key] < 1 << 32):
-                found = f"is {shown(token[key])}" if key in token else "is missing"
-                raise ValueError(f"added_tokens[{i}].{key} {found}; expected {_NOUNS[kind]}")
+        item(token, "content", str, f"added_tokens[{i}].")
+        for key in ("special", "lstrip", "rstrip", "single_word", "normalized"):
+            item(token, key, bool, f"added_tokens[{i}].")
+        if not 0 <= (found := item(token, "id", int, f"added_tokens[{i}].")) < 1 << 32:
+            raise ValueError(f"added_tokens[{i}].id is {found}; expected an id")
 
 
-_NOUNS: Mapping[type, str] = {str: "a text", int: "an id", bool: "true or false"}
-
-
-def texts(raw: Iterable[bytes], place: str) -> list[str]:
-    """Texts of a file in UTF-8. Raises ValueError that names the first that is not, by its index in `place`."""
-    found = []
-    for i, data in enumerate(raw):
-        try:
-            found.append(data.decode())
-        except UnicodeDecodeError:
-            raise ValueError(f"{place}[{i}] is {data[:20]!r}; expected UTF-8") from None
-    return found
+def text(data: bytes, place: str) -> str:
+    """A text of a file in UTF-8. Raises ValueError that names its `place`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{place} is {data[:20]!r}; expected UTF-8") from None

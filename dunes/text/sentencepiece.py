@@ -62,10 +62,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` is added before a text with special tokens. Raises
     ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
     """
-    try:
-        return build(read(data))
-    except (TypeError, AttributeError, UnicodeDecodeError) as error:  # a field of another type
-        raise ValueError(f"not a sentencepiece model: {error}") from None
+    return build(read(data))
 
 
 def build(model: Model) -> tokenizers.Tokenizer:
@@ -90,16 +87,18 @@ def read(data: bytes) -> Model:
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(value))
+            pieces.append(_piece(value, len(pieces)))
             if len(pieces) > MAX_PIECES:
                 raise ValueError(f"not a sentencepiece model: more than {MAX_PIECES} pieces")
         elif number in messages:
+            if not isinstance(value, bytes):
+                raise ValueError(f"not a sentencepiece model: field {number} is a number")
             messages[number] += value  # a message that comes in parts is the parts' concatenation
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
         bool(trainer.get(35, 0)),
-        trainer.get(46, b"<s>").decode(),
+        library.text(trainer.get(46, b"<s>"), "bos_piece"),
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
@@ -149,15 +148,19 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
     raise ValueError(f"not a sentencepiece model: a number at byte {offset} has no end")
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: Any, i: int) -> Piece:
+    if not isinstance(data, bytes):
+        raise ValueError(f"not a sentencepiece model: piece {i} is a number")
     fields = dict(_fields(data))
-    raw, score = fields.get(1, b""), fields.get(2, bytes(4))
+    raw, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
+    if not (isinstance(raw, bytes) and isinstance(score, bytes) and isinstance(kind, int)):
+        raise ValueError(f"not a sentencepiece model: piece {i} has fields of other types")
     if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
         raise ValueError(
-            f"not a sentencepiece model: a piece of {plural(len(raw), 'byte')} with a score of {len(score)}; 1 to "
-            f"{MAX_PIECE} and 4 are expected"
+            f"not a sentencepiece model: piece {i} is a piece of {plural(len(raw), 'byte')} with a score of "
+            f"{len(score)}; 1 to {MAX_PIECE} and 4 are expected"
         )
-    return Piece(raw.decode(), struct.unpack("<f", score)[0], fields.get(3, NORMAL))
+    return Piece(library.text(raw, f"piece {i}"), struct.unpack("<f", score)[0], kind)
 
 
 def check(model: Model) -> None:
