@@ -198,7 +198,9 @@ def build_tokenizer(
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
     inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
-    inner.add_tokens([AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER])
+    inner.add_tokens(
+        [AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER]
+    )
     begin = special_tokens(fields).bos
     special = [text for text, type in zip(tokens, types, strict=True) if type == CONTROL]
     add_special(inner, special, tokens[begin[0]] if begin else None)
@@ -212,7 +214,9 @@ def byte_level(
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
-    words = [pre_tokenizers.Split(library.regex(PATTERNS[pattern], pattern), "isolated")] if PATTERNS[pattern] else []
+    words = (
+        [pre_tokenizers.Split(library.regex(PATTERNS[pattern], pattern), "isolated")] if PATTERNS[pattern] else []
+    )
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
     return inner
@@ -262,9 +266,13 @@ def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
 
 def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:
     if numbers.dtype.kind not in kinds:
-        raise ValueError(f"tokenizer.{name} is of {numbers.dtype}; expected {'integers' if kinds == 'iu' else 'numbers'}")
+        raise ValueError(
+            f"tokenizer.{name} is of {numbers.dtype}; expected {'integers' if kinds == 'iu' else 'numbers'}"
+        )
     if len(numbers) != len(tokens):
-        raise ValueError(f"tokenizer.{name} has {plural(len(numbers), 'entry', 'entries')}, tokenizer.ggml.tokens {len(tokens)}")
+        raise ValueError(
+            f"tokenizer.{name} has {plural(len(numbers), 'entry', 'entries')}, tokenizer.ggml.tokens {len(tokens)}"
+        )
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:

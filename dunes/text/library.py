@@ -133,7 +133,10 @@ def _name_damage(content: Mapping[str, Any]) -> None:
     for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
         kind = content[part].get("type", "") if isinstance(content[part], dict) else ""
         alone = json.dumps(plain | {part: content[part]})
-        call(f"its {part} {kind if isinstance(kind, str) else ''}".rstrip(), partial(tokenizers.Tokenizer.from_str, alone))
+        call(
+            f"its {part} {kind if isinstance(kind, str) else ''}".rstrip(),
+            partial(tokenizers.Tokenizer.from_str, alone),
+        )
 
 
 def _check_model(model: Any) -> None:

@@ -171,8 +171,8 @@ def check(model: Model) -> None:
         problem = f"{plural(len(texts) - len(set(texts)), 'piece occurs', 'pieces occur')} twice"
     elif len(model.texts(UNKNOWN)) != 1:
         problem = f"{len(model.texts(UNKNOWN))} unknown pieces, expected one"
-    elif not all(math.isfinite(p.score) for p in model.pieces):
-        problem = "a score is not finite"
+    elif odd := [i for i, p in enumerate(model.pieces) if not math.isfinite(p.score)]:
+        problem = f"the score of piece {odd[0]}, {texts[odd[0]]!a}, is not finite"
     elif sum(len(t) ** 2 for t in texts) > MAX_WORK:
         problem = "the pieces are too long in total"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
@@ -232,7 +232,11 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        steps.append(pre_tokenizers.Split(library.regex("|".join(map(re.escape, users)), "user-defined symbols"), "isolated"))
+        steps.append(
+            pre_tokenizers.Split(
+                library.regex("|".join(map(re.escape, users)), "user-defined symbols"), "isolated"
+            )
+        )
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
 

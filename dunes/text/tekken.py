@@ -19,7 +19,7 @@ from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge
 from dunes.units import plural
 
 MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK, MAX_ITEMS = 1 << 27, 1 << 20, 1024, 100_000_000, 16_000_000
-"""Limits on the file's bytes, the tokens, a token's bytes, the sum of the squared lengths, and commas and brackets."""
+"""Limits on the file's bytes, tokens, a token's bytes, the sum of squared lengths, and commas and brackets."""
 
 DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -70,7 +70,9 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
     content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
     config, listed = (library.item(content, key, kind) for key, kind in (("config", dict), ("vocab", list)))
     pattern = library.item(config, "pattern", str, "config.")
-    size, count = (library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens"))
+    size, count = (
+        library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens")
+    )
     special = _special(content.get("special_tokens"), count)
     if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
         raise ValueError(
