@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import tokenizers
@@ -26,7 +27,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
 
     Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or of which it would make other ids. Warns
-    of ids that differ in texts which this tokenizer changes to NFC, or around special tokens.
+    of ids that differ for text not in NFC if the tokenizer makes it so, around special tokens, and for Tekken.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -91,63 +92,79 @@ def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
 
 
 TEXTS = (
-    *("", " ", "  ", " a", "a ", "  a  b   c ", "\t", "\ta\t\tb", "\n", "\r\n", "a\r\nb\n\n c\r", "Hello, World! HELLO", "I'll DON'T"),
-    *("e\u0301 \u00e9 A\u030a \u00c5 \u212b", "\ufb01 \uff21\uff11 \u2460 \u00bd \uff71", "\u1e9e\u00df \u0130\u0131\u017f", "\u0391\u03b1 \u041f\u0440"),
-    *("\u6f22\u5b57\u304b\u306a \ud55c\uad6d\uc5b4", "\u0939\u093f \u0e44\u0e17\u0e22 \u0627\u0644", "\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea \U0001f600\ufe0f"),
-    *("0 12 345 6789 3.14e-10 1,000", "\u0661\u0662 \u2167 \u00b2", "\0a\x01\x7f\x85", "\ufeff\ufffd\uffff\U0010ffff\ue000", "\u00a0\u3000\u2028\u200b"),
-    *("``a'' \u201cb\u201d \u2026", "f(x)!=[1]==>y;", "CamelCaseXML_2 snake", " " * 200 + "x", "a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
-)  # fmt: skip
+    *("", " ", "  ", " a", "a ", "  a  b   c ", "\t", "\ta\t\tb", "\n", "\r\n", "a\r\nb\n\n c\r", " " * 200 + "x"),
+    *("Hello, World! HELLO", "I'll DON'T", "CamelCaseXML_2 snake", "``a'' \u201cb\u201d \u2026", "f(x)!=[1]==>y;"),
+    *(
+        "e\u0301 \xe9 A\u030a \xc5 \u212b",
+        "\ufb01 \uff21\uff11 \u2460 \xbd \uff71",
+        "\u1e9e\xdf \u0130\u0131\u017f",
+    ),
+    *(
+        "\u0391\u03b1 \u041f\u0440",
+        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d",
+        "\u0939\u093f \u0e44\u0e17 \u0627\u0644",
+    ),
+    *("\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea", "\U0001f600\ufe0f", "0 12 345 6789 3.14e-10 1,000"),
+    *(
+        "\u0661\u0662 \u2167 \xb2",
+        "\0a\x01\x7f\x85",
+        "\ufeff\ufffd\uffff\U0010ffff\ue000",
+        "\xa0\u3000\u2028\u200b",
+    ),
+    *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
+)
 """Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts, controls, runs."""
-SAMPLES, ADDED = 400, 40
-"""Tokens of the vocabulary, and added ones, whose own texts are compared."""
+SAMPLES, SPECIAL = 400, 40
+"""Tokens of the vocabulary, and special ones, whose own texts are compared."""
 
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless llama.cpp's algorithm gives the tokenizer's ids, from these values alone."""
     theirs, parsed = llama_cpp.encoder(fields), library.parse(tokenizer.json())
     begin, end = tokenizer.bos, _template(tokenizer)[1]
-    spaces: list[str] = []
-    for text in _texts(tokenizer, parsed):
-        plain = library.call(
-            "the tokenizer fails", lambda text=text: parsed.encode(text, add_special_tokens=False).ids
-        )  # type: ignore[misc]
-        for special, ours in ((False, tokenizer.encode(text)), (True, [*begin, *plain, *end])):
-            if not _same(tokenizer, text, theirs(text, special), ours, spaces):
-                read = f"{theirs(text, special)[:9]}, which the tokenizer reads as {ours[:9]}"
-                raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {read}; export it with --to hf")
-    if spaces:
-        warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {spaces[0][:60]!a}", stacklevel=4)
+    typed = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
+    special = [token.decode() for token, type in typed if type in (USER, CONTROL, UNKNOWN)]
+    moved: list[str] = []
+    for text in _texts(tokenizer, parsed, special):
+        plain = library.call("the tokenizer fails", partial(parsed.encode, text, add_special_tokens=False)).ids
+        for parse, ours in ((False, tokenizer.encode(text)), (True, [*begin, *plain, *end])):
+            read = theirs(text, parse)
+            if read == ours or _same_text(tokenizer, text, read, ours):
+                continue
+            if not _moves_spaces(tokenizer, text, read, ours, special):
+                ids = f"{read[:9]}, which the tokenizer reads as {ours[:9]}"
+                raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
+            moved.append(text)
+    if moved:
+        warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {moved[0][:60]!a}", stacklevel=4)
 
 
-def _same(tokenizer: Tokenizer, text: str, theirs: list[int], ours: list[int], spaces: list[str]) -> bool:
-    """Whether the ids are equal, or of equal text where llama.cpp's algorithm for these tokenizers merges otherwise.
-
-    What differs in spaces around an added token is added to `spaces`.
-    """
-    if theirs == ours or (tokenizer.line_separable and SPACE in text):  # which becomes a space
-        return True
-    table, written = tokenizer.token_bytes, []
-    for ids in (theirs, ours):
-        written.append(b"".join(table[i] or b"<|%d|>" % i for i in ids if i < len(table)))
-    if tokenizer.line_separable:
-        return not text.isascii() and written[0] == written[1]
-    added = [t.content for t in tokenizer.inner.get_added_tokens_decoder().values()]
-    if not any(token in text for token in added) or len({data.replace(b" ", b"") for data in written}) > 1:
+def _same_text(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int]) -> bool:
+    """Whether a tokenizer trained here, whose lines llama.cpp does not split, has the same bytes in other tokens."""
+    if not tokenizer.line_separable or text.isascii():
         return False
-    spaces.append(text)
-    return tokenizer.byte_decoder.metaspace
+    return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # which becomes a space
 
 
-def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer) -> list[str]:
-    """TEXTS, texts of tokens alone and joined, and added tokens with text around; in NFC if the tokenizer makes it."""
-    step = tokenizer.vocab // SAMPLES + 1
-    samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[::step]]
+def _moves_spaces(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int], special: list[str]) -> bool:
+    """Whether only spaces differ, and there are special tokens, each of which SentencePiece's kind begins a text."""
+    written = {_written(tokenizer, ids).replace(b" ", b"") for ids in (read, ours)}
+    return tokenizer.byte_decoder.metaspace and len(written) == 1 and any(token in text for token in special)
+
+
+def _written(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    table = tokenizer.token_bytes
+    return b"".join(table[i] or b"<|%d|>" % i for i in ids if i < len(table))
+
+
+def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str]) -> list[str]:
+    """TEXTS, tokens alone and joined, and special ones with text around; in NFC if the tokenizer makes it."""
+    samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
-    added = [token.content for token in [*parsed.get_added_tokens_decoder().values()][:ADDED]]
-    texts = [*TEXTS, *samples, *joined, *(text for t in added for text in (t, f"a{t}b", f" {t} \n{t}{t} b"))]
-    if not any(
-        step["type"] == "NFC" for step in tokenizer_limits.steps(tokenizer_limits.pipeline(parsed), "normalizer")
-    ):
+    around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
+    texts = [*TEXTS, *samples, *joined, *around]
+    steps = tokenizer_limits.steps(tokenizer_limits.pipeline(parsed), "normalizer")
+    if not any(step["type"] == "NFC" for step in steps):
         return texts
     warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
     return [*map(normalizers.NFC().normalize_str, texts)]
@@ -167,22 +184,21 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
     words, level = steps[:last], steps[last] if last < len(steps) else {}
     patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in words] or [""]
     name = next((name for name, pattern in PATTERNS.items() if [pattern] == patterns), None)
-    whole = all(
-        (step.get("behavior"), step.get("invert")) in (("Isolated", False), ("Removed", True)) for step in words
-    )
+    whole = all((s.get("behavior"), s.get("invert")) in (("Isolated", False), ("Removed", True)) for s in words)
     plain = level.get("use_regex") is (patterns == [""]) and not level.get("add_prefix_space")
     if name is None or not whole or not plain:
         raise ValueError(
-            f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}) splits text in another way "
-            f"than llama.cpp's {', '.join(PATTERNS)}; export it with --to hf"
+            f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}) splits text in another "
+            f"way than llama.cpp's {', '.join(PATTERNS)}; export it with --to hf"
         )
     if bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
         raise ValueError(
-            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, llama.cpp's {name} {name in WHOLE_WORDS}"
+            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, which llama.cpp's {name} has not; "
+            "export it with --to hf"
         )
     if name == "tekken":
         warnings.warn(
-            "llama.cpp ends Tekken's words at combining marks, but not at capitals beyond ASCII", stacklevel=4
+            "llama.cpp ends Tekken's words at combining marks, not at capitals beyond ASCII", stacklevel=4
         )
     return name
 
@@ -231,7 +247,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
         added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
         raise ValueError(
-            f"the tokenizer's post_processor adds {added}, llama.cpp only BOS and EOS; export it with --to hf"
+            f"the tokenizer's post_processor adds {added}, llama.cpp BOS and EOS only; export it with --to hf"
         )
     ids |= {"bos_token": begin[0]} if begin else {}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}

@@ -1,4 +1,4 @@
-"""The `tokenizers` library, through which all of it is built and called: its errors become a line that names the part.
+"""The `tokenizers` library, built and called from here: its errors become one line that names the part.
 
 The library raises bare Exception in Rust's words, TypeError over several lines, and panics, which are no Exception
 and print a stack trace before they can be caught. What a file says is therefore compared with what the library
@@ -56,7 +56,7 @@ def shown(value: Any) -> str:
 
 
 def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
-    """The value of a key of a file, `place` before its name. Raises ValueError if it is missing, or not of the type."""
+    """The value of a key of a file, `place` before its name. Raises ValueError if it is missing or of another type."""
     if not isinstance(container, Mapping):
         raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
     if type(found := container.get(key)) is kind:

@@ -1,5 +1,6 @@
 """The Hugging Face config of a built model, derived from its modules alone."""
 
+import re
 from collections import Counter
 
 from torch import nn
@@ -19,7 +20,7 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
             config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
             rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            reasons[family] = 0, " ".join(str(error).split())
+            reasons[family] = 0, _unread(model, error)
             continue
         if (difference := _first_difference(model, rebuilt)) is None:
             return Architecture(family, config)
@@ -28,6 +29,20 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     closest = {reason: family for family, (rows, reason) in reasons.items() if rows == equal_rows}
     (reason, families), *_ = Counter(r for rows, r in reasons.values() if rows == equal_rows).most_common(1)
     return reason if families > 1 else f"not {closest[reason]}: {reason}"
+
+
+def _unread(model: nn.Module, error: Exception) -> str:
+    """Why a family's `read` ended with an error: the part that it does not know, by its place and class."""
+    if isinstance(error, ValueError):
+        return " ".join(str(error).split())
+    lacking = re.match(r"'(\w+)' object has no attribute", str(error))
+    found = ((place, type(module)) for place, module in model.named_modules())
+    place, cls = next(
+        ((p, c) for p, c in found if lacking and c.__name__ == lacking[1]), ("the model", type(model))
+    )
+    if cls.__module__.partition(".")[0] == "dunes":
+        return f"{place or 'the model'} is {cls.__name__}, which the family has not there"
+    return f"{place or 'the model'} is {cls.__name__}, a part of your own that no Hugging Face config describes"
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
