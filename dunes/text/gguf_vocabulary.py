@@ -26,8 +26,8 @@ from dunes.text.tokenizer import Tokenizer
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
 
-    Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or of which it would make other ids. Warns
-    of ids that differ for text not in NFC if the tokenizer makes it so, around special tokens, and for Tekken.
+    Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or whose ids it would not give. Warns of
+    other ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]

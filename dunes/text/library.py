@@ -41,8 +41,10 @@ def _reason(error: BaseException) -> str:
     text = re.sub(r" at line \d+ column \d+", "", " ".join(str(error).split()))
     if type(error) is ValueError and "PyO3" not in text:
         return text
-    if isinstance(error, KeyError) or (field := re.match("missing field `(.*)`", text)):
-        return f"has no {error.args[0] if isinstance(error, KeyError) else field[1]!r}"
+    if field := re.match("missing field `(.*)`", text) or (
+        isinstance(error, KeyError) and re.match("'(.*)'", text)
+    ):
+        return f"has no {field[1]}"
     if "TextInputSequence" in text:
         return "the text has half of a surrogate pair"
     if (isinstance(error, Exception) and type(error) is not Exception) or re.search(_INTERNAL, text):
@@ -56,7 +58,7 @@ def shown(value: Any) -> str:
 
 
 def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
-    """The value of a key of a file, `place` before its name. Raises ValueError if it is missing or of another type."""
+    """The value of a key of a file, `place` before its name. Raises ValueError if missing or of another type."""
     if not isinstance(container, Mapping):
         raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
     if type(found := container.get(key)) is kind:
@@ -82,11 +84,12 @@ def regex(pattern: Any, place: str) -> Regex:
 
 
 def bpe(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
+    vocab: dict[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
 ) -> models.BPE:
     """A model of byte pairs. Raises ValueError that names the first merge that is none by its index in `place`."""
     check_merges(vocab, merges, place)
-    return call(place, lambda: models.BPE(vocab, merges, **settings))
+    pairs = [(left, right) for left, right in merges]
+    return call(place, lambda: models.BPE(vocab, pairs, **settings))
 
 
 def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
@@ -114,7 +117,7 @@ def parse_untrusted(
     Raises ValueError that names the damaged part, and key and index where they are known.
     """
     _check_model(item(content, "model", dict))
-    _check_added(item({"added_tokens": []} | content, "added_tokens", list))
+    _check_added(item({"added_tokens": [], **content}, "added_tokens", list))
     for part in (part for part in PARTS if content.get(part) is not None):
         item(content, part, dict)
     try:
