@@ -34,6 +34,7 @@ from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama3, llama_cpp,
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
+from own_parts import of_own_parts
 from test_tokenizer_conversion import ranked, ranks, trained
 
 TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"
@@ -541,7 +542,7 @@ NORMALIZERS = {
         for name in ("NFKC", "NFD", "NFKD", "Lowercase", "StripAccents", "Strip")
     },
     "BertNormalizer": step(normalizers.BertNormalizer),
-    "Nmt": step(normalizers.Nmt),
+    "StripAccents": step(normalizers.StripAccents),
     "Replace": step(normalizers.Replace, "``", "a"),
     "Prepend": step(normalizers.Prepend, "_"),
     "Lowercase, in a sequence": step(normalizers.Sequence, [normalizers.NFC(), normalizers.Lowercase()]),
@@ -582,7 +583,7 @@ def test_added_tokens_that_take_spaces_are_refused_by_name(flag, special, tmp_pa
 END = "<|endoftext|>"
 DIFFERENT = {  # nothing in their settings is unusual
     "a word of pieces": ("sentencepiece", {"pre_tokenizer": step(pre_tokenizers.Metaspace)}, "read .* as ids"),
-    "digits": ("sentencepiece", {"pre_tokenizer": step(pre_tokenizers.Split, tokenizers.Regex("[a-m]+"), "isolated")}, "read"),
+    "pieces": ("sentencepiece", {"pre_tokenizer": step(pre_tokenizers.Split, "e", "isolated")}, "read .* as ids"),
     "merged": ("gpt-2", {"pre_tokenizer": step(pre_tokenizers.Split, "a", "merged_with_next")}, "in another way"),
     "whole words": ("gpt-2", {"model": {"ignore_merges": True}}, "ignore_merges True"),
     "unknown": ("gpt-2", {"model": {"unk_token": "!"}}, "read .* as ids"),
@@ -604,7 +605,7 @@ def test_other_ids_of_llama_cpp_are_found(case):
 def test_a_vocabulary_in_another_order_is_found(tokenizer, monkeypatch):
     scores = gguf_vocabulary._scores
     monkeypatch.setattr(gguf_vocabulary, "_scores", lambda *model: [-s for s in scores(*model)])
-    with pytest.raises(ValueError, match="llama.cpp would read"):
+    with pytest.raises(ValueError, match=r"llama\.cpp would read .* as ids"):
         vocabulary_fields(tokenizer, tokenizer.vocab)
 
 
@@ -613,27 +614,27 @@ def test_what_llama_cpp_reads_otherwise_in_few_texts_is_a_warning(name, tokenize
     other = changed(tokenizer if name == "own" else FOREIGN[name](), normalizer=step(normalizers.NFC))
     with pytest.warns(UserWarning, match="to NFC: decomposed accents"):
         vocabulary_fields(other, other.vocab)
-    with pytest.warns(UserWarning, match="other spaces around special tokens"):
-        symbols = FOREIGN["symbols"]()
-        vocabulary_fields(symbols, symbols.vocab)
-    with pytest.warns(UserWarning, match="Tekken's words at combining marks"):
-        vocabulary_fields(tekken := FOREIGN["tekken"](), tekken.vocab)
 
 
-def test_what_stands_around_a_text_is_written():
-    for text, begins, ends in (
-        (f"{END} $A", True, False),
-        (f"$A {END}", False, True),
-        (f"{END} $A {END}", True, True),
-    ):
-        other = FOREIGN["gpt-2"]()
-        other = changed(
-            other,
-            post_processor=step(processors.TemplateProcessing, single=text, special_tokens=[(END, other.eos)]),
-        )
-        fields = vocabulary_fields(other, other.vocab)
-        assert (fields["ggml.add_bos_token"], fields["ggml.add_eos_token"]) == (begins, ends)
-        assert fields["ggml.eos_token_id"] == fields.get("ggml.bos_token_id", other.eos) == other.eos
+@pytest.mark.parametrize(
+    ("name", "reason"), [("symbols", "other spaces around"), ("tekken", "at combining marks")]
+)
+def test_what_llama_cpp_splits_otherwise_is_a_warning(name, reason):
+    other = FOREIGN[name]()
+    with pytest.warns(UserWarning, match=reason):
+        vocabulary_fields(other, other.vocab)
+
+
+@pytest.mark.parametrize(
+    ("text", "adds"), [(f"{END} $A", "bos"), (f"$A {END}", "eos"), (f"{END} $A {END}", "both")]
+)
+def test_what_stands_around_a_text_is_written(text, adds):
+    before = FOREIGN["gpt-2"]()
+    marks = {"single": text, "special_tokens": [(END, before.eos)]}
+    other = changed(before, post_processor=step(processors.TemplateProcessing, **marks))
+    fields = vocabulary_fields(other, other.vocab)
+    assert (fields["ggml.add_bos_token"], fields["ggml.add_eos_token"]) == (adds != "eos", adds != "bos")
+    assert fields["ggml.eos_token_id"] == fields.get("ggml.bos_token_id", other.eos) == other.eos
 
 
 @pytest.mark.parametrize("name", ["own", *sorted(FOREIGN)])
@@ -658,6 +659,14 @@ def test_metadata_that_is_written_otherwise_is_found(tmp_path, tokenizer, monkey
         )
         with pytest.raises(ValueError, match=f"has another tokenizer.{key}; check the disk"):
             written(tmp_path, "llama", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("per token", "mlp is OwnMLP"), ("position", "attn.position is function")]
+)
+def test_own_parts_are_refused_by_their_place(name, part, tmp_path):
+    described = checkpoint.hf_config_of(of_own_parts(name).float(), 32)
+    assert described == f"blocks.0.{part}, which no Hugging Face config describes"
 
 
 def test_a_context_that_is_cut_to_the_window_is_told(tmp_path, tokenizer):

@@ -70,8 +70,8 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""The types of the steps that llama.cpp's algorithms have, too: of byte-level BPE, of tokenizers trained here, and of
-SentencePiece's kind. NFC is one that it lacks, which matters to few texts."""
+"""The steps that llama.cpp's algorithms have, too: of byte-level BPE, of tokenizers trained here, of SentencePiece's
+kind. NFC is one that it lacks, which matters to few texts."""
 
 
 def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -113,7 +113,7 @@ TEXTS = (
     ),
     *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
 )
-"""Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts, controls, runs."""
+"""Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
 SAMPLES, SPECIAL = 400, 40
 """Tokens of the vocabulary, and special ones, whose own texts are compared."""
 
@@ -140,14 +140,14 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _same_text(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int]) -> bool:
-    """Whether a tokenizer trained here, whose lines llama.cpp does not split, has the same bytes in other tokens."""
+    """Whether a tokenizer trained here, has the same bytes in other tokens, merged by character."""
     if not tokenizer.line_separable or text.isascii():
         return False
     return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # which becomes a space
 
 
 def _moves_spaces(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int], special: list[str]) -> bool:
-    """Whether only spaces differ, and there are special tokens, each of which SentencePiece's kind begins a text."""
+    """Whether only spaces differ around special tokens, after each of which llama.cpp begins a text anew."""
     written = {_written(tokenizer, ids).replace(b" ", b"") for ids in (read, ours)}
     return tokenizer.byte_decoder.metaspace and len(written) == 1 and any(token in text for token in special)
 

@@ -104,9 +104,9 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
                 raise ValueError(f"{place}[{i}] is {shown(pair)}: {shown(token)} is {known}")
 
 
-def parse(text: str) -> tokenizers.Tokenizer:
+def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
     """The tokenizer in a text that `Tokenizer.json` wrote. Raises ValueError if it was damaged since."""
-    return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
+    return call(subject, lambda: tokenizers.Tokenizer.from_str(text))
 
 
 def parse_untrusted(

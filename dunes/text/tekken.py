@@ -68,7 +68,7 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; a tekken.json has at most {MAX_BYTES}")
     content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
-    config, listed = (library.item(content, key, kind) for key, kind in (("config", dict), ("vocab", list)))
+    config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
     pattern = library.item(config, "pattern", str, "config.")
     size, count = (
         library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens")

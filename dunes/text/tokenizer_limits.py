@@ -174,7 +174,8 @@ def _sample_texts(step: Step) -> list[str]:
 
 def _normalizer_of(step: Step) -> Callable[[str], str]:
     empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-    normalizer = library.parse(json.dumps(empty | {"normalizer": step})).normalizer
+    subject = f"its normalizer {step.get('type', '')}"
+    normalizer = library.parse(json.dumps(empty | {"normalizer": step}), subject).normalizer
     assert normalizer is not None
     normalize: Callable[[str], str] = normalizer.normalize_str
     return normalize

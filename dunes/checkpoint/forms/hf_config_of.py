@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -36,13 +37,18 @@ def _unread(model: nn.Module, error: Exception) -> str:
     if isinstance(error, ValueError):
         return " ".join(str(error).split())
     lacking = re.match(r"'(\w+)' object has no attribute", str(error))
-    found = ((place, type(module)) for place, module in model.named_modules())
-    place, cls = next(
-        ((p, c) for p, c in found if lacking and c.__name__ == lacking[1]), ("the model", type(model))
-    )
-    if cls.__module__.partition(".")[0] == "dunes":
-        return f"{place or 'the model'} is {cls.__name__}, which the family has not there"
-    return f"{place or 'the model'} is {cls.__name__}, a part of your own that no Hugging Face config describes"
+    parts = ((place, type(part)) for place, part in _parts(model))
+    place, kind = next(((p, k) for p, k in parts if lacking and k.__name__ == lacking[1]), ("", type(model)))
+    known = kind.__module__.partition(".")[0] == "dunes"
+    reason = "which the family does not have there" if known else "which no Hugging Face config describes"
+    return f"{place or 'the model'} is {kind.__name__}, {reason}"
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """The modules and what they hold that is none, such as a position, by their places."""
+    for place, module in model.named_modules():
+        yield place, module
+        yield from ((f"{place}.{name}".strip("."), part) for name, part in vars(module).items() if name[0] != "_")
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
