@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from dunes.checkpoint.files.atomic import write_file
@@ -28,7 +27,7 @@ from dunes.data.fim import sentinels
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.trained_text import remember_sources
-from dunes.text import Tokenizer
+from dunes.text import Tokenizer, library
 from dunes.units import plural
 
 SAMPLE = 2_000_000
@@ -139,7 +138,7 @@ def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Disp
     folder = default_cache().parent / "tokenizers"
     for path in folder.glob(f"{key}-*.json"):
         if path.stem.endswith(_digest(text := path.read_bytes())):
-            return Tokenizer(tokenizers.Tokenizer.from_str(text.decode()))
+            return Tokenizer(library.parse(text.decode()))
     display.detail(f"training a {config.tokenizer} tokenizer")
     trained = Tokenizer.train(config.tokenizer, _sample(documents, config), config.vocab_size)
     data = trained.json().encode()

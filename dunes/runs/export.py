@@ -167,7 +167,7 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
     out.parent.mkdir(parents=True, exist_ok=True)
     counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, kind))
     listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
-    return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal"
+    return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal{gguf.window_note(model)}"
 
 
 def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tokenizers
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -24,7 +23,7 @@ from dunes import checkpoint, measure
 from dunes.generate import Sampler, sampler
 from dunes.runs.evaluate import BATCH
 from dunes.runs.text_generator import TextGenerator, cut_at_stop
-from dunes.text import json_file
+from dunes.text import json_file, library
 from dunes.text.special_tokens import token_text
 from dunes.units import plural
 
@@ -59,7 +58,7 @@ class Harness(TemplateLM):
         self.generator = TextGenerator(loaded)
         tokenizer = self.generator.tokenizer
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
-        self.inner = tokenizers.Tokenizer.from_str(tokenizer.json())
+        self.inner = library.parse(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
         self._end = tokenizer.eos

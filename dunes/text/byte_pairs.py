@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
-from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
+
+from dunes.text import library
 
 
 def _bytes_to_chars() -> dict[int, str]:
@@ -49,7 +52,8 @@ def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokeni
         if end is None:
             raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
         splits.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
-    return [pre_tokenizers.Split(Regex(rf"\A(?:{'|'.join(splits)})"), "isolated")] if splits else []
+    pattern = rf"\A(?:{'|'.join(splits)})"
+    return [pre_tokenizers.Split(library.regex(pattern, "special tokens"), "isolated")] if splits else []
 
 
 def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = None) -> None:
@@ -57,6 +61,6 @@ def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = Non
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     if begin is not None:
         special = [(begin, inner.token_to_id(begin))]
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=special
-        )
+        single, pair = [begin, "$A"], [begin, "$A", f"{begin}:1", "$B:1"]
+        make = partial(processors.TemplateProcessing, single=single, pair=pair, special_tokens=special)
+        inner.post_processor = library.call(f"the token before each text, {library.shown(begin)}", make)

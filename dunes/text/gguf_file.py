@@ -9,17 +9,18 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from dunes.text import llama3, sentencepiece
+from dunes.text import library, llama3, sentencepiece
 from dunes.text.byte_pairs import add_special
 from dunes.text.model_file import find_file, open_file, require_content
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
+from dunes.units import plural
 
 SUFFIX = ".gguf"
 MAX_HEADER_BYTES, MAX_STRINGS, MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 27, 2_000_000, 10_000, 100_000, 4
@@ -184,48 +185,111 @@ def build_tokenizer(
 ) -> tokenizers.Tokenizer:
     """The tokenizer in a header: its tokenizer.json, which `parse` reads, or one that is built from its tokens.
 
-    Raises ValueError, without the file's name, for damaged fields and for kinds that are not supported.
+    Raises ValueError that names key and index, but not the file, for damaged fields and for kinds that are not
+    supported.
     """
-    if (text := fields.get(f"tokenizer.{JSON}")) is not None:
-        return parse(str(text).encode())
-    kind, pattern = (fields.get(f"tokenizer.ggml.{key}", "") for key in ("model", "pre"))
-    tokens = [token.decode() for token in fields["tokenizer.ggml.tokens"]]
-    types = [int(t) for t in fields.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))]
+    if f"tokenizer.{JSON}" in fields:
+        return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
+    kind, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
     if kind == "llama":
-        scores = fields["tokenizer.ggml.scores"].tolist()
-        return _sentencepiece(fields, list(map(Piece, tokens, scores, types)))
+        return _sentencepiece(fields, tokens, types)
+    pattern = value(fields, "ggml.pre", str, "")
     if kind != "gpt2" or pattern not in PATTERNS:
         raise ValueError(
             f"a tokenizer of kind {kind[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
-    merges = [tuple(merge.decode().rsplit(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pattern in WHOLE_WORDS))
-    words = [pre_tokenizers.Split(Regex(PATTERNS[pattern]), "isolated")] if PATTERNS[pattern] else []
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
-    begin, typed = special_tokens(fields).bos, list(zip(tokens, types, strict=True))
-    inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
-    add_special(inner, [text for text, type in typed if type == CONTROL], tokens[begin[0]] if begin else None)
+    inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
+    inner.add_tokens(
+        [AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER]
+    )
+    begin = special_tokens(fields).bos
+    special = [text for text, type in zip(tokens, types, strict=True) if type == CONTROL]
+    add_special(inner, special, tokens[begin[0]] if begin else None)
     return inner
 
 
-def _sentencepiece(fields: Mapping[str, Any], pieces: list[Piece]) -> tokenizers.Tokenizer:
+def byte_level(
+    tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pattern: str
+) -> tokenizers.Tokenizer:
+    """The tokenizer of words that one of PATTERNS splits off, without added tokens."""
+    vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
+    inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
+    words = (
+        [pre_tokenizers.Split(library.regex(PATTERNS[pattern], pattern), "isolated")] if PATTERNS[pattern] else []
+    )
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
+    return inner
+
+
+def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
+    scores = value(fields, "ggml.scores", np.ndarray)
+    _check_length("ggml.scores", scores, tokens, "iuf")
+    pieces = [*map(Piece, tokens, scores.tolist(), types)]
     while pieces and pieces[-1].type == UNUSED:
         pieces.pop()
-    bos, prefix = fields.get("tokenizer.ggml.bos_token_id", 1), fields.get("tokenizer.ggml.add_space_prefix", True)
+    bos, prefix = _id(fields, "bos", 1, len(pieces)), value(fields, "ggml.add_space_prefix", bool, True)
     byte_fallback = any(piece.type == BYTE for piece in pieces)
-    model = sentencepiece.Model(tuple(pieces), byte_fallback, pieces[bos].text, bool(prefix), False)
+    assert bos is not None
+    model = sentencepiece.Model(tuple(pieces), byte_fallback, pieces[bos].text, prefix, False)
     sentencepiece.check(model)
     return sentencepiece.build(model)
 
 
+def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """The spelling and the type of each token. Raises ValueError that names key and index for damaged ones."""
+    tokens = _texts(fields, "ggml.tokens")
+    types = value(fields, "ggml.token_type", np.ndarray, np.full(len(tokens), NORMAL))
+    _check_length("ggml.token_type", types, tokens, "iu")
+    ids: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        if not NORMAL <= types[i] <= BYTE:
+            raise ValueError(f"tokenizer.ggml.token_type[{i}] is {types[i]}; expected {NORMAL} to {BYTE}")
+        if ids.setdefault(token, i) != i:
+            raise ValueError(f"tokenizer.ggml.tokens[{ids[token]}] and [{i}] are both {library.shown(token)}")
+    return tokens, types.tolist()
+
+
+MERGES = "tokenizer.ggml.merges"
+_T = TypeVar("_T")
+
+
+def value(fields: Mapping[str, Any], name: str, kind: type[_T], default: _T | None = None) -> _T:
+    """The value of a tokenizer's key. Raises ValueError if it is missing without a default, or of another type."""
+    key = f"tokenizer.{name}"
+    return library.item(fields if default is None else {key: default, **fields}, key, kind)
+
+
+def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
+    return [library.text(raw, f"tokenizer.{name}[{i}]") for i, raw in enumerate(value(fields, name, list))]
+
+
+def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:
+    if numbers.dtype.kind not in kinds:
+        raise ValueError(
+            f"tokenizer.{name} is of {numbers.dtype}; expected {'integers' if kinds == 'iu' else 'numbers'}"
+        )
+    if len(numbers) != len(tokens):
+        raise ValueError(
+            f"tokenizer.{name} has {plural(len(numbers), 'entry', 'entries')}, tokenizer.ggml.tokens {len(tokens)}"
+        )
+
+
+def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
+    """A special token's id below `count`."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    found = fields.get(key, default)
+    if found is not None and not (type(found) is int and 0 <= found < count):
+        raise ValueError(f"{key} is {library.shown(found)}; expected an id below {count}, the number of tokens")
+    return found
+
+
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
     """The special ids in a header. BOS is put before a text as it says, by default by SentencePiece's kind."""
-    bos, eos, turn = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot"))
-    adds = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
-    if not all(i is None or (type(i) is int and i >= 0) for i in (bos, eos, turn)):
-        raise ValueError("a special token's id is no number")
+    count = len(value(fields, "ggml.tokens", list))
+    bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
+    adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")
     stops = frozenset(i for i in (eos, turn) if i is not None)
     return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)

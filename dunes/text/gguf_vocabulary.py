@@ -8,10 +8,15 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from dunes.text import chat_template, tokenizer_limits
+import tokenizers
+from tokenizers import normalizers
+
+from dunes.text import chat_template, library, llama_cpp, tokenizer_limits
 from dunes.text.byte_decoder import SPACE
 from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
@@ -21,26 +26,156 @@ from dunes.text.tokenizer import Tokenizer
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
 
-    Raises ValueError for a tokenizer that llama.cpp has no algorithm for.
+    Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or whose ids it would not give. Warns of
+    other ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
     """
-    model = json.loads(tokenizer.json())["model"]
+    content = json.loads(tokenizer.json())
+    model = content["model"]
     if model["type"] != "BPE":
-        raise ValueError(f"llama.cpp has no tokenizer of type {model['type']}; train one with bpe")
+        raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
     by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
-    if by_score and not (tokenizer.line_separable or model["byte_fallback"]):
-        raise ValueError("the tokenizer has no tokens for bytes, without which llama.cpp ends at unknown text")
+    for reason in _unsaid(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
+        raise ValueError(
+            f"{reason}, which llama.cpp does not know, and would give other ids; export it with --to hf"
+        )
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
     if len(set(tokens)) < rows:
         raise ValueError("two tokens have the same spelling in llama.cpp's vocabulary, which it cannot tell apart")
     fields: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types, JSON: tokenizer.json()}
     if by_score:
+        spelled = {*tokens, b" "}  # which is never looked up as a byte
+        missing = sum(spelled.isdisjoint((b"<0x%02X>" % b, bytes([b][: b < 128]))) for b in range(256))
+        if missing or not (tokenizer.line_separable or model["byte_fallback"]):
+            raise ValueError(
+                f"the tokenizer has no tokens for bytes ({missing} of 256 are missing, byte_fallback is "
+                f"{model['byte_fallback']}), without which llama.cpp ends at unknown text"
+            )
         fields |= {"ggml.model": "llama", "ggml.scores": _scores(model["vocab"], merges, rows)}
         fields |= {"ggml.add_space_prefix": tokenizer.encode("a") != tokenizer.encode_continuation("a")}
     else:
         fields |= {"ggml.model": "gpt2", "ggml.merges": [" ".join(m) for m in merges]}
         fields |= {"ggml.pre": _pattern_name(tokenizer, model)}
-    return fields | _special_fields(tokenizer)
+    fields |= _special_fields(tokenizer)
+    _check_ids(tokenizer, fields)
+    return fields
+
+
+KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "bytes": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
+    "own": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
+    "pieces": {
+        "normalizer": ("NFC", "Prepend", "Replace"),
+        "pre_tokenizer": ("Metaspace", "Split"),
+        "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
+    },
+}
+"""The steps that llama.cpp has, too, for byte-level BPE, tokenizers trained here, and SentencePiece's kind. NFC is one
+that it lacks, which matters to few texts."""
+
+
+def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """The settings of a tokenizer that GGUF has no key for."""
+    for part, known in KNOWN[kind].items():
+        for step in tokenizer_limits.steps(content, part):
+            spaces = step.get("pattern") == {"String": " "} and step.get("content") == SPACE
+            plain = spaces if step["type"] == "Replace" else step.get("prepend", SPACE) == SPACE
+            if step["type"] not in known or (part == "normalizer" and not plain):
+                yield f"the tokenizer's {part} has {step['type']}"
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if content["model"].get(key):
+            yield f"the tokenizer's model has {key} {content['model'][key]!a}"
+    for token in content["added_tokens"]:
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token[flag]:
+                yield f"the tokenizer's token {token['content']!a} has {flag}"
+
+
+TEXTS = (
+    *("", " ", "  ", " a", "a ", "  a  b   c ", "\t", "\ta\t\tb", "\n", "\r\n", "a\r\nb\n\n c\r", " " * 200 + "x"),
+    *("Hello, World! HELLO", "I'll DON'T", "CamelCaseXML_2 snake", "``a'' \u201cb\u201d \u2026", "f(x)!=[1]==>y;"),
+    *(
+        "e\u0301 \xe9 A\u030a \xc5 \u212b",
+        "\ufb01 \uff21\uff11 \u2460 \xbd \uff71",
+        "\u1e9e\xdf \u0130\u0131\u017f",
+    ),
+    *(
+        "\u0391\u03b1 \u041f\u0440",
+        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d",
+        "\u0939\u093f \u0e44\u0e17 \u0627\u0644",
+    ),
+    *("\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea", "\U0001f600\ufe0f", "0 12 345 6789 3.14e-10 1,000"),
+    *(
+        "\u0661\u0662 \u2167 \xb2",
+        "\0a\x01\x7f\x85",
+        "\ufeff\ufffd\uffff\U0010ffff\ue000",
+        "\xa0\u3000\u2028\u200b",
+    ),
+    *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
+)
+"""Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
+SAMPLES, SPECIAL = 400, 40
+"""Tokens of the vocabulary, and special ones, whose own texts are compared."""
+
+
+def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError unless llama.cpp's algorithm gives the tokenizer's ids, from these values alone."""
+    theirs, parsed = llama_cpp.encoder(fields), library.parse(tokenizer.json())
+    begin, end = tokenizer.bos, _template(tokenizer)[1]
+    typed = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
+    special = [token.decode() for token, type in typed if type in (USER, CONTROL, UNKNOWN)]
+    moved: list[str] = []
+    for text in _texts(tokenizer, parsed, special):
+        plain = library.call("the tokenizer fails", partial(parsed.encode, text, add_special_tokens=False)).ids
+        for parse, ours in ((False, tokenizer.encode(text)), (True, [*begin, *plain, *end])):
+            read = theirs(text, parse)
+            if read == ours or _same_text(tokenizer, text, read, ours):
+                continue
+            if not _moves_spaces(tokenizer, text, read, ours, special):
+                ids = f"{read[:9]}, which the tokenizer reads as {ours[:9]}"
+                raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
+            moved.append(text)
+    if moved:
+        warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {moved[0][:60]!a}", stacklevel=4)
+
+
+def _same_text(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int]) -> bool:
+    """Whether a tokenizer trained here, has the same bytes in other tokens, merged by character."""
+    if not tokenizer.line_separable or text.isascii():
+        return False
+    return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # which becomes a space
+
+
+def _moves_spaces(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int], special: list[str]) -> bool:
+    """Whether only spaces differ around special tokens, after each of which llama.cpp begins a text anew."""
+    written = {_written(tokenizer, ids).replace(b" ", b"") for ids in (read, ours)}
+    return tokenizer.byte_decoder.metaspace and len(written) == 1 and any(token in text for token in special)
+
+
+def _written(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+    table = tokenizer.token_bytes
+    return b"".join(table[i] or b"<|%d|>" % i for i in ids if i < len(table))
+
+
+def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str]) -> list[str]:
+    """TEXTS, tokens alone and joined, and special ones with text around; in NFC if the tokenizer makes it."""
+    samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
+    joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
+    around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
+    texts = [*TEXTS, *samples, *joined, *around]
+    steps = tokenizer_limits.steps(tokenizer_limits.pipeline(parsed), "normalizer")
+    if not any(step["type"] == "NFC" for step in steps):
+        return texts
+    warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
+    return [*map(normalizers.NFC().normalize_str, texts)]
+
+
+def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer's post_processor puts before and after a text."""
+    plain, full = (tokenizer.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
+    i = next(starts, 0)
+    return full[:i], full[i + len(plain) :]
 
 
 def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
@@ -49,9 +184,22 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
     words, level = steps[:last], steps[last] if last < len(steps) else {}
     patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in words] or [""]
     name = next((name for name, pattern in PATTERNS.items() if [pattern] == patterns), None)
+    whole = all((s.get("behavior"), s.get("invert")) in (("Isolated", False), ("Removed", True)) for s in words)
     plain = level.get("use_regex") is (patterns == [""]) and not level.get("add_prefix_space")
-    if name is None or not plain or bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
-        raise ValueError(f"the tokenizer splits text in another way than llama.cpp's {', '.join(PATTERNS)}")
+    if name is None or not whole or not plain:
+        raise ValueError(
+            f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}) splits text in another "
+            f"way than llama.cpp's {', '.join(PATTERNS)}; export it with --to hf"
+        )
+    if bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
+        raise ValueError(
+            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, which llama.cpp's {name} has not; "
+            "export it with --to hf"
+        )
+    if name == "tekken":
+        warnings.warn(
+            "llama.cpp ends Tekken's words at combining marks, not at capitals beyond ASCII", stacklevel=4
+        )
     return name
 
 
@@ -93,12 +241,19 @@ def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) 
 
 
 def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special ids, whether BOS is put before a text, and the chat template."""
+    """Special ids, whether BOS and EOS are put around a text, and the chat template."""
     ids = {key: tokenizer.token_id(text) for key, text in tokenizer.special_tokens_map.items()}
+    begin, (_, end) = tokenizer.bos, _template(tokenizer)
+    if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
+        added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
+        raise ValueError(
+            f"the tokenizer's post_processor adds {added}, llama.cpp BOS and EOS only; export it with --to hf"
+        )
+    ids |= {"bos_token": begin[0]} if begin else {}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
     fields: dict[str, Any] = {f"ggml.{names[key]}_token_id": i for key, i in ids.items()}
     if "eos_token" in ids and (turns := sorted(tokenizer.stops - {tokenizer.eos})):
         fields["ggml.eot_token_id"] = turns[0]
     template = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     fields |= {} if template is None else {"chat_template": template}
-    return fields | {"ggml.add_bos_token": bool(tokenizer.bos), "ggml.add_eos_token": False}
+    return fields | {"ggml.add_bos_token": bool(begin), "ggml.add_eos_token": bool(end)}

@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
+from dunes.text import library
 from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
@@ -61,10 +62,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` is added before a text with special tokens. Raises
     ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
     """
-    try:
-        return build(read(data))
-    except (TypeError, AttributeError, UnicodeDecodeError) as error:  # a field of another type
-        raise ValueError(f"not a sentencepiece model: {error}") from None
+    return build(read(data))
 
 
 def build(model: Model) -> tokenizers.Tokenizer:
@@ -89,16 +87,18 @@ def read(data: bytes) -> Model:
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(value))
+            pieces.append(_piece(value, len(pieces)))
             if len(pieces) > MAX_PIECES:
                 raise ValueError(f"not a sentencepiece model: more than {MAX_PIECES} pieces")
         elif number in messages:
+            if not isinstance(value, bytes):
+                raise ValueError(f"not a sentencepiece model: field {number} is a number")
             messages[number] += value  # a message that comes in parts is the parts' concatenation
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
         bool(trainer.get(35, 0)),
-        trainer.get(46, b"<s>").decode(),
+        library.text(trainer.get(46, b"<s>"), "bos_piece"),
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
@@ -148,15 +148,19 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
     raise ValueError(f"not a sentencepiece model: a number at byte {offset} has no end")
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: Any, i: int) -> Piece:
+    if not isinstance(data, bytes):
+        raise ValueError(f"not a sentencepiece model: piece {i} is a number")
     fields = dict(_fields(data))
-    raw, score = fields.get(1, b""), fields.get(2, bytes(4))
+    raw, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
+    if not (isinstance(raw, bytes) and isinstance(score, bytes) and isinstance(kind, int)):
+        raise ValueError(f"not a sentencepiece model: piece {i} has fields of other types")
     if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
         raise ValueError(
-            f"not a sentencepiece model: a piece of {plural(len(raw), 'byte')} with a score of {len(score)}; 1 to "
-            f"{MAX_PIECE} and 4 are expected"
+            f"not a sentencepiece model: piece {i} is a piece of {plural(len(raw), 'byte')} with a score of "
+            f"{len(score)}; 1 to {MAX_PIECE} and 4 are expected"
         )
-    return Piece(raw.decode(), struct.unpack("<f", score)[0], fields.get(3, NORMAL))
+    return Piece(library.text(raw, f"piece {i}"), struct.unpack("<f", score)[0], kind)
 
 
 def check(model: Model) -> None:
@@ -167,8 +171,8 @@ def check(model: Model) -> None:
         problem = f"{plural(len(texts) - len(set(texts)), 'piece occurs', 'pieces occur')} twice"
     elif len(model.texts(UNKNOWN)) != 1:
         problem = f"{len(model.texts(UNKNOWN))} unknown pieces, expected one"
-    elif not all(math.isfinite(p.score) for p in model.pieces):
-        problem = "a score is not finite"
+    elif odd := [i for i, p in enumerate(model.pieces) if not math.isfinite(p.score)]:
+        problem = f"the score of piece {odd[0]}, {texts[odd[0]]!a}, is not finite"
     elif sum(len(t) ** 2 for t in texts) > MAX_WORK:
         problem = "the pieces are too long in total"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
@@ -193,7 +197,7 @@ def _bpe(model: Model) -> models.BPE:
             merges.append(last)
     # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer ones first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
-    return models.BPE(
+    return library.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
         merges,
         unk_token=model.texts(UNKNOWN)[0],
@@ -228,7 +232,11 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        steps.append(pre_tokenizers.Split(Regex("|".join(map(re.escape, users))), "isolated"))
+        steps.append(
+            pre_tokenizers.Split(
+                library.regex("|".join(map(re.escape, users)), "user-defined symbols"), "isolated"
+            )
+        )
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
 

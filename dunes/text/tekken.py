@@ -7,18 +7,19 @@ Special tokens have the first ids
 """
 
 import base64
-import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
+from dunes.text import json_file, library
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
-MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK = 1 << 27, 1 << 20, 1024, 100_000_000
-"""Limits on the file's bytes, the number of tokens, a token's bytes, and the sum of the squared lengths."""
+MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK, MAX_ITEMS = 1 << 27, 1 << 20, 1024, 100_000_000, 16_000_000
+"""Limits on the file's bytes, tokens, a token's bytes, the sum of squared lengths, and commas and brackets."""
 
 DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -49,10 +50,10 @@ def build_bpe(
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
         raise ValueError("not a list of tokens: one occurs twice, or is spelled like a special one")
     merges, parts = _merges(tokens)
-    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), "removed", invert=True),
+            pre_tokenizers.Split(library.regex(pattern, "its pattern"), "removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
         ]
@@ -66,38 +67,52 @@ def _read(data: bytes) -> tuple[str, list[str], list[str]]:
     """The pattern, the special tokens, and the others as byte-level BPE spells them."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; a tekken.json has at most {MAX_BYTES}")
-    try:
-        content = json.loads(data)
-        config, listed = content["config"], content["vocab"]
-        pattern, size, count = (config[k] for k in ("pattern", "default_vocab_size", "default_num_special_tokens"))
-        special = _special(content.get("special_tokens"), count)
-        if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
-            raise ValueError(
-                f"{plural(size, 'id')} with {plural(count, 'special one')}, "
-                f"and {plural(len(listed), 'token')} in the list"
-            )
-        return pattern, special, [_token(token, rank) for rank, token in enumerate(listed[: size - count])]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a tekken.json: {type(error).__name__}: {error}".replace("\n", " ")) from None
+    content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
+    config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
+    pattern = library.item(config, "pattern", str, "config.")
+    size, count = (
+        library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens")
+    )
+    special = _special(content.get("special_tokens"), count)
+    if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
+        raise ValueError(
+            f"not a tekken.json: {plural(size, 'id')} with {plural(count, 'special one')}, "
+            f"and {plural(len(listed), 'token')} in the list"
+        )
+    return pattern, special, [_token(token, rank) for rank, token in enumerate(listed[: size - count])]
 
 
-def _special(listed: Sequence[Mapping[str, Any]] | None, count: int) -> list[str]:
+def _special(listed: Any, count: int) -> list[str]:
     if not 0 <= count <= MAX_VOCAB:
-        raise ValueError(plural(count, "special token"))
-    names = DEFAULT_SPECIAL if listed is None else [token["token_str"] for token in listed]
-    if listed is not None and [token["rank"] for token in listed] != list(range(len(listed))):
-        raise ValueError("the special tokens' ranks do not count from 0")
-    if len(names) > count or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{plural(len(names), 'special token')} of at most {count}, each of which needs a text")
+        raise ValueError(f"not a tekken.json: {plural(count, 'special token')}")
+    names = DEFAULT_SPECIAL
+    if listed is not None:
+        listed = library.item({"special_tokens": listed}, "special_tokens", list)
+        names = [_special_name(token, i) for i, token in enumerate(listed)]
+    if len(names) > count:
+        raise ValueError(f"not a tekken.json: {plural(len(names), 'special token')} of at most {count}")
     return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
 
 
-def _token(token: Mapping[str, Any], rank: int) -> str:
-    raw = base64.b64decode(token["token_bytes"], validate=True)
-    if token["rank"] != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
-        raise ValueError(
-            f"token {rank} is {raw[:20]!r} of rank {token['rank']}; 256 bytes in order are expected first"
-        )
+def _special_name(token: Any, i: int) -> str:
+    place = f"special_tokens[{i}]."
+    name, rank = library.item(token, "token_str", str, place), library.item(token, "rank", int, place)
+    if rank != i:
+        raise ValueError(f"{place}rank is {rank}: the special tokens' ranks do not count from 0")
+    if not name:
+        raise ValueError(f"{place}token_str is ''; each needs a text")
+    return name
+
+
+def _token(token: Any, rank: int) -> str:
+    place = f"vocab[{rank}]."
+    text, found = library.item(token, "token_bytes", str, place), library.item(token, "rank", int, place)
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError(f"{place}token_bytes is {library.shown(text)}: not a tekken.json's base64") from None
+    if found != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
+        raise ValueError(f"vocab[{rank}] is {raw[:20]!r} of rank {found}; 256 bytes in order are expected first")
     return "".join(BYTE_TO_CHAR[byte] for byte in raw)
 
 

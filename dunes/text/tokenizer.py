@@ -8,16 +8,16 @@ result; inside a line they merge across spaces, which saves a fifth of the token
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import gguf_file, json_file, llama3, sentencepiece, tekken, tokenizer_limits
+from dunes.text import gguf_file, json_file, library, llama3, sentencepiece, tekken, tokenizer_limits
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
 from dunes.text.model_file import find_file, read_file, unfinished_downloads
@@ -62,7 +62,6 @@ EXTRA_FILES = (
 
 _MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_T = TypeVar("_T")
 
 
 class Tokenizer:
@@ -88,7 +87,7 @@ class Tokenizer:
         Raises ValueError for an unknown kind, or if the vocabulary cannot hold all bytes.
         """
         if kind == "bytes":
-            return cls(_byte_level(models.BPE(_vocab(_ALPHABET), [])))
+            return cls(_byte_level(library.bpe(_vocab(_ALPHABET), [])))
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
@@ -126,7 +125,7 @@ class Tokenizer:
                 f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
         data = read_file(path, MAX_BYTES)
-        inner = _reraise(f"{path}: not a tokenizer", lambda: _check_built(_parse(path, data)))
+        inner = library.call(f"{path}: not a tokenizer", lambda: _check_built(_parse(path, data)))
         loaded = cls(inner, read_special_tokens(folder, inner.token_to_id))
         loaded.config_path = folder / loaded.config_path.name
         loaded.extra_files = {
@@ -144,12 +143,12 @@ class Tokenizer:
     def _load_gguf(cls, path: Path) -> "Tokenizer":
         fields = gguf_file.read_header(path).fields
         message = f"{path}: not a tokenizer"
-        inner = _reraise(message, lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json)))
-        loaded = cls(inner, _reraise(message, lambda: gguf_file.special_tokens(fields)))
+        inner = library.call(message, lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json)))
+        loaded = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
         loaded.config_path = path / loaded.config_path.name
         for stop in loaded._special.stops - {loaded._special.eos}:
             loaded = loaded.with_stop(stop)
-        if isinstance(template := fields.get("tokenizer.chat_template"), str):
+        if template := library.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
             loaded.extra_files["chat_template.jinja"] = template.encode()
         return loaded
 
@@ -218,7 +217,7 @@ class Tokenizer:
 
     @cached_property
     def _default_bos(self) -> list[int]:
-        plain, full = (self.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+        plain, full = (self._ids(self.inner, "a", special) for special in (False, True))
         starts = range(len(full) - len(plain) + 1)
         return list(full[: next((i for i in starts if full[i : i + len(plain)] == plain), 0)])
 
@@ -284,22 +283,24 @@ class Tokenizer:
 
         Raises ValueError if the tokenizer fails on the text: a regex in a tokenizer.json may backtrack too much.
         """
-        ids: list[int] = _reraise(
-            "the tokenizer fails", lambda: self.inner.encode(text, add_special_tokens=False).ids
+        return self._ids(self.inner, text)
+
+    def _ids(self, inner: tokenizers.Tokenizer, text: str, special: bool = False) -> list[int]:
+        ids: list[int] = library.call(
+            "the tokenizer fails", lambda: inner.encode(text, add_special_tokens=special).ids
         )
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
         """Ids of a text that continues another: without the space that some tokenizers put before a text."""
-        ids: list[int] = self._without_prefix.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._ids(self._without_prefix, text)
 
     @cached_property
     def _without_prefix(self) -> tokenizers.Tokenizer:
         content = json.loads(self.inner.to_str())
         for part in ("normalizer", "pre_tokenizer"):
             content[part] = _drop_prefix(content[part])
-        inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+        inner = library.parse(json.dumps(content))
         inner.encode_special_tokens = True
         return inner
 
@@ -309,7 +310,8 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Ids of each text, on all cores."""
-        for encoding in self.inner.encode_batch_fast(list(texts), add_special_tokens=False):
+        encode = partial(self.inner.encode_batch_fast, list(texts), add_special_tokens=False)
+        for encoding in library.call("the tokenizer fails", encode):
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -366,9 +368,9 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
-    # First, since building a tokenizer normalizes its added tokens.
-    tokenizer_limits.check_expansion(json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS))
-    inner = tokenizers.Tokenizer.from_buffer(data)
+    content = json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS)
+    # Limits come first, since building a tokenizer normalizes its added tokens.
+    inner = library.parse_untrusted(content, data.decode(), tokenizer_limits.check_expansion)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
@@ -388,19 +390,6 @@ def _check_built(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """The tokenizer. Raises ValueError if it expands a text too much."""
     tokenizer_limits.check_expansion(tokenizer_limits.pipeline(inner))
     return inner
-
-
-def _reraise(message: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`; any error in it becomes a ValueError that begins with the message.
-
-    The library raises bare Exception, and a panic in it is not an Exception.
-    """
-    try:
-        return make()
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise ValueError(f"{message}: {error or type(error).__name__}".replace("\n", " ")) from None
-        raise
 
 
 def _vocab(tokens: Iterable[str]) -> dict[str, int]:

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import tokenizers
 from tokenizers import models
 
+from dunes.text import library
+
 Step: TypeAlias = Mapping[str, Any]
 
 MAX_GROWTH = 100
@@ -107,7 +109,10 @@ def _growth(step: Step) -> float:
         growth *= 1 + _size(text)
     if isinstance(data := step.get("precompiled_charsmap"), str):
         table = b64decode(data)
-        values = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        end = 4 + int.from_bytes(table[:4], "little")
+        if end % 4 or end > len(table):  # the library panics
+            raise ValueError(f"its normalizer's precompiled_charsmap has {len(table)} bytes, of {end} or more")
+        values = table[end:].split(b"\0")
         growth *= max(1, max(map(len, values)) / UNICODE_GROWTH)
     return growth
 
@@ -169,7 +174,8 @@ def _sample_texts(step: Step) -> list[str]:
 
 def _normalizer_of(step: Step) -> Callable[[str], str]:
     empty = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
-    normalizer = tokenizers.Tokenizer.from_str(json.dumps(empty | {"normalizer": step})).normalizer
+    subject = f"its normalizer {step.get('type', '')}"
+    normalizer = library.parse(json.dumps(empty | {"normalizer": step}), subject).normalizer
     assert normalizer is not None
     normalize: Callable[[str], str] = normalizer.normalize_str
     return normalize

@@ -108,6 +108,7 @@ def write(
         for key, tensor in theirs.items():
             writer.write_tensor_data(_encode(tensor, numbers[key])[0])
             tensor.release()
+    _verify_fields(path, fields)
     _verify(path, names, weights, numbers)
     return Counter(number.name for number in numbers.values())
 
@@ -138,6 +139,20 @@ def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
         remedy = "use --dtype float32" if np.isfinite(values).all() else "list them: dunes inspect --values"
         raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; {remedy}")
     return encoded, decoded
+
+
+def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a file has this metadata, whose vocabulary was compared with the tokenizer."""
+    stored = read_header(path).fields
+    for key, value in fields.items():
+        found, expected = stored.get(key), value
+        if isinstance(value, list | tuple):
+            expected = [item.encode() if isinstance(item, str) else item for item in value]
+            found = found.tolist() if isinstance(found, np.ndarray) else found
+        elif isinstance(value, float):
+            expected, found = np.float32(value), np.float32(found)
+        if found != expected:
+            raise ValueError(f"{path}: the written file has another {key}; check the disk")
 
 
 def _verify(path: Path, names: Names, weights: Weights, numbers: Mapping[str, Any]) -> None:
@@ -188,8 +203,8 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
         raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
     keys = GPT2_KEYS if architecture == "gpt2" else KEYS
     fields = {key: hf[ours] for ours, key in keys.items() if hf.get(ours) is not None}
-    if window := hf.get("sliding_window"):  # which llama.cpp ignores; up to there the model is the same
-        fields["context_length"] = min(window, fields["context_length"])
+    if hf.get("sliding_window"):
+        fields["context_length"] = _context_length(hf)
     if "head_dim" in hf:
         fields |= {"attention.value_length": hf["head_dim"], "rope.dimension_count": hf["head_dim"]}
         fields |= _rope_fields(model.config.scaling)
@@ -198,6 +213,19 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     }
     vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
     return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
+
+
+def _context_length(hf: Mapping[str, Any]) -> int:
+    """llama.cpp ignores the window; up to there the model is the same."""
+    return int(min(hf["sliding_window"] or hf["max_position_embeddings"], hf["max_position_embeddings"]))
+
+
+def window_note(model: Architecture) -> str:
+    """What to print of a file whose context length is less than the model's; empty if it is not."""
+    hf = FAMILIES[model.family].to_hf(model.config)
+    if not hf.get("sliding_window") or (cut := _context_length(hf)) == (length := hf["max_position_embeddings"]):
+        return ""
+    return f"; context length cut from {length} to {cut}, the sliding window, which llama.cpp ignores"
 
 
 def _rope_fields(scaling: Scaling) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""The `tokenizers` library, built and called from here: its errors become one line that names the part.
+
+The library raises bare Exception in Rust's words, TypeError over several lines, and panics, which are no Exception
+and print a stack trace before they can be caught. What a file says is therefore compared with what the library
+expects first: vocabulary, merges and added tokens by their index.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import Regex, models
+
+_T = TypeVar("_T")
+PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
+"""Words of messages about the library's own types, which tell nothing of a file."""
+
+
+def call(subject: str, make: Callable[[], _T]) -> _T:
+    """The result of `make`. Raises ValueError in one line that begins with the subject for any error in it."""
+    try:
+        return make()
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
+        raise ValueError(f"{subject}: {_reason(error)}") from None
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether it is an error or a panic, which is no Exception, and neither an interrupt nor the disk's."""
+    is_error = isinstance(error, Exception) and not isinstance(error, OSError)
+    return is_error or type(error).__name__ == "PanicException"
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says in one line, if it tells of the file and not of the program."""
+    text = re.sub(r" at line \d+ column \d+", "", " ".join(str(error).split()))
+    if type(error) is ValueError and "PyO3" not in text:
+        return text
+    if field := re.match("missing field `(.*)`", text) or (
+        isinstance(error, KeyError) and re.match("'(.*)'", text)
+    ):
+        return f"has no {field[1]}"
+    if "TextInputSequence" in text:
+        return "the text has half of a surrogate pair"
+    if (isinstance(error, Exception) and type(error) is not Exception) or re.search(_INTERNAL, text):
+        return "a setting is missing, or not what the tokenizers library expects"
+    return text[:300]
+
+
+def shown(value: Any) -> str:
+    """A value of a file, for a message."""
+    return ascii(value)[:60]
+
+
+def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
+    """The value of a key of a file, `place` before its name. Raises ValueError if missing or of another type."""
+    if not isinstance(container, Mapping):
+        raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
+    if type(found := container.get(key)) is kind:
+        return found
+    state = f"is {shown(found)}" if key in container else "is missing"
+    raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(kind, 'a list of numbers')}")
+
+
+_NOUNS: Mapping[type, str] = {
+    str: "a text",
+    int: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def regex(pattern: Any, place: str) -> Regex:
+    """A compiled pattern; `place` names where it comes from. Raises ValueError for one that is none."""
+    if not isinstance(pattern, str):
+        raise ValueError(f"{place} is {shown(pattern)}; expected a regular expression")
+    return call(f"{place} {shown(pattern)}", lambda: Regex(pattern))
+
+
+def bpe(
+    vocab: dict[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
+) -> models.BPE:
+    """A model of byte pairs. Raises ValueError that names the first merge that is none by its index in `place`."""
+    check_merges(vocab, merges, place)
+    pairs = [(left, right) for left, right in merges]
+    return call(place, lambda: models.BPE(vocab, pairs, **settings))
+
+
+def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
+    """Raise ValueError unless each merge is of two tokens, and makes one; `prefix` characters of the second go."""
+    for i, pair in enumerate(merges):
+        parts = pair.split(" ") if isinstance(pair, str) else pair
+        if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
+            raise ValueError(f"{place}[{i}] is {shown(pair)}; expected two tokens")
+        for token in (*parts, parts[0] + parts[1][prefix:]):
+            if token not in vocab:
+                known = f"none of the vocabulary's {len(vocab):,} tokens"
+                raise ValueError(f"{place}[{i}] is {shown(pair)}: {shown(token)} is {known}")
+
+
+def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
+    """The tokenizer in a text that `Tokenizer.json` wrote. Raises ValueError if it was damaged since."""
+    return call(subject, lambda: tokenizers.Tokenizer.from_str(text))
+
+
+def parse_untrusted(
+    content: Mapping[str, Any], text: str, check: Callable[[Mapping[str, Any]], None]
+) -> tokenizers.Tokenizer:
+    """The tokenizer in the text of a tokenizer.json, whose `content` passes `check` before anything is built.
+
+    Raises ValueError that names the damaged part, and key and index where they are known.
+    """
+    _check_model(item(content, "model", dict))
+    _check_added(item({"added_tokens": [], **content}, "added_tokens", list))
+    for part in (part for part in PARTS if content.get(part) is not None):
+        item(content, part, dict)
+    try:
+        check(content)
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        if type(error) is ValueError or not _is_failure(error):
+            raise
+        _name_damage(content)
+        raise ValueError(_reason(error)) from None
+
+
+def _name_damage(content: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the first part that the library refuses alone."""
+    plain = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
+        kind = content[part].get("type", "") if isinstance(content[part], dict) else ""
+        alone = json.dumps(plain | {part: content[part]})
+        call(
+            f"its {part} {kind if isinstance(kind, str) else ''}".rstrip(),
+            partial(tokenizers.Tokenizer.from_str, alone),
+        )
+
+
+def _check_model(model: Any) -> None:
+    unigram = isinstance(model, dict) and isinstance(model.get("vocab"), list)
+    if unigram and model.get("type", "Unigram") == "Unigram":
+        return _check_unigram(model["vocab"], model.get("unk_id"))
+    vocab = item(model, "vocab", dict, "model.")
+    for token, i in vocab.items():
+        if type(i) is not int or not 0 <= i < 1 << 32:
+            raise ValueError(f"model.vocab[{shown(token)}] is {shown(i)}; expected an id")
+    if model.get("type", "BPE" if "merges" in model else "") == "BPE":
+        prefix = model.get("continuing_subword_prefix") or ""
+        check_merges(vocab, item(model, "merges", list, "model."), "model.merges", len(prefix))
+    return None
+
+
+def _check_unigram(vocab: Sequence[Any], unknown: Any) -> None:
+    for i, entry in enumerate(vocab):
+        if not (isinstance(entry, list) and [*map(type, entry)] in ([str, float], [str, int])):
+            raise ValueError(f"model.vocab[{i}] is {shown(entry)}; expected a token and its score")
+    if unknown is not None and not (type(unknown) is int and 0 <= unknown < len(vocab)):
+        raise ValueError(f"model.unk_id is {shown(unknown)}; expected an id below {len(vocab)}")
+
+
+def _check_added(tokens: Sequence[Any]) -> None:
+    for i, token in enumerate(tokens):
+        item(token, "content", str, f"added_tokens[{i}].")
+        for key in ("special", "lstrip", "rstrip", "single_word", "normalized"):
+            item(token, key, bool, f"added_tokens[{i}].")
+        if not 0 <= (found := item(token, "id", int, f"added_tokens[{i}].")) < 1 << 32:
+            raise ValueError(f"added_tokens[{i}].id is {found}; expected an id")
+
+
+def text(data: bytes, place: str) -> str:
+    """A text of a file in UTF-8. Raises ValueError that names its `place`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"{place} is {data[:20]!r}; expected UTF-8") from None

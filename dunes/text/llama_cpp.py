@@ -1,0 +1,96 @@
+"""The ids that llama.cpp gives a text by the vocabulary in a GGUF file, and by nothing else that stands there.
+
+It has no normalizer, and knows of a token its type only: special ones are searched in the text as it is
+(lstrip and rstrip are set by name for a few models, not from the file); between them, `gpt2` is byte-level BPE on
+words of a pattern, `llama` merges the two neighbours whose merged text has the highest score.
+https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from dunes.text.byte_decoder import SPACE
+from dunes.text.byte_pairs import merge_pairs
+from dunes.text.gguf_file import byte_level
+from dunes.text.sentencepiece import CONTROL, UNKNOWN, USER
+
+Encode = Callable[[str, bool], list[int]]
+"""Ids of a text; whether special tokens in it count, and BOS and EOS are added."""
+
+
+def encoder(fields: Mapping[str, Any]) -> Encode:
+    """llama.cpp's tokenizer of the values below `tokenizer.` in a GGUF file; tokens as bytes or text."""
+    tokens = [_text(token) for token in fields["ggml.tokens"]]
+    types, by_score = [*map(int, fields["ggml.token_type"])], fields["ggml.model"] == "llama"
+    if by_score:
+        scores = dict(zip(tokens, map(float, fields["ggml.scores"]), strict=True))
+        encode = partial(_by_score, scores, {token: i for i, token in enumerate(tokens)})
+    else:
+        merges = [_text(merge) for merge in fields["ggml.merges"]]
+        inner = byte_level(tokens, types, merges, fields["ggml.pre"])
+        encode = partial(_by_words, inner)
+    searched = {
+        special: _longest_first(tokens, types, (USER, CONTROL, UNKNOWN) if special else (USER,))
+        for special in (False, True)
+    }
+    prefix = " " if by_score and fields["ggml.add_space_prefix"] else ""
+
+    def ids(text: str, special: bool) -> list[int]:
+        parts, before = _split(text, searched[special]), True
+        found = []
+        for part in parts:  # a text after a special token begins like the first
+            found += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
+            before = isinstance(part, int)
+        begin = [fields["ggml.bos_token_id"]] if special and fields["ggml.add_bos_token"] else []
+        end = [fields["ggml.eos_token_id"]] if special and fields["ggml.add_eos_token"] else []
+        return [*begin, *found, *end]
+
+    return ids
+
+
+def _text(data: bytes | str) -> str:
+    return data if isinstance(data, str) else data.decode(errors="surrogateescape")
+
+
+def _longest_first(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[int]) -> dict[str, int]:
+    chosen = [(token, i) for i, token in enumerate(tokens) if types[i] in wanted and token]
+    return dict(sorted(chosen, key=lambda pair: -len(_bytes(pair[0]))))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")
+
+
+def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
+    """The text around special tokens, and their ids; each token in turn is searched in what is still text."""
+    parts: list[str | int] = [text]
+    for token, i in special.items():
+        if token in text:
+            parts = [
+                *chain.from_iterable(
+                    [part] if isinstance(part, int) else _around(part, token, i) for part in parts
+                )
+            ]
+    return [part for part in parts if part != ""]
+
+
+def _around(text: str, token: str, i: int) -> Iterator[str | int]:
+    first, *rest = text.split(token)
+    yield first
+    for part in rest:
+        yield from (i, part)
+
+
+def _by_words(inner: Any, text: str) -> list[int]:
+    return list(inner.encode(text, add_special_tokens=False).ids)
+
+
+def _by_score(scores: Mapping[str, float], vocab: Mapping[str, int], text: str) -> list[int]:
+    parts, _ = merge_pairs(list(text.replace(" ", SPACE)), scores.get)
+    return [i for part in parts for i in ([vocab[part]] if part in vocab else _byte_ids(part, vocab))]
+
+
+def _byte_ids(text: str, vocab: Mapping[str, int]) -> list[int]:
+    return [vocab.get(f"<0x{b:02X}>", vocab.get(chr(b), -1)) for b in _bytes(text)]
