@@ -17,7 +17,7 @@ from dunes.augment import Change
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
-from dunes.data.examples import Example
+from dunes.data.examples import Example, Record
 from dunes.data.packing import Batch, Batches
 from dunes.runs.augment import history
 from dunes.runs.evaluate import Score, evaluate, score_batches
@@ -138,11 +138,11 @@ class FinetuneTask:
         return score_batches(self.loaded, batches.one_epoch(), dtype)
 
     def sample(self) -> str:
-        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r.turns)}" for r in self.data.val_records[:1])
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; it is validated unless `score` is given."""
-        answers = [self._answer(record.turns) for record in self.data.val_records[:ANSWERED]]
+        answers = [self._answer(record) for record in self.data.val_records[:ANSWERED]]
         return Baseline(
             score or self.score(dtype, FINAL_TOKENS),
             self.score_forgetting(dtype),
@@ -161,14 +161,14 @@ class FinetuneTask:
             return None
         return evaluate(self.data.base, self.forgetting_ids, dtype, FORGETTING_TOKENS)
 
-    def _answer(self, talk: Conversation) -> str:
+    def _answer(self, record: Record) -> str:
         """The model's answer by greedy decoding."""
-        generator = TextGenerator(self.loaded)
+        talk, generator = record.turns, TextGenerator(self.loaded)
         if talk[-1].role == "text":
             ids = generator.tokenizer.prompt("")
         else:
             prompt = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer)
+            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer, record.variables)
         ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
         device, dtype = (
             next(generator.model.parameters()).device.type,
