@@ -13,6 +13,13 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+SPLIT_VERSION = 1
+"""How texts are divided into training and validation: 0 is by the hash of each, 1 keeps near-duplicates together."""
+
+LARGE = 0.2
+"""A group of near-duplicates with more than this part of the texts is held out last, so that it does not replace all
+others there."""
+
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
 

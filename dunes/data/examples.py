@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.records import file_format, rows
 from dunes.text.lines import line_parts
 from dunes.text.templates import ANSWER_ROLES, Conversation, Template, Turn, encode_segments
@@ -72,11 +73,6 @@ class Record:
     format: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def has_answer(self) -> bool:
-        """True if the record has an answer to train on."""
-        return any(turn.trained and turn.role in ANSWER_ROLES for turn in self.turns)
-
 
 @dataclass(frozen=True)
 class Records:
@@ -125,6 +121,10 @@ class Example:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def targets(self, context_length: int) -> int:
+        """The number of targets in a row of this length."""
+        return int(self.loss_mask[1 : context_length + 1].sum())
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
@@ -361,7 +361,9 @@ def _history(row: dict[str, Any]) -> Conversation:
     for i, pair in enumerate(pairs, 1):
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
             raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
-        turns += [Turn(role, _encodable("history", t)) for role, t in zip(("user", "assistant"), pair, strict=True)]
+        turns += [
+            Turn(role, _encodable("history", t)) for role, t in zip(("user", "assistant"), pair, strict=True)
+        ]
     return tuple(turns)
 
 
@@ -464,21 +466,49 @@ RECORD_FORMATS = {
 """The formats of records, in the order in which they are tried."""
 
 
-def split_records(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], list[Record]]:
+def split_records(
+    rows: Sequence[Record], share: float = 0.05, split_version: int = SPLIT_VERSION
+) -> tuple[list[Record], list[Record]]:
     """Records for training and for validation: about `share` of them, of several at least one, never all.
 
-    They are split by a hash of their words, so that a record and its copies are on the same side in every run and
-    with every tokenizer. Without two different records none is for validation.
+    They are split by `record_hashes`, so that a record and its copies are on the same side in every run and with
+    every tokenizer. Without two different records none is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
-    hashes = [split_hash(row.turns) for row in rows]
+    hashes = record_hashes(rows, split_version)
     different = sorted(set(hashes))
     if not share or len(different) < 2:
         return list(rows), []
     limit = validation_limit(different[0], different[-1], share)
     train = [row for row, value in zip(rows, hashes, strict=True) if value >= limit]
     return train, [row for row, value in zip(rows, hashes, strict=True) if value < limit]
+
+
+def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
+    """The hash in [0, 1) by which each record is divided: of its words, the same for near-duplicates among texts.
+
+    A large group of them is held out last. With `split_version` 0 it is of the words alone.
+    """
+    hashes = [split_hash(row.turns) for row in rows]
+    texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
+    texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # whatever the order of the records
+    firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
+    groups: dict[int, set[float]] = {}
+    for i, first in zip(texts, firsts, strict=True):
+        groups.setdefault(first, set()).add(hashes[i])
+    for i, first in zip(texts, firsts, strict=True):
+        if len(groups[first]) > 1:
+            last = len(groups[first]) > LARGE * len(rows)
+            hashes[i] = float(np.nextafter(1, 0)) if last else hashes[texts[first]]
+    return hashes
+
+
+def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
+    """The number of validation records that are training records, or near-duplicates of one."""
+    hashes = record_hashes([*train, *valid], split_version) if valid else []
+    seen = {*hashes[: len(train)]}
+    return sum(value in seen for value in hashes[len(train) :])
 
 
 def validation_limit(least: float, most: float, share: float) -> float:

@@ -13,18 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from dunes.data.document import Document, header_name, plain_document
-from dunes.data.duplicates import group_duplicates
+from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.units import plural
 
 SHARE = 0.05
 """The share of the files that are for validation, and of those for a test."""
-SPLIT_VERSION = 1
-"""How files are divided: 0 is by the hash of each file's path, 1 keeps near-duplicates together."""
-LARGE = 0.2
-"""A group of near-duplicates with more than this part of the files or of their text is not held out, so that it does
-not replace all other files there."""
 SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""
 
@@ -76,7 +71,9 @@ def collect_corpus(
     user named cannot be read, if there is no text, or for an unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
-        raise ValueError(f"the text was divided by another version of dunes ({str(split_version)[:20]}); update dunes")
+        raise ValueError(
+            f"the text was divided by another version of dunes ({str(split_version)[:20]}); update dunes"
+        )
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
     documents: dict[str, Document] = {}
@@ -155,7 +152,9 @@ def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
     corpus.duplicates = {file.digest: first.digest for file, first in pairs}
     if pairs:
         example = " of ".join(header_name(d.name)[:200] for d in pairs[0])
-        corpus.notes.append(f"near-duplicates: {plural(len(pairs), 'file')}, each on one side with its like ({example})")
+        corpus.notes.append(
+            f"near-duplicates: {plural(len(pairs), 'file')}, each on one side with its like ({example})"
+        )
 
 
 def _files(documents: Sequence[Document]) -> list[Document]:

@@ -117,7 +117,7 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        return sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
+        return sum(e.targets(self.config.context_length) for e in self.data.valid)
 
     @property
     def closing_seconds(self) -> float:
@@ -295,14 +295,9 @@ def _question(talk: Conversation) -> str:
     return next((turn.full_text for turn in reversed(talk) if turn.role == "user"), "")
 
 
-def _count_targets(example: Example, context: int) -> int:
-    """The number of targets of the example in a row of this length."""
-    return int(example.loss_mask[1 : context + 1].sum())
-
-
 def _first_examples(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
     """The first examples with about this many targets."""
-    counts = np.cumsum([_count_targets(e, context) for e in examples])
+    counts = np.cumsum([e.targets(context) for e in examples])
     return examples[: int(np.searchsorted(counts, limit)) + 1]
 
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from dunes import checkpoint, measure
-from dunes.data.sources import SPLIT_VERSION
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import LossCompiler
 from dunes.runs.config import RunOptions, T
