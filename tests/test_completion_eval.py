@@ -7,6 +7,7 @@ import pytest
 
 from dunes.cli import verbs
 from dunes.data import collect_corpus
+from dunes.data.duplicates import content_digest
 from dunes.generate.context_index import ContextIndex
 from dunes.runs.completion import report
 from dunes.runs.completion.baselines import BASELINES, CopyNearest, Empty, NGram
@@ -23,7 +24,6 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
 from dunes.runs.completion.score import CompletionOptions, gate_thresholds, score_baselines, score_completer
 from dunes.runs.completion.sources import LineIndex, scored_files
-from dunes.data.duplicates import content_digest
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)

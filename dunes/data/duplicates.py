@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPLIT_VERSION = 1
-"""How texts are divided into training and validation: 0 is by the hash of each, 1 keeps near-duplicates together."""
+"""How texts are divided into training and validation: 0 by the hash of each, 1 keeps near-duplicates together."""
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this part of the texts is held out last, so that it does not replace all
-others there."""
+"""A group of near-duplicates with more than this part of the texts is held out last, so that it does not replace
+all others there."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -32,8 +32,8 @@ FEW_LINES, SHORT_LINE = 6, 4
 shorter, such as brackets or a package's empty file, is equal by chance."""
 
 KEYS, COMPARED = 4, 8
-"""Texts are compared if one of their KEYS least hashes is equal, each with at most COMPARED others of that hash, so
-that a line in every file, as of a licence, costs no more than any other."""
+"""Texts are compared if one of their KEYS least hashes is equal, each with at most COMPARED others of that hash,
+so that a line in every file, as of a licence, costs no more than any other."""
 
 
 def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
@@ -92,7 +92,7 @@ def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
 
 
 def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -> Iterable[list[int]]:
-    """The texts that share one of their least hashes, in their order; of texts with equal digests only the first."""
+    """The texts that share one of their least hashes, in their order; of equal digests only the first text."""
     wide = [i for i, s in enumerate(sketches) if firsts[i] == i and (s != EMPTY).sum() >= FEW_LINES]
     if not wide:
         return

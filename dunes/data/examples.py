@@ -535,8 +535,8 @@ def tokenize_records(
     """The records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS token.
 
     An answer that its record excludes from the loss is never trained on. Raises ValueError that names a record
-    which the template does not support, or which excludes a prompt where all prompts are trained on, and, before the first one, tokens
-    that the template needs and the tokenizer lacks.
+    which the template does not support, or which excludes a prompt where all prompts are trained on, and, before
+    the first one, tokens that the template needs and the tokenizer lacks.
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")

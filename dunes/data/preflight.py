@@ -90,8 +90,8 @@ class DataReport:
             )
         if self.val_without_target:
             warnings.append(
-                f"{plural(self.val_without_target, 'validation example is', 'validation examples are')} skipped: no "
-                "targets in the context"
+                f"{plural(self.val_without_target, 'validation example is', 'validation examples are')} skipped: "
+                "no targets in the context"
             )
         if self.truncated:
             warnings.append(

@@ -66,9 +66,9 @@ def collect_corpus(
 
     About `share` of the files, of several at least one but never all, are for validation; for files of records,
     about `share` of the records. Near-duplicates of a file are on its side, but with `split_version` 0, that of
-    earlier trainings. Links to files outside the sources are only followed with `follow_links`. Of records only the
-    fields in `text_field` are read, if any. Raises ValueError if a source is missing, if a file of records that the
-    user named cannot be read, if there is no text, or for an unknown version.
+    earlier trainings. Links to files outside the sources are only followed with `follow_links`. Of records only
+    the fields in `text_field` are read, if any. Raises ValueError if a source is missing, if a file of records
+    that the user named cannot be read, if there is no text, or for an unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
@@ -138,7 +138,7 @@ def _documents(
 
 @dataclass(frozen=True)
 class _Group:
-    """Near-duplicates, or a single file. `split_hash` is that of the first file, and at least 1 for a large group."""
+    """Near-duplicates, or a single file. `split_hash` is that of the first file; 1 is added for a large group."""
 
     files: list[Document]
     split_hash: float

@@ -63,8 +63,8 @@ from dunes.units import plural
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """The base model and the tokenized examples; `val_records` are the validation records, `leaked` counts those of
-    --val-data that are near-duplicates of training records.
+    """The base model and the tokenized examples; `val_records` are the validation records, `leaked` counts those
+    of --val-data that are near-duplicates of training records.
 
     `tokenizer` and `template` are those of the finetuned model.
     """
@@ -118,14 +118,11 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, config, base, write)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
-                    f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others but for "
-                    "white space or a few lines, each on one side with its like"
+                    f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others but "
+                    "for white space or a few lines, each on one side with its like"
                 )
         if not val_records:
-            raise ValueError(
-                f"{config.data}: no examples left for validation: expected two different ones with a target within "
-                f"{plural(config.context_length, 'token')}; add examples, or pass --val-data"
-            )
+            raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
         train, valid = ([w for e in side for w in _windows(e, config.context_length)] for side in (train, valid))
         return cls(config, base, folder, tokenizer, template, train, valid, val_records, leaked)
 
@@ -213,9 +210,10 @@ def _split_examples(
     rest = [row for row in rows if id(row) not in excluded]
     examples = write(rest)
     config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
-    every = not config.split_version
-    usable = [r for r, e in zip(rest, examples, strict=True) if every or e.targets(config.context_length)]
-    _, val_records = split_records(usable, config.val_fraction, config.split_version)
+    usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
+    val_records: list[Record] = []
+    for rows in (usable, rest) if config.split_version else (rest,):  # all, if too few have targets: reported then
+        val_records = val_records or split_records(rows, config.val_fraction, config.split_version)[1]
     held = {id(row) for row in val_records}
     train, valid = (
         [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from dunes.data import Document
-from dunes.runs.completion.cuts import Line, file_lines
 from dunes.data.duplicates import content_digest
+from dunes.runs.completion.cuts import Line, file_lines
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
