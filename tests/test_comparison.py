@@ -19,7 +19,7 @@ from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.comparison import Comparison, Measurement, measure_folder
 from dunes.runs.evaluate import evaluate
 from dunes.runs.frontier import Form, Frontier, all_forms, quantized_forms
-from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate, text_digest
+from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -209,12 +209,6 @@ def test_records_and_files_with_a_scored_text_do_not_calibrate(run, programs, tm
             require_separate(loaded, [calibration], [validation])
     require_separate(loaded, [c], [file])
     require_separate(loaded, [c], [b])
-
-
-def test_texts_are_equal_but_for_the_space_around_them():
-    equal = [["a b\n", " c"], ["\n ", "\ta b\n ", "c", " \n", "\n"], ["a b\n c"]]
-    assert len({text_digest(blocks) for blocks in equal}) == 1
-    assert len({text_digest([text]) for text in ("a b\n c", "a b c", "a b\n c d", "")}) == 4
 
 
 def test_the_scored_tails_of_named_documents_do_not_calibrate(tmp_path):

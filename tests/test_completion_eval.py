@@ -7,6 +7,7 @@ import pytest
 
 from dunes.cli import verbs
 from dunes.data import collect_corpus
+from dunes.data.duplicates import content_digest
 from dunes.generate.context_index import ContextIndex
 from dunes.runs.completion import report
 from dunes.runs.completion.baselines import BASELINES, CopyNearest, Empty, NGram
@@ -23,7 +24,6 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
 from dunes.runs.completion.score import CompletionOptions, gate_thresholds, score_baselines, score_completer
 from dunes.runs.completion.sources import LineIndex, scored_files
-from dunes.runs.score import text_digest
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -460,7 +460,7 @@ def test_the_verb_refuses_in_one_line(engine, arguments, options, message):
 
 def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are_not_known(engine, capsys):
     model = report.load_completer("model")
-    type(model).known = {text_digest([(engine / "sources" / "b.py").read_text() + "\n"])}
+    type(model).known = {content_digest([(engine / "sources" / "b.py").read_text() + "\n"])}
     verbs.evaluate("model", completion=True, lines=1)
     printed = capsys.readouterr().out
     assert "1 file, 4 lines; left out: 2 files that the model was trained on" in printed

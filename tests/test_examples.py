@@ -425,7 +425,9 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
         everything = made(talk, template, tokenizer, train_on="all")
         assert everything.ids.tolist() == example.ids.tolist()
         starts = np.isin(everything.ids, tokenizer.document_start) & (everything.ids != tokenizer.eos)
-        assert everything.loss_mask[1:].tolist() == (~starts[1:]).tolist()
+        masked = made([replace(t, trained=True) for t in talk], template, tokenizer).loss_mask ^ example.loss_mask
+        assert tokenizer.decode(everything.ids[masked].tolist()).strip().startswith("no")
+        assert everything.loss_mask[1:].tolist() == (~starts & ~masked)[1:].tolist(), "but for what is excluded"
         assert not everything.loss_mask[0]
 
 

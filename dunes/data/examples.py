@@ -4,8 +4,8 @@ The format of a file is detected from its first row. An invalid row is an error 
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.records import file_format, rows
 from dunes.text.lines import line_parts
-from dunes.text.templates import Conversation, Template, Turn, encode_segments
+from dunes.text.templates import ANSWER_ROLES, Conversation, Template, Turn, encode_segments
 from dunes.text.tokenizer import Tokenizer
 from dunes.units import plural
 
@@ -28,28 +29,64 @@ ROLES = {
 }  # fmt: skip
 """The role of a message by its names in the formats of OpenAI and ShareGPT."""
 
-TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call")
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+"""The keys of a system prompt beside a conversation or a task."""
+
+VARIABLES = "chat_template_kwargs"
+"""The key of further variables of the chat template."""
+
+LOSS_KEYS = ("weight", "train", "training", "loss")
+"""The keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
+
+_TOOLS = dict.fromkeys(
+    ("tools", "functions", "tool_calls", "function_call"),
+    "tool calls are not supported; write them as text, or leave the row out",
+)
+_MEDIA = dict.fromkeys(
+    ("images", "image", "videos", "video", "audios", "audio"), "only text is supported; leave the row out"
+)
+UNUSABLE_IN_ROWS = _TOOLS | _MEDIA
+UNUSABLE_IN_MESSAGES = (
+    UNUSABLE_IN_ROWS
+    | dict.fromkeys(
+        ("reasoning_content", "thinking", "reasoning"),
+        "reasoning beside the content is not supported; write it into the content",
+    )
+    | dict.fromkeys(
+        ("mask", "masked", "train_detail", "loss_scale"),
+        "only whole messages can be excluded from the loss; expected train: false, or weight: 0",
+    )
+    | {"refusal": "a refusal beside the content is not supported; write it into the content"}
+)
+"""Fields whose meaning cannot be used, with what an error says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file as a conversation; `place` is its file and line or row, `format` a key of RECORD_FORMATS."""
+    """A row of a file as a conversation; `place` is its file and line or row, `format` a key of RECORD_FORMATS.
+
+    `variables` are further variables of the chat template.
+    """
 
     turns: Conversation
     place: str
     format: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a file. `format` is a key of RECORD_FORMATS, `blank` counts rows without text."""
+    """The records of a file. `format` is a key of RECORD_FORMATS, `blank` counts rows without text.
+
+    `ignored` names the fields of rows and of messages that have no effect.
+    """
 
     path: Path
     format: str
     file_format: str
     rows: list[Record]
     blank: int = 0
+    ignored: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -61,11 +98,13 @@ class Records:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A format of records: its description, the keys that identify it, and the function that reads a row."""
+    """A format of records: its description, the keys that identify it, the function that reads a row, and further
+    keys that it reads."""
 
     description: str
     keys: tuple[str, ...]
     read: Callable[[dict[str, Any]], Conversation]
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,6 +122,10 @@ class Example:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def targets(self, context_length: int) -> int:
+        """The number of targets in a row of this length."""
+        return int(self.loss_mask[1 : context_length + 1].sum())
+
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
     """The records of a JSON list, a JSON lines file, gzipped or not, or a parquet file.
@@ -99,8 +142,9 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
     if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
     name = _with_place(all_rows[0][0], lambda: _known_format(all_rows[0][1]))
-    records = [Record(_with_place(place, partial(_read, name, row)), place, name) for place, row in all_rows]
-    return Records(path, name, file_format(path), records)
+    records = [_with_place(place, partial(_record, name, row, place)) for place, row in all_rows]
+    ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
+    return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
@@ -124,6 +168,9 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
         raise ValueError(f"{path}: expected {expected}, found {keys}; {NAME_FIELD}")
 
 
+SHOWN_FIELDS = 20
+"""The number of ignored fields that are named."""
+
 NAME_FIELD = "name the field to read with --text-field"
 NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
@@ -138,7 +185,7 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
         name = _known_format(first)
         if name != "text":
             return f"the texts of {RECORD_FORMATS[name].description}", lambda row: _joined(
-                t.full_text for t in _read(name, row)
+                t.full_text for t in _read(name, row) if t.trained or t.role not in ANSWER_ROLES
             )
     fields = fields or ("text",)
     return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
@@ -190,17 +237,86 @@ def _read(name: str, row: Any) -> Conversation:
             f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "
             f"{_keys(row)}"
         )
-    _without_tools(row)
+    if name == "text":
+        return record_format.read(row)
+    _check_usable(row, UNUSABLE_IN_ROWS)
+    _check_row(name, row)
     turns = record_format.read(row)
-    if not any(turn.role in ("assistant", "text") for turn in turns):
+    turns = (*_system(row, turns), *turns)
+    if not any(turn.role in ANSWER_ROLES for turn in turns):
         raise ValueError(f"expected an answer, found {', '.join(t.role for t in turns[:9]) or 'no message'}")
+    if turns[-1].role not in ANSWER_ROLES and not _is_blank(row.get("chosen")):
+        raise ValueError("chosen: preferences are not supported; write the chosen answer as the last message")
     return turns
 
 
-def _without_tools(row: dict[str, Any]) -> None:
-    used = [key for key in TOOL_KEYS if row.get(key)]
-    if used:
-        raise ValueError(f"{used[0]}: tool calls are not supported; write them as text, or leave the row out")
+def _record(name: str, row: Any, place: str) -> Record:
+    turns = _read(name, row)
+    return Record(turns, place, name, {} if name == "text" else _variables(row))
+
+
+def _is_blank(value: Any) -> bool:
+    """True for a value that stands for nothing, also as JSON in a string, as LLaMA-Factory writes tools."""
+    return value is None or value in ("", [], {}, "[]", "{}", "null")
+
+
+def _check_usable(values: dict[str, Any], unusable: Mapping[str, str]) -> None:
+    for key, reason in unusable.items():
+        if not (_is_blank(value := values.get(key)) or value is False):
+            raise ValueError(f"{key}: {reason}")
+
+
+def _check_row(name: str, row: dict[str, Any]) -> None:
+    """Raise ValueError for fields of a whole row that change what is trained on."""
+    weight, mask = row.get("weight"), row.get("mask")
+    if weight is not None and weight != 1:
+        raise ValueError("weight: a row cannot be weighted; leave it out, or write it several times")
+    if not _is_blank(mask) and ROLES.get(str(mask).lower()) != "user":
+        raise ValueError("mask: only prompts are masked; expected the user's role, or no mask")
+    if bad := [key for key in ("label", "kto_tag", "train", "training") if row.get(key) is False]:
+        raise ValueError(f"{bad[0]}: false marks a row that is not to be learned; leave it out")
+    if not (_is_blank(row.get("history")) or "history" in RECORD_FORMATS[name].options):
+        raise ValueError("history: expected the earlier messages in the conversation itself")
+    if name == "completion" and not _is_blank(row.get("suffix")):
+        raise ValueError("suffix: fill-in-the-middle is not supported; leave the row out")
+
+
+def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
+    """The system message in a field of the row, unless the conversation begins with the same one."""
+    texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
+    own = {turn.text: "the system message" for turn in turns[:1] if turn.role == "system"}
+    if len(texts | own) > 1:
+        names = " and ".join([*texts.values(), *own.values()][:2])
+        raise ValueError(f"{names}: two different system prompts; leave one of them out")
+    return () if own else tuple(Turn("system", text) for text in texts)
+
+
+def _variables(row: dict[str, Any]) -> dict[str, Any]:
+    value = row.get(VARIABLES)
+    if _is_blank(value):
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{VARIABLES}: expected an object, found {_type(value)}")
+    return {name: each for name, each in value.items() if each is not None}
+
+
+def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
+    """The names of fields of a row, and of its messages, that have a value and no effect."""
+    record_format, usable = RECORD_FORMATS[name], name != "text"
+    common = (*SYSTEM_KEYS, VARIABLES, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
+    known = {*record_format.keys, *record_format.options, *common}
+    yield from (key for key, value in row.items() if key not in known and not _is_blank(value))
+    for message in row[record_format.keys[0]] if name in MESSAGE_KEYS else ():
+        known = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES}
+        yield from (f"{key} (of messages)" for key, v in message.items() if key not in known and not _is_blank(v))
+
+
+def ignored_line(files: Iterable[Records]) -> list[str]:
+    """One line that names the fields without effect in all files, or none."""
+    names = [*dict.fromkeys(key for records in files for key in records.ignored)]
+    shown = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
+    more = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
+    return [f"ignored fields: {', '.join(shown + more)}"] if names else []
 
 
 def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
@@ -229,11 +345,26 @@ def _type(value: Any) -> str:
 
 def _alpaca(row: dict[str, Any]) -> Conversation:
     task = Turn("user", _text(row, "instruction"), _text(row, "input", ""))
-    return task, Turn("assistant", _text(row, "output"))
+    return *_history(row), task, Turn("assistant", _text(row, "output"))
 
 
 def _pair(row: dict[str, Any]) -> Conversation:
-    return Turn("user", _text(row, "prompt")), Turn("assistant", _text(row, "completion"))
+    return *_history(row), Turn("user", _text(row, "prompt")), Turn("assistant", _text(row, "completion"))
+
+
+def _history(row: dict[str, Any]) -> Conversation:
+    """LLaMA-Factory's earlier pairs of a question and an answer, which are trained on as well."""
+    pairs = [] if _is_blank(value := row.get("history")) else value
+    if not isinstance(pairs, list):
+        raise ValueError(f"history: expected a list of [user, assistant], found {_type(pairs)}")
+    turns: list[Turn] = []
+    for i, pair in enumerate(pairs, 1):
+        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
+            raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
+        turns += [
+            Turn(role, _encodable("history", t)) for role, t in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return tuple(turns)
 
 
 def _messages(row: dict[str, Any]) -> Conversation:
@@ -243,19 +374,17 @@ def _messages(row: dict[str, Any]) -> Conversation:
 def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
     if not isinstance(message, dict):
         raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
-    make = lambda: Turn(_role(message, role), _content(message, content), "", _weight(message))
+    make = lambda: Turn(name := _role(message, role), _content(message, content), "", _is_trained(message, name))
     return _with_place(place, make)  # type: ignore[no-any-return]
 
 
 def _role(message: dict[str, Any], key: str) -> str:
-    _without_tools(message)
+    _check_usable(message, UNUSABLE_IN_MESSAGES)
     role = message.get(key)
     if role in ("tool", "function", "observation", "function_call"):
         raise ValueError(f"{key}: {role!r}: tool calls are not supported; write them as text")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{key}: expected one of {', '.join(ROLES)}, found {str(role)[:40]!r}")
-    if used := [key for key in REASONING_KEYS if message.get(key)]:
-        raise ValueError(f"{used[0]}: reasoning beside the content is not supported; write it into the content")
     return ROLES[role]
 
 
@@ -271,12 +400,21 @@ def _content(message: dict[str, Any], key: str) -> str:
     return "".join(_text(part, "text") for part in value)
 
 
-def _weight(message: dict[str, Any]) -> bool:
-    """False for an answer with OpenAI's weight 0, which is not trained on."""
-    weight = message.get("weight")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise ValueError(f"weight: expected 0 or 1, found {str(weight)[:40]}")
-    return weight != 0
+def _is_trained(message: dict[str, Any], role: str) -> bool:
+    """False for a message with one of LOSS_KEYS that excludes it from the loss.
+
+    OpenAI defines a weight of answers alone; axolotl's fields select prompts, too, which is not supported.
+    """
+    values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
+    for key, value in values.items():
+        if value not in (0, 1):
+            expected = "0 or 1" if key == "weight" else "true or false"
+            raise ValueError(f"{key}: expected {expected}, found {str(value)[:40]}")
+    if len({bool(value) for value in values.values()}) > 1:
+        raise ValueError(f"{' and '.join(values)}: they contradict each other; leave one of them out")
+    if role not in ANSWER_ROLES and (asked := [key for key in ("train", "training") if values.get(key)]):
+        raise ValueError(f"{asked[0]}: {role} messages are trained on by --train-on all alone; expected false")
+    return all(values.values())
 
 
 def _list(row: dict[str, Any], key: str) -> list[Any]:
@@ -294,6 +432,10 @@ def _sharegpt(row: dict[str, Any]) -> Conversation:
         ("from", "value") if not (isinstance(messages[0], dict) and "role" in messages[0]) else ("role", "content")
     )
     return tuple(_message(m, f"message {i}", *keys) for i, m in enumerate(messages, 1))
+
+
+MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "role", "content")}
+"""The keys of the messages of a format."""
 
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
@@ -314,29 +456,59 @@ def _plain(row: dict[str, Any]) -> Conversation:
 RECORD_FORMATS = {
     "messages": RecordFormat("chats (messages)", ("messages",), _messages),
     "sharegpt": RecordFormat("ShareGPT (conversations)", ("conversations",), _sharegpt),
-    "alpaca": RecordFormat("Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca),
-    "completion": RecordFormat("prompts and completions", ("prompt", "completion"), _pair),
+    "alpaca": RecordFormat(
+        "Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca, ("input", "history")
+    ),
+    "completion": RecordFormat("prompts and completions", ("prompt", "completion"), _pair, ("history",)),
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
     "text": RecordFormat("plain text", ("text",), _plain),
 }
 """The formats of records, in the order in which they are tried."""
 
 
-def split_records(rows: Sequence[Record], share: float = 0.05) -> tuple[list[Record], list[Record]]:
+def split_records(
+    rows: Sequence[Record], share: float = 0.05, split_version: int = SPLIT_VERSION
+) -> tuple[list[Record], list[Record]]:
     """Records for training and for validation: about `share` of them, of several at least one, never all.
 
-    They are split by a hash of their words, so that a record and its copies are on the same side in every run and
-    with every tokenizer. Without two different records none is for validation.
+    They are split by `record_hashes`, so that a record and its copies are on the same side in every run and with
+    every tokenizer. Without two different records none is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
-    hashes = [split_hash(row.turns) for row in rows]
+    hashes = record_hashes(rows, split_version)
     different = sorted(set(hashes))
     if not share or len(different) < 2:
         return list(rows), []
     limit = validation_limit(different[0], different[-1], share)
     train = [row for row, value in zip(rows, hashes, strict=True) if value >= limit]
     return train, [row for row, value in zip(rows, hashes, strict=True) if value < limit]
+
+
+def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
+    """The hash in [0, 1) by which each record is divided: of its words, the same for near-duplicates among texts.
+
+    A large group of them is held out last. With `split_version` 0 it is of the words alone.
+    """
+    hashes = [split_hash(row.turns) for row in rows]
+    texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
+    texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # whatever the order of the records
+    firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
+    groups: dict[int, set[float]] = {}
+    for i, first in zip(texts, firsts, strict=True):
+        groups.setdefault(first, set()).add(hashes[i])
+    for i, first in zip(texts, firsts, strict=True):
+        if len(groups[first]) > 1:
+            last = len(groups[first]) > LARGE * len(rows)
+            hashes[i] = float(np.nextafter(1, 0)) if last else hashes[texts[first]]
+    return hashes
+
+
+def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
+    """The number of validation records that are training records, or near-duplicates of one."""
+    hashes = record_hashes([*train, *valid], split_version) if valid else []
+    seen = {*hashes[: len(train)]}
+    return sum(value in seen for value in hashes[len(train) :])
 
 
 def validation_limit(least: float, most: float, share: float) -> float:
@@ -362,15 +534,16 @@ def tokenize_records(
 ) -> Iterator[Example]:
     """The records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS token.
 
-    Raises ValueError that names a record which the template does not support, and, before the first one, tokens
-    that the template needs and the tokenizer lacks.
+    An answer that its record excludes from the loss is never trained on. Raises ValueError that names a record
+    which the template does not support, or which excludes a prompt where all prompts are trained on, and, before
+    the first one, tokens that the template needs and the tokenizer lacks.
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check_tokenizer(tokenizer)
     # A plain text may be large and needs no rendering: an empty one checks whether the template supports it.
     conversations = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
-    segments = template.render(conversations)
+    segments = template.render(conversations, variables=[row.variables for row in rows])
     for row in rows:
         yield _with_place(row.place, lambda row=row: _example(next(segments), tokenizer, train_on, row))  # type: ignore[misc]
 
@@ -378,6 +551,11 @@ def tokenize_records(
 def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
     if row.turns[-1].role == "text":
         return _text_example(row, tokenizer)
+    if train_on == "all" and (masked := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
+        raise ValueError(
+            f"a {masked[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
+            "answers, or leave the mark out"
+        )
     ids, trained = encode_segments(segments, tokenizer, train_on == "all")
     return Example(np.array(ids, np.int32), np.array(trained, bool), row.place)
 

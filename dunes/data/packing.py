@@ -55,8 +55,7 @@ class Batches:
     @cached_property
     def _with_target(self) -> NDArray[np.int64]:
         """Indices of the examples with a target."""
-        has_target = [e.loss_mask[1 : self.context_length + 1].any() for e in self.examples]
-        return np.flatnonzero(np.array(has_target, bool))
+        return np.flatnonzero(np.array([e.targets(self.context_length) > 0 for e in self.examples], bool))
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:

@@ -20,7 +20,8 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts over training examples; `validation` counts validation examples.
+    """Counts over training examples; `validation` counts validation examples, `val_trained` their targets within
+    the context, and `val_without_target` those without one.
 
     `windows` counts windows of plain text, the others are conversations. `tokens` counts overlaps of windows once,
     `trained` targets within the context and `lost` those beyond it, `lengths` are QUANTILES in ids before
@@ -46,6 +47,8 @@ class DataReport:
     distinct_ids: int
     max_id: int
     vocab: int
+    val_trained: int
+    val_without_target: int
 
     @property
     def truncated_share(self) -> float:
@@ -64,7 +67,7 @@ class DataReport:
             f"{plural(self.duplicates, 'duplicate')}, "
             f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data",
             f"{plural(self.tokens, 'token')}, {self.trained} of them targets ({self.trained_share:.1%}); "
-            f"{plural(self.without_target, 'example')} without targets",
+            f"{plural(self.without_target, 'example')} without targets; {self.val_trained} for validation",
             f"length in tokens: {lengths}; truncated at {self.context_length}: {self.truncated_share:.1%} of the "
             f"examples, {plural(self.lost, 'target')} lost",
             f"{self.distinct_ids} of {self.vocab} vocabulary ids used; "
@@ -85,6 +88,11 @@ class DataReport:
             warnings.append(
                 f"{plural(self.without_target, 'example is', 'examples are')} skipped: no targets in the context"
             )
+        if self.val_without_target:
+            warnings.append(
+                f"{plural(self.val_without_target, 'validation example is', 'validation examples are')} skipped: "
+                "no targets in the context"
+            )
         if self.truncated:
             warnings.append(
                 f"{plural(self.truncated, 'example is', 'examples are')} truncated, "
@@ -104,6 +112,7 @@ def data_report(
     """The counts for rows of `context_length` tokens and a model of `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
     targets = [e.loss_mask[1 : context_length + 1] for e in examples]
+    val_targets = [e.targets(context_length) for e in validation]
     training = [e.ids.tobytes() for e in examples]
     distinct = set(training)
     all_examples = [*examples, *validation]
@@ -128,6 +137,8 @@ def data_report(
         distinct_ids=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
         max_id=max((int(e.ids.max()) for e in all_examples if len(e)), default=-1),
         vocab=vocab,
+        val_trained=sum(val_targets),
+        val_without_target=val_targets.count(0),
     )
 
 
@@ -167,6 +178,12 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
         )
     if not report.trained:
         raise ValueError(f"none of {plural(report.tokens, 'token')} is a target: the examples have no answers")
+    if report.validation and not report.val_trained:
+        raise ValueError(
+            f"none of {plural(report.validation, 'validation example')} has a target within the context of "
+            f"{plural(report.context_length, 'token')}: their answers begin later or are excluded from the loss; "
+            "choose a longer context length, or other examples with --val-data"
+        )
     if report.windows < report.examples and not report.with_stop:
         raise ValueError(
             "the token that ends an answer is never a target, so that the model would never stop; "

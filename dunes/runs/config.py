@@ -75,6 +75,11 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Division:  # how the text was divided; a run from before there were versions has 0
+    split_version: Annotated[int, tyro.conf.Suppress] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:  # `asked` are the config fields set by the user: resuming compares only these
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
@@ -92,7 +97,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Optimization, Hardware):
+class RunConfig(Optimization, Hardware, Division):
     """The options of a run, saved in its folder. It ends after `steps` if set, else after `minutes`."""
 
     MINIMUM: ClassVar[dict[str, float]] = {

@@ -54,10 +54,11 @@ class Tokens:
 def gather(config: TrainConfig) -> Corpus:
     """The config's documents. Raises ValueError if nothing is left to train or to validate on."""
     remember_sources(config.sources, config.follow_links)
-    corpus = collect_corpus(config.sources, follow_links=config.follow_links, text_field=config.text_field)
+    options: dict[str, Any] = {"follow_links": config.follow_links, "text_field": config.text_field}
+    corpus = collect_corpus(config.sources, split_version=config.split_version, **options)
     if config.split == "files" and not corpus.valid:
         raise ValueError(
-            "no file is left for validation: the corpus is a single file; "
+            "no file is left for validation: the corpus is a single file, or near-duplicates of one; "
             "add files, or validate on the last tenth of each with --split tails"
         )
     if config.split == "files" or (config.split is None and corpus.valid):

@@ -17,7 +17,15 @@ from dunes.augment.lora import active_adapter
 from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
-from dunes.data.examples import Example, Record, split_records, tokenize_records
+from dunes.data.examples import (
+    Example,
+    Record,
+    count_leaked,
+    ignored_line,
+    record_hashes,
+    split_records,
+    tokenize_records,
+)
 from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
 from dunes.data.text_windows import large_texts, split_tails, split_windows
@@ -50,11 +58,13 @@ from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template
 from dunes.train import adamw, cast_frozen
+from dunes.units import plural
 
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """The base model and the tokenized examples; `val_records` are the validation records.
+    """The base model and the tokenized examples; `val_records` are the validation records, `leaked` counts those
+    of --val-data that are near-duplicates of training records.
 
     `tokenizer` and `template` are those of the finetuned model.
     """
@@ -67,6 +77,7 @@ class FinetuneData:
     train: Sequence[Example]
     valid: Sequence[Example]
     val_records: Sequence[Record]
+    leaked: int = 0
 
     @classmethod
     def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
@@ -79,7 +90,7 @@ class FinetuneData:
         val_files, val_lines = (
             read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
         )
-        for line in (*lines, *val_lines):
+        for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
         base = checkpoint.load_with_tokenizer(folder)
         tokenizer = base.require_tokenizer()
@@ -99,17 +110,21 @@ class FinetuneData:
                 display.line(f"warning: it replaces the base model's own template: {own_template}")
         write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
         rows, val_records = ([row for r in side for row in r.rows] for side in (files, val_files))
+        leaked = count_leaked(rows, val_records, config.split_version)
         if val_records:
             train, valid = write(rows), write(val_records)
+            config = replace(config, context_length=_context(config, [*train, *valid], base))
         else:
-            train, valid, val_records = _split_examples(rows, config.val_fraction, write)
+            config, train, valid, val_records = _split_examples(rows, config, base, write)
+            if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
+                display.detail(
+                    f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others but "
+                    "for white space or a few lines, each on one side with its like"
+                )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
-        context = _context(config, [*train, *valid], base)
-        train, valid = ([w for e in side for w in _windows(e, context)] for side in (train, valid))
-        return cls(
-            replace(config, context_length=context), base, folder, tokenizer, template, train, valid, val_records
-        )
+        train, valid = ([w for e in side for w in _windows(e, config.context_length)] for side in (train, valid))
+        return cls(config, base, folder, tokenizer, template, train, valid, val_records, leaked)
 
     def complete(self, display: Display) -> "FinetuneData":
         """Report on the examples, and choose every option that the config leaves open.
@@ -123,6 +138,7 @@ class FinetuneData:
                 "contexts are learned from this data alone"
             )
         report = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
+        report = replace(report, leaked=max(report.leaked, self.leaked))
         for line in report.lines():
             display.detail(line)
         check_report(report, self.config.max_truncated)
@@ -177,17 +193,32 @@ def _tokenize(
 
 
 def _split_examples(
-    rows: Sequence[Record], val_fraction: float, write: Callable[[Sequence[Record]], list[Example]]
-) -> tuple[list[Example], list[Example], list[Record]]:
-    """Training and validation examples, and the validation records. Records are split by their hash, and the ends
-    of large texts are used for validation."""
-    large = large_texts(rows, val_fraction)
-    heads, tails = split_tails(write(large), val_fraction)
+    rows: Sequence[Record],
+    config: FinetuneConfig,
+    base: checkpoint.LoadedModel,
+    write: Callable[[Sequence[Record]], list[Example]],
+) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
+    """The config with its context length, training and validation examples, and the validation records.
+
+    Records are split by their hash, and the ends of large texts are used for validation. Examples without a target
+    in the context are not for validation.
+    """
+    large = large_texts(rows, config.val_fraction)
+    heads, tails = split_tails(write(large), config.val_fraction)
     excluded = {id(row) for row in large} if tails else set()
-    train, val_records = split_records([row for row in rows if id(row) not in excluded], val_fraction)
-    if not tails:
-        return write(train), write(val_records), val_records
-    return [*write(train), *heads], [*write(val_records), *tails], [*val_records, *large]
+    heads, large = (heads, large) if tails else ([], [])
+    rest = [row for row in rows if id(row) not in excluded]
+    examples = write(rest)
+    config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
+    usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
+    val_records: list[Record] = []
+    for rows in (usable, rest) if config.split_version else (rest,):  # all, if too few have targets: reported then
+        val_records = val_records or split_records(rows, config.val_fraction, config.split_version)[1]
+    held = {id(row) for row in val_records}
+    train, valid = (
+        [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)
+    )
+    return config, [*train, *heads], [*valid, *tails], [*val_records, *large]
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:

@@ -78,8 +78,12 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
 def main_records(files: Sequence[Records]) -> Records:
     """The records that decide the template: conversations first, which a single-turn template cannot write, then
     single answers, then plain text."""
-    order = sorted(files, key=lambda r: (r.format in PLAIN_KINDS, r.format == "alpaca"))
-    return order[0]
+    return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
+
+
+def _single_tasks(records: Records) -> bool:
+    """True for Alpaca's records without a system prompt and without a history, which its template can write."""
+    return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
 def choose_template(
@@ -92,7 +96,9 @@ def choose_template(
     if own is not None:
         return own
     has_chatml = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
-    return templates.get_template(DEFAULT_TEMPLATES.get(records.format, "chatml" if has_chatml else "mistral"))
+    chat = "chatml" if has_chatml else "mistral"
+    single = _single_tasks(records) or records.format in PLAIN_KINDS
+    return templates.get_template(DEFAULT_TEMPLATES[records.format] if single else chat)
 
 
 def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[Change]:

@@ -20,7 +20,7 @@ from dunes.augment import Change
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
-from dunes.data.examples import Example
+from dunes.data.examples import Example, Record
 from dunes.data.packing import Batch, Batches
 from dunes.runs.augment import history
 from dunes.runs.evaluate import Score, evaluate, score_batches
@@ -133,7 +133,7 @@ class FinetuneTask:
 
     @property
     def tokens(self) -> int:
-        targets = sum(_count_targets(e, self.config.context_length) for e in self.data.valid)
+        targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
         return targets if self.before is None else min(targets, self.before.limits[0])
 
     @property
@@ -157,7 +157,7 @@ class FinetuneTask:
         return score_batches(self.loaded, batches.one_epoch(), dtype)
 
     def sample(self) -> str:
-        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r.turns)}" for r in self.data.val_records[:1])
+        return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; it is validated unless `score` is given."""
@@ -181,7 +181,7 @@ class FinetuneTask:
         """Answers to the first validation examples: as many as the base model gave, or as there is time for."""
         answers, end = list[str](), monotonic() + self._budget
         for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
-            answers.append(self._answer(record.turns))
+            answers.append(self._answer(record))
             if monotonic() > end:
                 break
         return answers
@@ -197,14 +197,14 @@ class FinetuneTask:
             return None
         return evaluate(self.data.base, self.forgetting_ids, dtype, limit)
 
-    def _answer(self, talk: Conversation) -> str:
+    def _answer(self, record: Record) -> str:
         """The model's answer by greedy decoding."""
-        generator = TextGenerator(self.loaded)
+        talk, generator = record.turns, TextGenerator(self.loaded)
         if talk[-1].role == "text":
             ids = generator.tokenizer.prompt("")
         else:
             prompt = talk[:-1] if talk[-1].role == "assistant" else talk
-            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer)
+            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer, record.variables)
         ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
         device, dtype = (
             next(generator.model.parameters()).device.type,
@@ -340,14 +340,9 @@ def _question(talk: Conversation) -> str:
     return next((turn.full_text for turn in reversed(talk) if turn.role == "user"), "")
 
 
-def _count_targets(example: Example, context: int) -> int:
-    """The number of targets of the example in a row of this length."""
-    return int(example.loss_mask[1 : context + 1].sum())
-
-
 def _first_examples(examples: Sequence[Example], context: int, limit: int) -> Sequence[Example]:
     """The first examples with about this many targets."""
-    counts = np.cumsum([_count_targets(e, context) for e in examples])
+    counts = np.cumsum([e.targets(context) for e in examples])
     return examples[: int(np.searchsorted(counts, limit)) + 1]
 
 

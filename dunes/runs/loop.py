@@ -5,13 +5,14 @@ import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
 
 from dunes import checkpoint, measure
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import LossCompiler
 from dunes.runs.config import RunOptions, T
@@ -76,6 +77,8 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None
+    if not options.resume:
+        config = replace(config, split_version=SPLIT_VERSION)
     measure.set_device(config.device)
     measure.keep_freed_memory()
     measure.flush_denormals()

@@ -1,7 +1,6 @@
 """Scoring a model folder on text."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, file_header, hold_out_test
+from dunes.data.duplicates import content_digest
 from dunes.runs.config import STDLIB
 from dunes.runs.corpus import join_texts, tail_start, without_files
 from dunes.runs.evaluate import Score, evaluate
@@ -48,7 +48,7 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     recorded in the card. Raises ValueError if the card does not record one."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
-        corpus = collect_corpus(sources, **options)
+        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, whatever its sides
         return _ids(tokenizer, corpus.valid + corpus.train, "all", trained), len(corpus.documents)
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"
@@ -73,8 +73,8 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
     require_own_sources(trained)
-    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
-    corpus = collect_corpus(trained["sources"], **recorded | options)
+    recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
+    corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
     return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus
 
 
@@ -120,8 +120,8 @@ def calibration_sources(card: Mapping[str, Any], sources: Sequence[str]) -> tupl
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
     """Raises ValueError if a text of the calibration sources is among those that are scored.
 
-    A file and a record with the same text are equal, whatever white space is around it. Where the last tenth of
-    each document is scored, the rest of it may calibrate.
+    A file and a record with the same text are equal, whatever their white space. Where the last tenth of each
+    document is scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
     if (
@@ -142,21 +142,8 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
 
 
 def _digests(document: Document) -> Iterator[bytes]:
-    """The digest of each text in a document, without the white space around it."""
-    return map(text_digest, document.texts())
-
-
-def text_digest(blocks: Iterable[str]) -> bytes:
-    """The digest of a text in blocks, without the white space around it."""
-    hashed, space = blake2b(digest_size=16), None  # white space that ends the text, unless more follows
-    for block in blocks:
-        text = block.lstrip() if space is None else space + block
-        if stripped := text.rstrip():
-            hashed.update(stripped.encode(errors="surrogatepass"))
-            space = text[len(stripped) :]
-        elif space is not None:
-            space = text
-    return hashed.digest()
+    """The digest of each text in a document, without its white space."""
+    return map(content_digest, document.texts())
 
 
 def _ids(

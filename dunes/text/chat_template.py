@@ -25,8 +25,8 @@ MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
 SECONDS = 5
 """Wall-clock limit of a rendering process."""
 
-Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool]
-"""Messages, and whether to add the generation prompt."""
+Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool, Mapping[str, Any]]
+"""Messages, whether to add the generation prompt, and variables of this conversation."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which messages hold reasoning; templates read the first two."""
@@ -93,7 +93,7 @@ def render(
     `variables` are more variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
     template refuses the messages, fails, or exceeds a limit.
     """
-    (text,) = render_many(template, [(messages, add_generation_prompt)], variables)
+    (text,) = render_many(template, [(messages, add_generation_prompt, {})], variables)
     return checked_text(text)
 
 
@@ -118,10 +118,11 @@ def render_many(
             "tools": None,
             "documents": None,
             **(variables or {}),
+            **own,
             "messages": [_normalize_message(m) for m in messages],
         }
         | {"add_generation_prompt": add_generation_prompt}
-        for messages, add_generation_prompt in requests
+        for messages, add_generation_prompt, own in requests
     ]
     if not contexts:
         return []

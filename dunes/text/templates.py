@@ -16,7 +16,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -48,7 +48,7 @@ SURROGATE, SURROGATES = 0xDC00, 1024
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `input` is Alpaca's input field; an answer that is not `trained` is only context."""
+    """One message. `input` is Alpaca's input field; a message that is not `trained` is only context."""
 
     role: str
     text: str
@@ -68,11 +68,15 @@ ANSWER_ROLES = ("assistant", "text")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A text that is tokenized separately or, if `special`, the spelling of one special token."""
+    """A text that is tokenized separately or, if `special`, the spelling of one special token.
+
+    With `masked`, it is never trained on: an answer that its record marks as context.
+    """
 
     text: str
     trained: bool = False
     special: bool = False
+    masked: bool = False
 
 
 BEGIN, END = Segment("{begin}", special=True), Segment("{end}", special=True)
@@ -104,14 +108,23 @@ class Template(ABC):
         return self.source
 
     def render(
-        self, conversations: Sequence[Conversation], add_generation_prompt: bool = False
+        self,
+        conversations: Sequence[Conversation],
+        add_generation_prompt: bool = False,
+        variables: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[list[Segment]]:
         """The segments of each conversation, with `add_generation_prompt` up to the beginning of an answer.
 
-        Raises ValueError at a conversation that the template does not support.
+        `variables` are further variables of the template, a mapping for each conversation. Raises ValueError at a
+        conversation that the template does not support, and at a variable that it does not read.
         """
-        for start in range(0, len(conversations), GROUP):
-            yield from self._render_group(conversations[start : start + GROUP], add_generation_prompt)
+        pairs = [*zip(conversations, variables or [{}] * len(conversations), strict=True)]
+        for start in range(0, len(pairs), GROUP):
+            yield from self._render_group(pairs[start : start + GROUP], add_generation_prompt)
+
+    def reads(self, variable: str) -> bool:
+        """True if the template may read a variable of this name, beside its messages."""
+        return False
 
     @abstractmethod
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
@@ -130,15 +143,21 @@ class Template(ABC):
         return list(self.special_tokens)
 
     def _render_group(
-        self, conversations: Sequence[Conversation], add_generation_prompt: bool
+        self, pairs: Sequence[tuple[Conversation, Mapping[str, Any]]], add_generation_prompt: bool
     ) -> Iterator[list[Segment]]:
         requests: list[chat_template.Request] = []
-        for turns in conversations:
+        for turns, variables in pairs:
             messages = [self._message(turn) for turn in turns]
             answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-            requests += [(messages, add_generation_prompt), *((messages[:i], True) for i in answers)]
+            requests += [(messages, add_generation_prompt, variables)]
+            requests += [(messages[:i], True, variables) for i in answers]
         texts = iter(self._render_texts(requests))
-        for turns in conversations:
+        for turns, variables in pairs:
+            if unread := [name for name in variables if not self.reads(name)]:
+                raise ValueError(
+                    f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
+                    "out, or use a model whose own template reads it"
+                )
             trained = [turn for turn in turns if turn.role in ANSWER_ROLES]
             full, *before = islice(texts, 1 + len(trained))
             yield self._segments(
@@ -156,7 +175,8 @@ class Template(ABC):
                 raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
             segments += self._split(text[stop:start], False, stop > 0)
             stop = end + len(self.end)
-            segments += self._split(text[start:stop], turn.trained, False)
+            answered = self._split(text[start:stop], turn.trained, False)
+            segments += answered if turn.trained else (replace(part, masked=True) for part in answered)
         return [*segments, *self._split(text[stop:], False, stop > 0)]
 
     def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
@@ -265,13 +285,21 @@ class ModelTemplate(Template):
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
         return match[0]
 
+    def reads(self, variable: str) -> bool:
+        reserved = variable in ("messages", "add_generation_prompt")
+        return not reserved and re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
+
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
         return chat_template.render_many(self.source, requests, self.tokenizer.special_tokens_map)
 
 
 def _text_or_error(
-    template: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    template: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
 ) -> str | ValueError:
+    """A named template reads no further variables."""
     try:
         return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt))
     except TemplateError as error:
@@ -297,7 +325,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments, and which of them are trained on; with `train_all`, all but the BOS token.
+    """The ids of the segments, and which of them are trained on; with `train_all`, all but the BOS token and what
+    is masked.
 
     Raises ValueError for a special token that the tokenizer lacks.
     """
@@ -307,7 +336,8 @@ def encode_segments(
     for segment in segments:
         new = _encode_segment(segment, tokenizer, continues)
         ids += new
-        trained += [segment.trained or (train_all and new != tokenizer.document_start)] * len(new)
+        everything = train_all and not segment.masked and new != tokenizer.document_start
+        trained += [segment.trained or everything] * len(new)
         continues = not segment.special
     return ids, trained
 
@@ -321,10 +351,12 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
     return [tokenizer.eos if segment.text == END.text else tokenizer.token_id(segment.text)]
 
 
-def encode_prompt(template: Template, turns: Conversation, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(
+    template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
+) -> list[int]:
     """The ids of a prompt, which are the same as before its answer in training."""
     template.check_tokenizer(tokenizer)
-    (segments,) = template.render([turns], add_generation_prompt=True)
+    (segments,) = template.render([turns], True, [variables or {}])
     return encode_segments(segments, tokenizer)[0]
 
 

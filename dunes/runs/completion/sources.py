@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from dunes.data import Document
+from dunes.data.duplicates import content_digest
 from dunes.runs.completion.cuts import Line, file_lines
-from dunes.runs.score import text_digest
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
@@ -95,8 +95,8 @@ def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
 
 
 def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
-    """The digests of texts, whatever white space is around them."""
-    return {text_digest([text]) for _, text in texts}
+    """The digests of texts, whatever their white space."""
+    return {content_digest([text]) for _, text in texts}
 
 
 def scored_files(
@@ -107,12 +107,12 @@ def scored_files(
 ) -> ScoredFiles:
     """The files and lines that are scored of a model that was trained on the training files.
 
-    Files with the text of a training file, or one whose digest is in `seen`, are left out whatever white space is
-    around it, and lines that are near-duplicates of a training line unless `all_lines`. Raises ValueError if
+    Files with the text of a training file, or one whose digest is in `seen`, are left out whatever its white
+    space, and lines that are near-duplicates of a training line unless `all_lines`. Raises ValueError if
     nothing is left.
     """
     digests = text_digests(training) | {*seen}
-    unseen = [(name, text) for name, text in texts if text_digest([text]) not in digests]
+    unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
     index = LineIndex(() if all_lines else (text for _, text in training))
     files, line_count = [], 0
     for name, text in unseen:
