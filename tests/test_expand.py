@@ -426,7 +426,9 @@ def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, f
 def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
     done = dunes("augment", "expand", folders / "base", tmp_path / "pro")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 new block without effect until trained: blocks.3 copies the former blocks.2\n")
+    assert done.stdout.startswith(
+        "1 new block without effect until trained: blocks.3 copies the former blocks.2\n"
+    )
     assert f"next: dunes train SOURCE --from {tmp_path / 'pro'} --trainable new" in done.stdout
     done = dunes("augment", "expand", "--undo", tmp_path / "pro", tmp_path / "base")
     assert done.returncode == 0, done.stderr

@@ -39,11 +39,14 @@ class Shapes:  # several values of a field are several cases; an empty one means
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], _several("family", "FAMILY", "arcee")] = ("arcee",)
     """Architectures of those models."""
-    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "16 of train, score and memory, else 1")] = ()
+    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "16 of train, score, memory; else 1")] = ()
     """Batch sizes."""
     contexts: Annotated[tuple[int, ...], _several("context-length", "TOKENS", "the model's; 256 with --size")] = ()
     """Sequence lengths in tokens."""
-    dtypes: Annotated[tuple[str, ...], _several("dtype", "DTYPE", "as dunes train and eval choose for train and score, else float32")] = ()
+    dtypes: Annotated[
+        tuple[str, ...],
+        _several("dtype", "DTYPE", "measured for train and score, else float32"),
+    ] = ()
     """Dtypes of matrix products, like float32 or bfloat16."""
 
 

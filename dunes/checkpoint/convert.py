@@ -13,7 +13,8 @@ import torch
 from dunes.checkpoint import folder
 from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.files.lazy_tensor import cast, renamed, track_reads
-from dunes.checkpoint.source import CONFIG, Source, open_source
+from dunes.checkpoint.model_folder import CONFIG
+from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs

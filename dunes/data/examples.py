@@ -5,7 +5,7 @@ The format of a file is detected from its first row. An invalid row is an error 
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -48,7 +48,7 @@ class Records:
     path: Path
     format: str
     file_format: str
-    rows: list[Record]
+    rows: list[Record] = field(repr=False)
     blank: int = 0
 
     @property

@@ -37,6 +37,9 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
     split: Literal["files", "tails"] = "files"
 
+    def __repr__(self) -> str:
+        return f"Corpus({self.report()})"
+
     def report(self) -> str:
         """One line: the amount of text and the number of skipped files."""
         size = sum(d.size for d in self.documents) / 1e6

@@ -80,7 +80,9 @@ class FinetuneOptimization(Optimization):
     """Stop after this many optimizer steps instead of --epochs."""
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
     """Rows per optimizer step."""
-    context_length: Annotated[int, flag("TOKENS", "a power of two from 128 to 2048 that the longest example fits")] = 0
+    context_length: Annotated[
+        int, flag("TOKENS", "a power of two from 128 to 2048 that the longest example fits")
+    ] = 0
     """Tokens in a row; longer examples are truncated."""
     lr: Annotated[float | None, flag("RATE", "chosen from the method and the model's width")] = None
     """Peak learning rate."""

@@ -52,6 +52,9 @@ class TextGenerator:
         self.cache: PrefixCache | None = None
         self._find_step, self.format = find_step, format
 
+    def __repr__(self) -> str:
+        return f"TextGenerator({self.tokenizer}, context length {self.context_length}, {self.cache})"
+
     def stream(
         self,
         prompt: str | Sequence[int],
