@@ -267,7 +267,6 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
     for line in (
         ("generate", kept, "a"),
         ("chat", kept, "a"),
-        ("inspect", kept),
         ("convert", kept, tmp_path / "out"),
         ("export", kept, tmp_path / "out"),
         ("eval", kept, data),
@@ -278,6 +277,26 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
             main()
         assert ended.value.code == 2
         assert capsys.readouterr().err == f"dunes: {words}\n"
+
+
+@pytest.mark.parametrize("by", ["function", "class"])
+def test_inspect_describes_a_folder_whose_function_it_does_not_import(by, kept, tmp_path, monkeypatch, capsys):
+    if by == "class":
+        kept = tmp_path / "weights"
+        checkpoint.save_weights(build(), kept)
+    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", str(kept)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1, "it would not load"
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["family"].startswith(
+        "test_built:build, dunes" if by == "function" else "dunes.parts.decoder:Decoder"
+    )
+    assert shown["parameters"].startswith(
+        f"{sum(t.numel() for t in (*build().parameters(), *build().buffers())):,} "
+    )
+    assert shown["loads"].startswith("no: ")
+    assert ("--trust-code" if by == "function" else "load_weights") in shown["loads"]
 
 
 def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):

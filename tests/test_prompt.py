@@ -27,7 +27,7 @@ def test_dir_lists_the_rooms_and_imports_none():
         "import sys, dunes; dir(dunes); assert 'torch' not in sys.modules; print(dunes.text.Tokenizer.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "Tokenizer\n", done.stderr
+    assert done.stdout == "dunes.text\n", done.stderr
     with pytest.raises(AttributeError, match="module 'dunes' has no attribute 'nonsense'"):
         dunes.nonsense  # noqa: B018
 

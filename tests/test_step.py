@@ -1000,7 +1000,8 @@ def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeyp
     monkeypatch.setattr(
         step_package.CompiledStep, "__call__", lambda self, *args: calls.append(1) or CALL(self, *args)
     )
-    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1))
+    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
+    assert work.form == "native"
     calls.clear()
     work.run(work.setup())
     assert len(calls) == 15

@@ -62,7 +62,7 @@ def explain(path: Path) -> str:
     if (path / CONFIG).is_file():
         names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
         return f"{path}: no weights; looked for {names}, and consolidated.* with {PARAMS}; {_contents(path)}"
-    return f"{path}: not a model folder, since it has no {CONFIG}; {_contents(path)}"
+    return f"{path / CONFIG}: no such file; {path} is not a model folder: {_contents(path)}"
 
 
 def no_such_folder(path: Path | str) -> str:
@@ -75,8 +75,10 @@ def no_such_folder(path: Path | str) -> str:
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder has the state of a training run."""
-    state = folder / "state"
-    return (state / "plan.json").is_file() or any(state.glob("step-[0-9]*"))
+    state, files = folder / "state", ("plan.json", "tokenizer.json")
+    if not state.is_dir() or any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*")):
+        return state.is_dir()
+    return not any(state.iterdir())
 
 
 def _is_state(path: Path, run: Path) -> bool:

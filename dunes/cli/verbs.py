@@ -440,14 +440,13 @@ def inspect(
     from dunes.checkpoint import inspect as inspection
     from dunes.checkpoint.folder import readable_folder
     from dunes.checkpoint.loading import describe_adapter, is_adapter
-    from dunes.checkpoint.source import open_source
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = open_source(readable_folder(folder))
+    source = inspection.open_to_describe(readable_folder(folder))
     verdict = inspection.judge(source)
     for line in inspection.describe_folder(source, verdict):
         print(line)

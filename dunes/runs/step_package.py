@@ -195,6 +195,11 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
     return _bind(model, package / name, step_weights(model, dtype), dtype)
 
 
+def made_form(model: nn.Module, dtype: torch.dtype) -> str:
+    """PACKAGE if the step's native code is there, else SCRIPT, which is made in seconds."""
+    return PACKAGE if _is_intact(_packages(model)(dtype), PACKAGE) else SCRIPT
+
+
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError for a model on another device, with hooks, or that can have no step of this dtype."""
     if next(model.parameters()).device.type != "cpu":

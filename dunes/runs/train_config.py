@@ -104,7 +104,7 @@ class Completion:  # without `file_headers`, files do not begin with their paths
         float | None,
         flag(
             "RATE",
-            "0.15 of a new model with --complete, where the text is read often; else 0.01, of embeddings and head 0",
+            "0.15 of a new model with --complete, where text is read often; else 0.01, of embeddings and head 0",
         ),
     ] = None
     """Weight decay of all matrices, as a part of the learning rate."""
