@@ -279,7 +279,7 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
             "decode", request, 2, tmp_path / f"{compile}.jsonl", lambda *args: shown.append(args), 0.0
         )
         assert {row["form"] for row in kept} == {None}, "this make_step makes none"
-    assert made == ["script.pt", "script.pt", "", ""]
+    assert made == ["step.json", "step.json", "", ""]
     first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
     assert [words for words, done in first if not done][1:3] == [
         f"decode: building arcee {size} ({n} of 2)" for n, size in ((1, "20k"), (2, "30k"))

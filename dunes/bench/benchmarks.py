@@ -105,8 +105,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the second half of a context whose first half is the prompt.
 
-    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile has made
-    it, which takes one to two minutes for each shape, else by a script of PyTorch's operations.
+    A single row on a CPU is decoded as by `dunes generate`: by native code that `dunes compile` or --compile made,
+    which takes one to two minutes for each shape, or else by a script of PyTorch's operations.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
