@@ -53,7 +53,7 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """For a family that cannot read the model: the number of parts before the first of another class, and that.
+    """For a family that cannot read the model: the number of parts before the first of another kind, and that.
 
     If there is none, the last error says it.
     """
@@ -67,8 +67,7 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
             return i, f"it has no {row.place}"
         if classes[row.place] != row.class_name:
             return i, f"{row.place or 'the model'} is {classes[row.place]}, not {row.class_name}"
-    for i, (place, part) in enumerate(twin.named_modules()):
-        for key, value in vars(part).items():
-            if type(own := getattr(parts[place], key, None)) is not type(value):
-                return i, f"{place} has {key} {type(own).__name__}, not {type(value).__name__}"
+        for key, value in vars(twin.get_submodule(row.place)).items():
+            if type(own := getattr(parts[row.place], key, None)) is not type(value):
+                return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
     return len(classes), " ".join(str(error).split())
