@@ -164,7 +164,7 @@ def test_a_path_that_is_no_model_folder_says_what_it_is(paths):
             checkpoint.load_network,
             checkpoint.describe,
         ):
-            with pytest.raises(ValueError, match="no|run") as caught:
+            with pytest.raises(ValueError, match=r"no|run") as caught:
                 read(folder / name)
             assert reason in str(caught.value)
             assert str(caught.value).startswith(str(folder / name))

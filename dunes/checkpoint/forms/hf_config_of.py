@@ -67,7 +67,7 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
             return i, f"it has no {row.place}"
         if classes[row.place] != row.class_name:
             return i, f"{row.place or 'the model'} is {classes[row.place]}, not {row.class_name}"
-        for key, value in vars(twin.get_submodule(row.place)).items():
+        for key, value in vars(twin.get_submodule(row.place)).items() if row.place else ():
             if type(own := getattr(parts[row.place], key, None)) is not type(value):
                 return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
     return len(classes), " ".join(str(error).split())
