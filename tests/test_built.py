@@ -83,7 +83,7 @@ def test_what_is_kept_is_loaded_bit_for_bit(kept):
     assert loaded.tokenizer.json() == TOKENIZER.json()
     assert (loaded.context_length, loaded.card["note"], loaded.model.training) == (64, "x", False)
     assert loaded.card["family"] == {"function": "test_built:build", "arguments": {}}
-    assert len(list(generate(loaded.model, [1, 2], limit=3, context_length=loaded.context_length))) == 3
+    assert len(list(generate(loaded.model, [1, 2], max_tokens=3, context_length=loaded.context_length))) == 3
     assert sorted(p.name for p in kept.iterdir() if p.name.startswith("model")) == ["model.safetensors"]
 
 

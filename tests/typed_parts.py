@@ -94,4 +94,4 @@ def run(batches: Iterator[Tensor]) -> list[int]:
     cache = Cache(1, 16)
     with torch.no_grad():
         model(torch.tensor([[1]]), cache=cache)
-    return [token.id for token in generate(model, [1, 2], limit=4, context_length=16)]
+    return [token.id for token in generate(model, [1, 2], max_tokens=4, context_length=16)]

@@ -176,7 +176,7 @@ def load(subject: Subject, setting: Setting) -> Work:
     """Loading a model folder that is in the page cache, and from there to the first token."""
     folder = subject.written
     run = lambda _: checkpoint.load(folder, measure.device())
-    then = lambda loaded: next(generate(loaded.model, [0], limit=1, context_length=loaded.context_length))
+    then = lambda loaded: next(generate(loaded.model, [0], max_tokens=1, context_length=loaded.context_length))
     return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes", then=then)
 
 

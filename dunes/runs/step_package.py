@@ -517,6 +517,6 @@ def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None
     for first in (0, 1):
         cache = PrefixCache(model, step=step)
         limit = min(GREEDY_TOKENS, context_length - 1)
-        tokens = generate(model, [first], limit=limit, context_length=context_length, cache=cache)
+        tokens = generate(model, [first], max_tokens=limit, context_length=context_length, cache=cache)
         texts.append([token.id for token in tokens])
     return texts
