@@ -342,7 +342,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("complete", {}, "--batch has no effect on complete; leave it out"),
         ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
         ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context-length has no effect on load"),
-        ("train", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
+        ("train", {"models": [Path("nowhere")]}, "nowhere: no such folder"),
     ],
 )
 def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
