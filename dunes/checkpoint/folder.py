@@ -273,7 +273,7 @@ def write_tokenizer(
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
     """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
     for _ in range(MAX_RETRIES):
-        readable_folder(folder)
+        finished_folder(folder)
         before = _save_stamp(folder)
         try:
             result = read(folder)
@@ -284,7 +284,7 @@ def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
             if _save_stamp(folder) == before:
                 return result
     with folder_lock(folder):
-        readable_folder(folder)
+        finished_folder(folder)
         return read(folder)
 
 
