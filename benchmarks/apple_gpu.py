@@ -178,7 +178,7 @@ def generation(device: torch.device) -> Iterator[Row]:
     texts = []
     for where in (torch.device("cpu"), device):
         model = _model().to(where).eval()
-        texts.append([t.id for t in generate(model, [1, 2, 3], limit=20, context_length=CONTEXT)])
+        texts.append([t.id for t in generate(model, [1, 2, 3], max_tokens=20, context_length=CONTEXT)])
     yield (
         "generation, float32",
         "ok" if texts[0] == texts[1] else "failed",

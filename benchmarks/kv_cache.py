@@ -41,7 +41,7 @@ def row_bytes(layers: int, heads: int, dim: int, tokens: int) -> dict[str, int]:
 def rates(model: nn.Module, format: CacheFormat | None, prompt: int, tokens: int) -> tuple[float, float]:
     """Tokens/s of a prompt, and after it."""
     cache, start = PrefixCache(model, format=format), time.perf_counter()
-    stream = generate(model, [1] * prompt, limit=tokens + 1, context_length=prompt + tokens + 1, cache=cache)
+    stream = generate(model, [1] * prompt, max_tokens=tokens + 1, context_length=prompt + tokens + 1, cache=cache)
     next(stream)
     first = time.perf_counter()
     return prompt / (first - start), sum(1 for _ in stream) / (time.perf_counter() - first)

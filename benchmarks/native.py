@@ -107,7 +107,7 @@ def python_side(folder: Path, dtype: Dtype, tokens: int, threads: int) -> Callab
         cache = PrefixCache(loaded.model, step=step)
         ids, times = [], []
         for token in generate(
-            loaded.model, [FIRST], limit=tokens, context_length=loaded.context_length, cache=cache
+            loaded.model, [FIRST], max_tokens=tokens, context_length=loaded.context_length, cache=cache
         ):
             ids.append(token.id)
             times.append(perf_counter())
@@ -122,7 +122,7 @@ def native_side(folder: Path, program: Path, dtype: Dtype, tokens: int, threads:
         folder / dtype,
         "--ids",
         FIRST,
-        "--limit",
+        "--max-tokens",
         tokens,
         "--threads",
         threads,

@@ -59,7 +59,7 @@ def main(size: str = "2m", rounds: int = 7, tokens: int = 8) -> None:
         write_model(Path(folder), size)
         commands = {
             "import torch": ["-c", "import torch"],
-            "generate": ["-m", "dunes", "generate", folder, "def main(", "--tokens", str(tokens)],
+            "generate": ["-m", "dunes", "generate", folder, "def main(", "--max-tokens", str(tokens)],
             "complete": ["-m", "dunes", "complete", folder, f"{MODULE}:100:1"],
         }
         rows = in_turn({side: partial(run_process, command) for side, command in commands.items()}, rounds + 1)

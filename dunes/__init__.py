@@ -1,15 +1,33 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-Importing this package loads nothing heavy; torch comes with the room that needs it.
+Importing this package loads nothing heavy: a room (`dunes.checkpoint`, `dunes.train`, ...) is imported, and torch
+with it, when it is first asked for.
 """
 
+import importlib
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+_ROOMS = (
+    "augment", "bench", "checkpoint", "data", "generate", "measure", "models", "ops", "parts", "runs", "text",
+    "train", "tree",
+)  # fmt: skip
 
 # Threads that wait for each other spin, and where other programs use the cores they spin instead of those that
 # they wait for: a step of training took 25 times as long beside two programs (LOG.md, "A machine that does
 # something else"). After so many spins they sleep. OpenMP reads this once, when torch is loaded.
 if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
+
+if not TYPE_CHECKING:  # else a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        if name in _ROOMS:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*_ROOMS, *(name for name in globals() if name.startswith("__"))]

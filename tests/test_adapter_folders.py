@@ -320,7 +320,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abc def. " * 40)
     shutil.copytree(folder, tmp_path / "no card")
     (tmp_path / "no card" / "dunes.json").unlink()
-    line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--tokens", "4"]
+    line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--max-tokens", "4"]
     written = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert written.returncode == 0
     assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: has no digests of its base's weights")
@@ -349,7 +349,7 @@ def rounded_base(folder, dtype=torch.bfloat16):
     checkpoint.save(checkpoint.load(path).model.to(dtype), path, TOKENS, 32)
 
 
-ONE = SamplingOptions(tokens=1)
+ONE = SamplingOptions(max_tokens=1)
 ANOTHER = {
     "load": lambda folder, any_base: checkpoint.load(folder, any_base=any_base),
     "generate": lambda folder, any_base: verbs.generate(str(folder), ONE, "ab", any_base=any_base),

@@ -126,7 +126,7 @@ def test_views_take_nothing_and_what_grows_in_place_counts_once():
 def test_keys_and_values_are_a_cache():
     model = of_shape("llama", 300_000, 64).model()
     with allocations(model) as log:
-        list(generate(model, [1, 2, 3], limit=4, context_length=64))
+        list(generate(model, [1, 2, 3], max_tokens=4, context_length=64))
     cached = [a for a in log.made if a.kind == "cache"]
     width = model.blocks[0].attn.k.out_features
     assert {a.size for a in cached if a.size > 64} == {4 * width * 8}, "3 + 4 tokens, and a slot for padding"

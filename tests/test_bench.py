@@ -270,6 +270,26 @@ def test_several_values_race_in_one_run(tmp_path):
     assert len(run.summaries(kept)) == 4
 
 
+def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):
+    made, shown = [], []
+    monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype, form: made.append(form))
+    for compile in (False, True):
+        request = run.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
+        kept = run.bench(
+            "decode", request, 2, tmp_path / f"{compile}.jsonl", lambda *args: shown.append(args), 0.0
+        )
+        assert {row["form"] for row in kept} == {None}, "this make_step makes none"
+    assert made == ["step.json", "step.json", "", ""]
+    first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
+    assert [words for words, done in first if not done][1:3] == [
+        f"decode: building arcee {size} ({n} of 2)" for n, size in ((1, "20k"), (2, "30k"))
+    ]
+    assert "and compiling its decoding unless it is there" in second[1][0]
+    assert all(words.endswith(" left") for words, done in first if done)
+    with pytest.raises(ValueError, match="--compile has no effect on prefill"):
+        measured("prefill", tmp_path / "c.jsonl", compile=True)
+
+
 def test_no_file_is_written_over_or_taken_for_ones_own(tmp_path):
     measured("prefill", tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
@@ -322,7 +342,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
         ("complete", {}, "--batch has no effect on complete; leave it out"),
         ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
         ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context-length has no effect on load"),
-        ("train", {"models": [Path("nowhere")]}, "nowhere is not a model folder"),
+        ("train", {"models": [Path("nowhere")]}, "nowhere: no such folder"),
     ],
 )
 def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):

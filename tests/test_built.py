@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from dunes import checkpoint
@@ -82,7 +83,7 @@ def test_what_is_kept_is_loaded_bit_for_bit(kept):
     assert loaded.tokenizer.json() == TOKENIZER.json()
     assert (loaded.context_length, loaded.card["note"], loaded.model.training) == (64, "x", False)
     assert loaded.card["family"] == {"function": "test_built:build", "arguments": {}}
-    assert len(list(generate(loaded.model, [1, 2], limit=3, context_length=loaded.context_length))) == 3
+    assert len(list(generate(loaded.model, [1, 2], max_tokens=3, context_length=loaded.context_length))) == 3
     assert sorted(p.name for p in kept.iterdir() if p.name.startswith("model")) == ["model.safetensors"]
 
 
@@ -267,7 +268,6 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
     for line in (
         ("generate", kept, "a"),
         ("chat", kept, "a"),
-        ("inspect", kept),
         ("convert", kept, tmp_path / "out"),
         ("export", kept, tmp_path / "out"),
         ("eval", kept, data),
@@ -278,6 +278,24 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
             main()
         assert ended.value.code == 2
         assert capsys.readouterr().err == f"dunes: {words}\n"
+
+
+@pytest.mark.parametrize("by", ["function", "class"])
+def test_inspect_describes_a_folder_whose_function_it_does_not_import(by, kept, tmp_path, monkeypatch, capsys):
+    if by == "class":
+        kept = tmp_path / "weights"
+        checkpoint.save_weights(build(), kept)
+    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", str(kept)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1, "it would not load"
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    name = "test_built:build, dunes" if by == "function" else "dunes.parts.decoder:Decoder, dunes"
+    assert shown["family"].startswith(name)
+    stored = sum(t.numel() for t in load_file(kept / "model.safetensors").values())
+    assert shown["parameters"].startswith(f"{stored:,} ")
+    assert shown["loads"].startswith("no: ")
+    assert ("--trust-code" if by == "function" else "load_weights") in shown["loads"]
 
 
 def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):

@@ -36,9 +36,9 @@ class Script:
     def __call__(self, model, requests, *, context_length, cache):
         (request,) = requests
         self.asked.append(list(request.prompt))
-        self.limit, self.stop = request.limit, request.stop
+        self.max_tokens, self.stop = request.max_tokens, request.stop
         text = self.answers.pop(0) if self.answers else "b"
-        for i in self.tokenizer.encode(text)[: request.limit]:
+        for i in self.tokenizer.encode(text)[: request.max_tokens]:
             yield [Token(i, 0.0)]
 
 
@@ -92,7 +92,7 @@ def test_the_oldest_exchanges_are_left_out_never_the_system(bpe, scripted):  # n
     for ids in script.asked:
         assert ids[:8] == head
         assert len(ids) <= 90 - 20
-    assert script.limit == 20
+    assert script.max_tokens == 20
     with pytest.raises(ValueError, match="the model's context length is 90; shorten it"):
         said(chat, "question " * 60)
     assert chat.talk[-1].text == "h"
@@ -374,10 +374,10 @@ def dunes(*arguments, text=None):
 
 def test_the_verb_answers_once_or_line_by_line(three):
     want = alone(three / "one")
-    once = dunes("chat", three / "one", "ab", "--temperature", 0, "--tokens", 12)
+    once = dunes("chat", three / "one", "ab", "--temperature", 0, "--max-tokens", 12)
     assert once.returncode == 0, once.stderr
     assert once.stdout == want + "\n"
-    options = ("--temperature", 0, "--tokens", 12, "--adapter", three / "two", "--adapter", three / "one")
+    options = ("--temperature", 0, "--max-tokens", 12, "--adapter", three / "two", "--adapter", three / "one")
     lines = dunes("chat", three / "base", *options, text="ab\n/adapter one\n/new\nab\n/quit\nab\n")
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout == f"{alone(three / 'two')}\n\n{want}\n"
@@ -386,7 +386,7 @@ def test_the_verb_answers_once_or_line_by_line(three):
 def test_a_terminal_has_a_conversation(three):
     there, here = pty.openpty()
     line = [sys.executable, "-m", "dunes", "chat", str(three / "base"), "--adapter", str(three / "one")]
-    line += ["--temperature", "0", "--tokens", "12"]
+    line += ["--temperature", "0", "--max-tokens", "12"]
     environment = os.environ | {"TERM": "dumb"}
     done = subprocess.Popen(
         line, stdin=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -339,7 +339,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     assert checkpoint.hf_config_of(changed, 16) == "blocks.0.attn.q is Int8, not Linear", "for several families"
     changed = build()
     changed.blocks[1].attn.window = 4
-    assert "'window': '4'" in checkpoint.hf_config_of(changed, 16)
+    assert "blocks.1.attn has window 4, not None" in checkpoint.hf_config_of(changed, 16)
     changed = build()
     changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
     reason = checkpoint.hf_config_of(changed, 16)

@@ -140,7 +140,7 @@ def test_importing_the_package_is_light():
         (["finetune", "x"], "--out is missing"),
         (["finetune", "x", "--out", "run"], "the data is missing"),
         (["generate", "nowhere"], "nowhere: no such folder"),
-        (["generate", "nowhere", "--tokens", "-1"], "--tokens is -1; it must be at least 1"),
+        (["generate", "nowhere", "--max-tokens", "-1"], "--max-tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["complete", "nowhere", ".:1:1"], ".: not a file; expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
@@ -189,7 +189,7 @@ def test_train_generate_complete_eval(code, tmp_path):
     loaded, file = checkpoint.load(run), code / "module_1.py"
     generator = TextGenerator(loaded)
     text = generator.text("def ", 9, sampler(0.8, top_k=50, seed=1))
-    generated = dunes("generate", run, "def ", "--tokens", 9, "--seed", 1)
+    generated = dunes("generate", run, "def ", "--max-tokens", 9, "--seed", 1)
     assert generated.stdout == f"def {text}\n"
     prompt = plural(len(loaded.tokenizer.prompt("def ")), "token")
     rates = rf"prompt: {prompt}, [\d.k]+ tokens/s; generated: 9 tokens, [\d.k]+ tokens/s\n"

@@ -436,7 +436,7 @@ def forbid(banned, logits, ids):
 def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **options):
     """The best continuation that ends with the id `end`; if none does, the best of all."""
     known = known or RememberedLogits(model, width)
-    known.begin(len(prompt) + options["limit"])
+    known.begin(len(prompt) + options["max_tokens"])
     beams = beam_search(
         lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
@@ -448,10 +448,10 @@ def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **opt
     return next((beam for beam in beams if beam.ids[-1] == end), beams[0] if beams else Beam())
 
 
-def exhaustive(model, prompt, limit, process=log_softmax, end=1):
+def exhaustive(model, prompt, max_tokens, process=log_softmax, end=1):
     """The best of all continuations that end with the id `end`; of all, if none does."""
     cache, ended, others = PrefixCache(model), [], []
-    cache.reserve(len(prompt) + limit)
+    cache.reserve(len(prompt) + max_tokens)
     pending = [Beam()]
     while pending:
         beam = pending.pop()
@@ -462,7 +462,7 @@ def exhaustive(model, prompt, limit, process=log_softmax, end=1):
                 continue
             if id == end:
                 ended.append(grown)
-            elif len(grown.ids) < limit:
+            elif len(grown.ids) < max_tokens:
                 pending.append(grown)
             else:
                 others.append(grown)
@@ -491,7 +491,7 @@ def without_cache(model):
 def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
     model, prompt = wrap(model_of()), [3, 2, 5]
     known = RememberedLogits(model, VOCAB**2)
-    best = search(model, prompt, known, process=process, width=VOCAB**2, limit=3)
+    best = search(model, prompt, known, process=process, width=VOCAB**2, max_tokens=3)
     assert (known.cache.cache is None) == (wrap is without_cache)
     expected = exhaustive(model_of(), prompt, 3, process)
     assert best.ids == expected.ids
@@ -502,10 +502,10 @@ def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_one_beam_is_greedy_decoding(family):
     model, prompt = model_of(family), [3, 2, 5, 5]
-    greedy = list(generate(model, prompt, limit=9, context_length=32, stop=()))
+    greedy = list(generate(model, prompt, max_tokens=9, context_length=32, stop=()))
     ids = [token.id for token in greedy]
     stop = ids.index(1) + 1 if 1 in ids else len(ids)
-    best = search(model, prompt, width=1, limit=9)
+    best = search(model, prompt, width=1, max_tokens=9)
     assert [*best.ids] == ids[:stop]
     assert [*best.logprobs] == pytest.approx([token.logprob for token in greedy[:stop]], abs=1e-4)
 
@@ -514,8 +514,8 @@ def test_what_is_remembered_changes_nothing():
     model, prompts = model_of(), [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6], [6] * 20, [6] * 19]
     known = RememberedLogits(model, 4)
     for prompt in [*prompts, *reversed(prompts)]:
-        used = search(model, prompt, known, width=4, limit=6)
-        fresh = search(model, prompt, width=4, limit=6)
+        used = search(model, prompt, known, width=4, max_tokens=6)
+        fresh = search(model, prompt, width=4, max_tokens=6)
         assert used.ids == fresh.ids
         assert used.total == pytest.approx(fresh.total, abs=1e-4)
 
@@ -533,7 +533,7 @@ def test_a_search_is_over_when_its_beams_are_decided():
         lambda texts: [forbid([1], row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
         width=3,
-        limit=9,
+        max_tokens=9,
         ends=lambda ids: False,
         decided=decided,
     )
@@ -543,8 +543,8 @@ def test_a_search_is_over_when_its_beams_are_decided():
 
 def test_where_nothing_may_follow_there_is_no_beam():
     nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
-    assert search(model_of(), [3], process=nothing, width=3, limit=4) == Beam()
-    assert search(model_of(), [3], width=3, limit=0) == Beam()
+    assert search(model_of(), [3], process=nothing, width=3, max_tokens=4) == Beam()
+    assert search(model_of(), [3], width=3, max_tokens=0) == Beam()
 
 
 # logits that are remembered

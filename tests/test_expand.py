@@ -242,7 +242,8 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("expanded")
     checkpoint.save(model_of("llama", vocab=TOKENIZER.vocab).to(torch.bfloat16), root / "base", TOKENIZER, 64)
     lines = augment_folder(root / "base", root / "pro", "expand", blocks=2)
-    assert lines[0] == "2 new blocks, copies that add nothing until they are trained: 2 of 1, 4 of 2"
+    copies = "blocks.2 copies the former blocks.1, blocks.4 copies the former blocks.2"
+    assert lines[0] == f"2 new blocks without effect until trained: {copies}"
     assert lines[2].startswith("logits moved by 0.0e+00 (relative norm); top-1 tokens agree at 100%")
     return root
 
@@ -425,7 +426,9 @@ def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, f
 def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
     done = dunes("augment", "expand", folders / "base", tmp_path / "pro")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 new block, copies that add nothing until they are trained: 3 of 2\n")
+    assert done.stdout.startswith(
+        "1 new block without effect until trained: blocks.3 copies the former blocks.2\n"
+    )
     assert f"next: dunes train SOURCE --from {tmp_path / 'pro'} --trainable new" in done.stdout
     done = dunes("augment", "expand", "--undo", tmp_path / "pro", tmp_path / "base")
     assert done.returncode == 0, done.stderr

@@ -369,7 +369,7 @@ def test_its_text_is_that_of_python_token_for_token(build, folder, packages):
             (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, seed=3)),
         ):
             expected = python_ids(model, prompt, 2 * CONTEXT, make())
-            assert ids_of(build, folder, ids, "--limit", 2 * CONTEXT, *arguments) == expected, prompt
+            assert ids_of(build, folder, ids, "--max-tokens", 2 * CONTEXT, *arguments) == expected, prompt
     assert len(expected) > CONTEXT, "the text goes on beyond the context"
 
 
@@ -386,9 +386,9 @@ def test_its_tokenizers_are_those_of_python(build, folder, tmp_path, kind):
     for prompt in [*PROMPTS[1:-1], TEXT, " ".join(TEXT), "a" * 500, "日本größe"]:
         done = subprocess.run([client, out, prompt], capture_output=True, text=True, check=True)
         assert [int(i) for i in done.stdout.split()] == tokenizer.encode(prompt), prompt
-    written = ids_of(build, out, tokenizer.prompt("def"), "--limit", 30)
+    written = ids_of(build, out, tokenizer.prompt("def"), "--max-tokens", 30)
     assert (
-        run(build, out, "--limit", 30, "def").stdout
+        run(build, out, "--max-tokens", 30, "def").stdout
         == b"def" + b"".join(tokenizer.token_bytes[i] for i in written) + b"\n"
     )
 
@@ -510,14 +510,14 @@ def test_its_refusals_of_wrong_use_are_one_line(build, folder, tmp_path):
         (["--ids", "1 x"], "--ids x: expected a whole number"),
         (["--temperature", "-1", "x"], "temperature"),
         (["--image", "digit.pgm"], "a model that generates text"),
-        (["--limit", "1e3", "x"], "expected a whole number"),
+        (["--max-tokens", "1e3", "x"], "expected a whole number"),
     ):
         refused(run(build, folder, *arguments), message)
     out = shutil.copytree(folder, tmp_path / "out")
     (out / "tokenizer.safetensors").unlink()
     edit(out, no_tokenizer="the model has no tokenizer", files=without(out, "tokenizer.safetensors"))
     refused(run(build, out, "x"), "the model has no tokenizer: use --ids")
-    assert len(ids_of(build, out, [5, 6], "--limit", 4)) == 4
+    assert len(ids_of(build, out, [5, 6], "--max-tokens", 4)) == 4
     refused(run(build, tmp_path / "nothing", "x"), "nothing/card.json: cannot be read")
 
 
@@ -537,7 +537,7 @@ def test_a_rolling_cache_and_int8_layers(build, packages, tmp_path):
     for prompt in PROMPTS[:3]:
         expected = python_ids(loaded(model), prompt, 100)
         ids = loaded(model).tokenizer.prompt(prompt)
-        assert ids_of(build, tmp_path / "out", ids, "--limit", 100) == expected
+        assert ids_of(build, tmp_path / "out", ids, "--max-tokens", 100) == expected
 
 
 @pytest.mark.slow

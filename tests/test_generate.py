@@ -45,18 +45,18 @@ def made(family):
 
 
 @torch.no_grad()
-def greedy(model, prompt, limit):
+def greedy(model, prompt, max_tokens):
     model.eval()
     ids = list(prompt)
-    for _ in range(limit):
+    for _ in range(max_tokens):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
 def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(model):
     want = [greedy(model, p, 20) for p in PROMPTS]
-    assert [[t.id for t in generate(model, p, limit=20, context_length=CONTEXT)] for p in PROMPTS] == want
-    assert together(model, PROMPTS, limit=20) == want
+    assert [[t.id for t in generate(model, p, max_tokens=20, context_length=CONTEXT)] for p in PROMPTS] == want
+    assert together(model, PROMPTS, max_tokens=20) == want
     assert len({i for ids in want for i in ids}) > 4, "the text must not be trivial"
 
 
@@ -91,18 +91,18 @@ def test_prompts_need_no_mask_without_padding(family, monkeypatch):
 
 @torch.no_grad()
 def test_logprobs_are_the_models_own(model):
-    for token, step in zip(generate(model, [3, 4], limit=5, context_length=CONTEXT), range(5), strict=True):
+    for token, step in zip(generate(model, [3, 4], max_tokens=5, context_length=CONTEXT), range(5), strict=True):
         ids = [3, 4, *greedy(model, [3, 4], step)]
         want = model(torch.tensor([ids]))[0, -1].log_softmax(-1)[token.id]
         assert token.logprob == pytest.approx(float(want), abs=1e-5)
 
 
 def test_a_text_longer_than_the_context_goes_on_from_its_last_half(model):
-    text = [t.id for t in generate(model, [1], limit=100, context_length=CONTEXT)]
+    text = [t.id for t in generate(model, [1], max_tokens=100, context_length=CONTEXT)]
     assert len(text) == 100
     assert text[: CONTEXT - 1] == greedy(model, [1], CONTEXT - 1)
     long = list(range(60))
-    first = next(generate(model, long, limit=1, context_length=CONTEXT))
+    first = next(generate(model, long, max_tokens=1, context_length=CONTEXT))
     assert first.id == greedy(model, long[-CONTEXT:], 1)[0]
 
 
@@ -110,7 +110,7 @@ def test_a_row_that_stops_does_not_disturb_the_others(model):
     want = [greedy(model, p, 12) for p in PROMPTS]
     stop = want[0][3]
     ended = [ids[: ids.index(stop) if stop in ids else 12] for ids in want]
-    assert together(model, PROMPTS, limit=12, stop={stop}) == ended
+    assert together(model, PROMPTS, max_tokens=12, stop={stop}) == ended
 
 
 def ids_of(model, requests):
@@ -143,32 +143,34 @@ def windowed(window):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_a_row_crosses_the_context_when_its_own_text_does(family):
     model = made(family)
-    want = alone(model, CROSSING, limit=36)
-    assert together(model, CROSSING, limit=36) == want
+    want = alone(model, CROSSING, max_tokens=36)
+    assert together(model, CROSSING, max_tokens=36) == want
     stop = {want[0][25], want[1][3]}
     ended = [list(itertools.takewhile(lambda id: id not in stop, ids)) for ids in want]
-    assert together(model, CROSSING, limit=36, stop=stop) == ended
+    assert together(model, CROSSING, max_tokens=36, stop=stop) == ended
     assert len({len(ids) for ids in ended}) > 1, "rows end at different times"
 
 
 def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
     model, settings = made("llama"), {"top_k": 20, "penalty": 1.1}
     samplers = lambda: [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
-    assert together(model, CROSSING, samplers(), limit=36) == alone(model, CROSSING, samplers(), limit=36)
+    assert together(model, CROSSING, samplers(), max_tokens=36) == alone(
+        model, CROSSING, samplers(), max_tokens=36
+    )
 
 
 @pytest.mark.parametrize("window", [5, 20])
 def test_a_row_crosses_the_context_by_itself_in_a_rolling_cache_too(window):
     model = windowed(window)
     assert type(cache_for(model, 1, CONTEXT)) is RollingCache
-    assert together(model, CROSSING, limit=36) == alone(model, CROSSING, limit=36)
+    assert together(model, CROSSING, max_tokens=36) == alone(model, CROSSING, max_tokens=36)
 
 
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_the_smallest_contexts(context, monkeypatch):
     monkeypatch.setitem(globals(), "CONTEXT", context)
     model = windowed(5)
-    assert together(model, PROMPTS, limit=9) == alone(model, PROMPTS, limit=9)
+    assert together(model, PROMPTS, max_tokens=9) == alone(model, PROMPTS, max_tokens=9)
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
@@ -180,9 +182,9 @@ def test_parts_of_ones_own_write_what_the_full_forward_does(name):
             p.mul_(2)
     prompts = [[1, 2, 3], [9] * 11, [40, 2, 7, 7, 5]]
     want = [greedy(module, p, 12) for p in prompts]
-    assert together(module, prompts, limit=12) == want
+    assert together(module, prompts, max_tokens=12) == want
     crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
-    assert together(module, crossing, limit=20) == alone(module, crossing, limit=20)
+    assert together(module, crossing, max_tokens=20) == alone(module, crossing, max_tokens=20)
 
 
 class Wrapped(torch.nn.Module):
@@ -200,14 +202,14 @@ def test_a_wrapped_model_writes_what_it_does_by_itself():
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(2)
-    assert together(Wrapped(module), PROMPTS, limit=12) == together(module, PROMPTS, limit=12)
+    assert together(Wrapped(module), PROMPTS, max_tokens=12) == together(module, PROMPTS, max_tokens=12)
     with pytest.warns(UserWarning, match="may mix tokens, so the whole text is computed again"):
         assert cache_for(torch.compile(module), 1, CONTEXT) is None
 
 
 def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
     def text(prompts, seed):
-        return together(model, prompts, [sampler(1.0, seed=seed + i) for i in range(len(prompts))], limit=10)
+        return together(model, prompts, [sampler(1.0, seed=seed + i) for i in range(len(prompts))], max_tokens=10)
 
     assert text(PROMPTS, 1) == text(PROMPTS, 1)
     assert text(PROMPTS, 1) != text(PROMPTS, 2)
@@ -216,7 +218,7 @@ def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
 
 def test_mode_and_gradients_are_left_as_they_were(model):
     model.train()
-    tokens = generate(model, [1], limit=3, context_length=CONTEXT)
+    tokens = generate(model, [1], max_tokens=3, context_length=CONTEXT)
     next(tokens)
     assert model.training
     assert torch.is_grad_enabled()
@@ -337,6 +339,6 @@ def test_settings_without_a_meaning_are_refused_by_name(bad):
 def test_an_empty_prompt_is_refused():
     model = qwen3.build(qwen3.Config.from_size(VOCAB, 64, 2, CONTEXT))
     with pytest.raises(ValueError, match="a prompt has no tokens"):
-        next(generate(model, [], limit=1, context_length=CONTEXT))
+        next(generate(model, [], max_tokens=1, context_length=CONTEXT))
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         Request([], 1)

@@ -349,7 +349,7 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
     model, path = written(tmp_path, "qwen2", chat, "bfloat16")
     assert dunes(monkeypatch, "inspect", path) == 0
     assert "GGUF format" in capsys.readouterr().out
-    assert dunes(monkeypatch, "generate", path, "def ", "--tokens", "4") == 0
+    assert dunes(monkeypatch, "generate", path, "def ", "--max-tokens", "4") == 0
     assert dunes(monkeypatch, "convert", path, tmp_path / "hf") == 0
     loaded = checkpoint.load(tmp_path / "hf")
     assert torch.equal(loaded.model.embed.token.weight, model.embed.token.weight.bfloat16())

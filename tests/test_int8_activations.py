@@ -187,7 +187,7 @@ def test_an_export_says_that_inputs_are_no_longer_rounded(tmp_path):
 def test_a_model_with_rounded_inputs_keeps_its_cache(recwarn):
     model = rounded(build())
     assert issubclass(DynamicInt8, Int8)
-    ids = [token.id for token in generate(model, [1, 2, 3], limit=8, context_length=32)]
+    ids = [token.id for token in generate(model, [1, 2, 3], max_tokens=8, context_length=32)]
     assert not [w for w in recwarn if "may mix tokens" in str(w.message)]
     text = [1, 2, 3]
     for _ in range(8):

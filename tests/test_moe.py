@@ -553,4 +553,4 @@ def test_text_goes_on_beyond_the_window_as_without_a_cache():
         for row in rows:
             assert row[i].id == int(model(torch.tensor([text]))[0, -1].argmax())
             text.append(row[i].id)
-        assert [t.id for t in generate(model, prompt, limit=25, context_length=60)] == text[len(prompt) :]
+        assert [t.id for t in generate(model, prompt, max_tokens=25, context_length=60)] == text[len(prompt) :]

@@ -324,7 +324,7 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
         raise AssertionError("a step")
 
     monkeypatch.setattr("dunes.runs.step_package.load_step", refuse)
-    assert verbs.generate(str(folder), SamplingOptions(tokens=100), "abcdefgh" * 8, cache="int4") == 0
+    assert verbs.generate(str(folder), SamplingOptions(max_tokens=100), "abcdefgh" * 8, cache="int4") == 0
     error = capsys.readouterr().err
     assert error.count("\n") == 2
     assert "--cache int4: the compiled step is not used" in error

@@ -371,7 +371,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
         ("zig", ["nowhere"], "nowhere: no such file or folder"),
         ("expand", ["nowhere", "new", "old"], "nowhere: no such folder"),
         ("lora_experts", ["nowhere", "data"], "nowhere: no such folder"),
-        ("self_instruct", ["nowhere", "out", "model"], "model is not a model folder"),
+        ("self_instruct", ["nowhere", "out", "model"], "model: no such folder"),
         ("demo", ["soon"], "'soon'"),
     ],
 )

@@ -178,7 +178,7 @@ def test_logits_and_greedy_text(shape, record_property):
     assert difference <= LIMIT
     prompt = ids[:1, :17]
     want = hf.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=96)[0, 17:]
-    got = [t.id for t in generate(ours, prompt[0].tolist(), limit=30, context_length=64, stop={96})]
+    got = [t.id for t in generate(ours, prompt[0].tolist(), max_tokens=30, context_length=64, stop={96})]
     assert got == [i for i in want.tolist() if i != 96]
 
 
@@ -313,7 +313,7 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
 
     prompt = tokenizer.encode("def ")
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
-    got = [t.id for t in generate(model, prompt, limit=40, context_length=48, stop={tokenizer.eos})]
+    got = [t.id for t in generate(model, prompt, max_tokens=40, context_length=48, stop={tokenizer.eos})]
     assert got == [i for i in want if i != tokenizer.eos]
 
 

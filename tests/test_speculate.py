@@ -80,7 +80,7 @@ def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
     assert len(list(generate_all(model, plain, context_length=CONTEXT))) == 10
     cache = PrefixCache(model)
     for prompt, want in zip(prompts, plain, strict=True):
-        got = written(model, prompt, limit=10, stop={3}, cache=cache, proposer=propose)
+        got = written(model, prompt, max_tokens=10, stop={3}, cache=cache, proposer=propose)
         assert [t.id for t in got] == want.ids[len(prompt) :]
     tokens = sum(len(r.ids) - len(r.prompt) for r in plain)
     assert 1.1 < tokens / cache.forwards < 5
@@ -124,10 +124,10 @@ def oracle(ids, prompt, wrong_at=10**9, count=6):
 def test_it_crosses_the_context_where_the_plain_text_does(family):
     model = made(family)
     for prompt in CROSSING:
-        want, cache = written(model, prompt, limit=60), PrefixCache(model)
+        want, cache = written(model, prompt, max_tokens=60), PrefixCache(model)
         for wrong_at in (10**9, 5):
             propose = oracle([t.id for t in want], len(prompt), wrong_at)
-            assert_same(written(model, prompt, limit=60, cache=cache, proposer=propose), want)
+            assert_same(written(model, prompt, max_tokens=60, cache=cache, proposer=propose), want)
         assert cache.forwards < 80
 
 
@@ -137,10 +137,10 @@ def test_a_rolling_cache_drops_what_was_not_accepted(window, count):
     model = windowed(window)
     cache = PrefixCache(model)
     for prompt in CROSSING:
-        want = written(model, prompt, limit=36)
+        want = written(model, prompt, max_tokens=36)
         for wrong_at in (2, 7):
             propose = oracle([t.id for t in want], len(prompt), wrong_at, count)
-            assert_same(written(model, prompt, limit=36, cache=cache, proposer=propose), want)
+            assert_same(written(model, prompt, max_tokens=36, cache=cache, proposer=propose), want)
     assert type(cache.cache) is RollingCache
 
 
@@ -149,7 +149,7 @@ def test_the_smallest_contexts_leave_room_for_what_fits(context):
     model = windowed(5)
     for propose in (LOOK_UP, DraftModel(model, context), DraftModel(model, 1)):
         for prompt in PROMPTS:
-            write = partial(generate, model, prompt, limit=9, context_length=context)
+            write = partial(generate, model, prompt, max_tokens=9, context_length=context)
             assert_same(list(write(proposer=propose)), list(write()))
 
 
@@ -199,19 +199,19 @@ def test_a_row_that_joins_is_prefilled_without_the_others():
 
 def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_right():
     model, prompt = tiny(), TEXT[:6]
-    want = written(model, prompt, limit=20)
+    want = written(model, prompt, max_tokens=20)
     ids = [t.id for t in want]
     for n in range(1, 12):
         cache = PrefixCache(model)
         settings = {"cache": cache, "proposer": oracle(ids, 6)}
         stop = {ids[n]}
-        assert_same(written(model, prompt, limit=20, stop=stop, **settings), want[: ids.index(ids[n])])
-        tokens = generate(model, prompt, limit=20, context_length=CONTEXT, **settings)
+        assert_same(written(model, prompt, max_tokens=20, stop=stop, **settings), want[: ids.index(ids[n])])
+        tokens = generate(model, prompt, max_tokens=20, context_length=CONTEXT, **settings)
         assert_same([next(tokens) for _ in range(n)], want[:n])
         tokens.close()
-        assert_same(written(model, prompt, limit=n, **settings), want[:n])
+        assert_same(written(model, prompt, max_tokens=n, **settings), want[:n])
         other = [*prompt, *ids[:n], 1, 2]
-        assert_same(written(model, other, limit=8, cache=cache), written(model, other, limit=8))
+        assert_same(written(model, other, max_tokens=8, cache=cache), written(model, other, max_tokens=8))
         request = Request(prompt, 20, proposer=oracle(ids, 6))
         for _ in generate_all(model, [request], context_length=CONTEXT, cache=cache):
             if len(request.ids) == 6 + n:
@@ -221,12 +221,12 @@ def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_
 
 @pytest.mark.parametrize("bad", [-1, VOCAB, 10**6])
 def test_proposals_with_other_ids_are_refused_and_empty_or_long_ones_are_not(bad):
-    model, want = tiny(), written(tiny(), [1, 2], limit=8)
-    refuse = generate(model, [1, 2], limit=8, context_length=CONTEXT, proposer=lambda *_: Proposal([4, bad]))
+    model, want = tiny(), written(tiny(), [1, 2], max_tokens=8)
+    refuse = generate(model, [1, 2], max_tokens=8, context_length=CONTEXT, proposer=lambda *_: Proposal([4, bad]))
     with pytest.raises(ValueError, match=f"^a proposal has id {bad}; the model has ids 0 to {VOCAB - 1}$"):
         list(refuse)
     for ids in ([], [want[1].id] * 100):
-        assert_same(written(model, [1, 2], limit=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
+        assert_same(written(model, [1, 2], max_tokens=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
@@ -236,7 +236,7 @@ def test_a_model_without_a_cache_is_asked_for_one_token_at_a_time():
     def propose(*_):
         raise AssertionError("what follows might change what stands before")
 
-    assert_same(written(model, [1, 2], limit=8, proposer=propose), written(model, [1, 2], limit=8))
+    assert_same(written(model, [1, 2], max_tokens=8, proposer=propose), written(model, [1, 2], max_tokens=8))
 
 
 class Bigram(nn.Module):
@@ -258,9 +258,9 @@ def bigram(seed, vocab=4):
 def test_of_tied_logits_greedy_takes_the_same():
     model = Bigram(torch.randint(0, 2, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)).float())
     for start in range(VOCAB):
-        want = written(model, [start], limit=30)
-        assert_same(written(model, [start], limit=30, proposer=DraftModel(model, CONTEXT)), want)
-        assert_same(written(model, [start], limit=30, proposer=LOOK_UP), want)
+        want = written(model, [start], max_tokens=30)
+        assert_same(written(model, [start], max_tokens=30, proposer=DraftModel(model, CONTEXT)), want)
+        assert_same(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
 
 
 @pytest.mark.parametrize("name", ["plain", "look-up", "draft", "its own draft"])
@@ -276,7 +276,7 @@ def test_the_drawn_distribution_is_the_models(name, settings):
     text = generate(
         model,
         [0],
-        limit=4000,
+        max_tokens=4000,
         context_length=50,
         sample=sampler(**settings, seed=7),
         cache=cache,
@@ -299,7 +299,7 @@ def test_the_drawn_distribution_is_the_models(name, settings):
 
 def test_a_draft_with_another_vocabulary_is_refused():
     refuse = generate(
-        bigram(0), [0], limit=9, context_length=9, sample=sampler(), proposer=DraftModel(bigram(1, 6), 9)
+        bigram(0), [0], max_tokens=9, context_length=9, sample=sampler(), proposer=DraftModel(bigram(1, 6), 9)
     )
     with pytest.raises(ValueError, match=r"^a (draft|proposal) has .*; (use|the model)"):
         list(refuse)
@@ -335,7 +335,7 @@ def folders(tmp_path):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(folders, capsys, temperature):
-    options = SamplingOptions(tokens=60, temperature=temperature, top_k=3)
+    options = SamplingOptions(max_tokens=60, temperature=temperature, top_k=3)
     verbs.generate(str(folders / "big"), options, "ab ab ab")
     want = capsys.readouterr().out
     for arguments in ({"lookup": True}, {"draft": str(folders / "small")}, {"lookup": True, "draft": "big"}):

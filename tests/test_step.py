@@ -83,10 +83,12 @@ def changed(change, seed=0):
     return model
 
 
-def ids_of(model, step=None, limit=40, prompt=(5, 6, 7)):
+def ids_of(model, step=None, max_tokens=40, prompt=(5, 6, 7)):
     cache = PrefixCache(model)
     cache.step = step
-    return [token.id for token in generate(model, list(prompt), limit=limit, context_length=48, cache=cache)]
+    return [
+        token.id for token in generate(model, list(prompt), max_tokens=max_tokens, context_length=48, cache=cache)
+    ]
 
 
 MODELS = {
@@ -234,7 +236,7 @@ def test_ids_computed_ahead_of_another_text_are_not_taken(monkeypatch):
     step = PlainStep(model)
     cache = PrefixCache(model, step=step)
     begin = lambda ids, n: [t.id for t, _ in zip(generate_in(cache, ids), range(n), strict=False)]
-    generate_in = lambda cache, ids: generate(model, ids, limit=20, context_length=48, cache=cache)
+    generate_in = lambda cache, ids: generate(model, ids, max_tokens=20, context_length=48, cache=cache)
     first = begin([5, 6, 7], 4)
     cache.logits({0: [9, 8, 7, 6, 5]})
     with torch.autocast("cpu"):
@@ -385,7 +387,7 @@ def assert_ids_and_positions_are_checked(make):
     for step in (None, make(model)):
         for prompt in ([5, 300, 7], [-1], [5, 2**70]):
             with pytest.raises(ValueError, match=f"has id {max(prompt, key=abs)}; the model has ids 0 to 299$"):
-                next(generate(model, prompt, limit=1, context_length=48, cache=PrefixCache(model, step=step)))
+                next(generate(model, prompt, max_tokens=1, context_length=48, cache=PrefixCache(model, step=step)))
         for id in (-1, 300, 2**70):
             with pytest.raises(ValueError, match=rf"has id {id}; the model has ids 0 to 299$"):
                 tokens_of(model, step, {}, partial(append, id))
@@ -393,7 +395,7 @@ def assert_ids_and_positions_are_checked(make):
         prompt_tokens(model, [5, 300])
     for step in (None, make(learned)):
         cache = PrefixCache(learned, step=step)
-        tokens = generate(learned, [5, 6, 7], limit=80, context_length=100, cache=cache)
+        tokens = generate(learned, [5, 6, 7], max_tokens=80, context_length=100, cache=cache)
         with pytest.raises(ValueError, match=r"65 tokens, but only 64 positions were learned$"):
             list(tokens)
 
@@ -605,7 +607,7 @@ def test_a_step_waits_while_autocast_is_on():
     model = model_of(tied=False)
     step = PlainStep(model)
     cache = PrefixCache(model, step=step)
-    tokens = generate(model, [5, 6, 7], limit=9, context_length=48, cache=cache)
+    tokens = generate(model, [5, 6, 7], max_tokens=9, context_length=48, cache=cache)
     calls = []
     for on in (False, False, True, True, False):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
@@ -635,7 +637,7 @@ def test_threads_and_copies_have_their_own_numbers(no_compiler):
     model = model_of(tied=False)
     step, want = make_step(model, torch.float32), ids_of(model)
     assert ids_of(model, copy.deepcopy(step)) == want
-    run, other = step._run[1], partial(ids_of, model, step, limit=3, prompt=(8, 9))
+    run, other = step._run[1], partial(ids_of, model, step, max_tokens=3, prompt=(8, 9))
 
     def interrupted(inputs):  # as a script is, between the writing of its inputs and their reading
         if threading.current_thread() is threading.main_thread():
@@ -831,7 +833,7 @@ def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "no C++ compiler" in done.stdout
     command = [sys.executable, "-m", "dunes", "generate", tmp_path / "model", "some", "--temperature", "0"]
-    again = subprocess.run([*command, "--tokens", "30"], capture_output=True, text=True, check=True)
+    again = subprocess.run([*command, "--max-tokens", "30"], capture_output=True, text=True, check=True)
     assert (again.stdout, "as a script with float16" in again.stderr) == (without, True), again.stderr
 
 
@@ -891,7 +893,18 @@ CALL = step_package.CompiledStep.__call__
 
 
 def said(folder):
-    command = [sys.executable, "-m", "dunes", "generate", folder, "some", "--tokens", "30", "--temperature", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "dunes",
+        "generate",
+        folder,
+        "some",
+        "--max-tokens",
+        "30",
+        "--temperature",
+        "0",
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -1000,7 +1013,8 @@ def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeyp
     monkeypatch.setattr(
         step_package.CompiledStep, "__call__", lambda self, *args: calls.append(1) or CALL(self, *args)
     )
-    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1))
+    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
+    assert work.form == "native"
     calls.clear()
     work.run(work.setup())
     assert len(calls) == 15

@@ -69,19 +69,19 @@ def test_texts_go_on_from_one_another_as_from_nothing(kind):
     cache, shown = PrefixCache(model), []
     prompts = (text[:3], text[:12], text[:12], [*text[:10], 1, 2], text, text[:39], text[5:9], [*text[:4], 8])
     for prompt in prompts:
-        got = [token.id for token in write(prompt, limit=25, cache=cache)]
-        assert got == [token.id for token in write(prompt, limit=25)]
+        got = [token.id for token in write(prompt, max_tokens=25, cache=cache)]
+        assert got == [token.id for token in write(prompt, max_tokens=25)]
         shown.append(got)
-        next(write(prompt, limit=25, cache=cache))  # given up after a token
+        next(write(prompt, max_tokens=25, cache=cache))  # given up after a token
         longer = prompt + got[:6]
-        assert next(write(longer, limit=1, cache=cache)).id == next(write(longer, limit=1)).id
+        assert next(write(longer, max_tokens=1, cache=cache)).id == next(write(longer, max_tokens=1)).id
     assert len(set(map(tuple, shown))) > 4
     assert type(cache.cache) is {"rolling": RollingCache, "ids": type(None)}.get(kind, Cache)
 
 
 def test_a_forward_that_is_interrupted_leaves_nothing_behind():
     model = windowed(5)
-    write = partial(generate, model, limit=2, context_length=60)
+    write = partial(generate, model, max_tokens=2, context_length=60)
     cache, want = PrefixCache(model), list(write(TEXT[:32]))
     list(write(TEXT[:38], cache=cache))
 

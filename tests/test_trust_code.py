@@ -84,10 +84,12 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
 ):
     (tmp_path / "stranger.py").write_text(SOURCE)
     status, error = dunes(name, kept, tmp_path, monkeypatch, capsys)
-    assert (status, error.count("\ndunes: ") + error.startswith("dunes: ")) == (2, 1)
-    assert (
-        "built by stranger:make, which is not imported automatically; if you trust it, pass --trust-code" in error
-    )
+    if name == "inspect":
+        assert (status, error) == (1, ""), "it describes the folder, which would not load"
+    else:
+        assert (status, error.count("\ndunes: ") + error.startswith("dunes: ")) == (2, 1)
+        reason = "built by stranger:make, which is not imported automatically; if you trust it, pass --trust-code"
+        assert reason in error
     assert not (tmp_path / "ran").exists()
     status, error = dunes(name, kept, tmp_path, monkeypatch, capsys, "--trust-code")
     assert status == 2

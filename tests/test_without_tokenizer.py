@@ -51,7 +51,7 @@ def test_a_folder_without_a_tokenizer_opens_as_in_transformers(bare, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(bare).eval()(IDS).logits
     with torch.no_grad():
         assert (ours.model(IDS) - reference).abs().max() <= 1e-5
-    assert len(list(generate(ours.model, [1, 2], limit=5, context_length=ours.context_length))) == 5
+    assert len(list(generate(ours.model, [1, 2], max_tokens=5, context_length=ours.context_length))) == 5
     checkpoint.save(ours.model, tmp_path / "again", None, ours.context_length)
     assert not list((tmp_path / "again").glob("*token*"))
     again = loaded(tmp_path / "again")

@@ -196,7 +196,7 @@ def test_the_example_in_the_readme_writes_what_the_verb_writes(marks, folder, ca
     exec(example, {})
     written = capsys.readouterr().out
     assert len(written) > 20
-    verbs.generate("runs/project", SamplingOptions(tokens=40), "def main(")
+    verbs.generate("runs/project", SamplingOptions(max_tokens=40), "def main(")
     assert capsys.readouterr().out == f"def main({written}\n"
 
 
@@ -214,7 +214,7 @@ def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch,
     monkeypatch.setattr(
         text_generator, "generate_all", lambda *_, **__: ([Token(i, 0.0)] for i in tokenizer.encode(text))
     )
-    verbs.generate("runs/project", SamplingOptions(tokens=30), "def main(")
+    verbs.generate("runs/project", SamplingOptions(max_tokens=30), "def main(")
     said = capsys.readouterr()
     assert said.out == f"def main({text}\n"
     assert told in said.err

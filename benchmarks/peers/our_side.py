@@ -34,7 +34,7 @@ def answers(work: Work, setting: str, cast: bool = False) -> Answer:
             assert step is not None, "the package was made"
         cache = PrefixCache(model)
         cache.step = step
-        return [t.id for t in generate(model, ids, limit=new, context_length=context, cache=cache)]
+        return [t.id for t in generate(model, ids, max_tokens=new, context_length=context, cache=cache)]
 
     return answer
 
@@ -63,7 +63,7 @@ def command(work: Work, setting: str) -> Process:
     tokenizer = checkpoint.load(work.folder).require_tokenizer()
     read_ids = lambda output: tokenizer.encode(output[len(work.text) :].removesuffix("\n"))
     return (
-        (*tool, "generate", work.folder, work.text, "--tokens", "1", "--temperature", "0"),
+        (*tool, "generate", work.folder, work.text, "--max-tokens", "1", "--temperature", "0"),
         environment,
         read_ids,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dunes.augment.calibrate import States
+from dunes.units import plural
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Change:
     places: Mapping[str, Mapping[str, Any]]
     new: tuple[str, ...] = ()
     before: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        request = ", ".join(f"{key}={value!r}" for key, value in self.request.items())
+        return f"Change({self.name} at {plural(len(self.places), 'place')}: {request})"
 
     def record(self) -> dict[str, Any]:
         """As a JSON object."""

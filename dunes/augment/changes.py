@@ -62,8 +62,24 @@ def apply_change(model: nn.Module, name: str, *, store: Store | None = None, **r
     ValueError for an invalid request, before anything is changed. A change that is made block by block and stops
     midway, as by inputs that are not finite, leaves the blocks before changed: load the model again.
     """
-    change: Change = CHANGES[name].decide(model, **request)
-    return make_change(model, change, request.get("ids"), store)
+    with _naming_parts(model, name):
+        change: Change = CHANGES[name].decide(model, **request)
+        return make_change(model, change, request.get("ids"), store)
+
+
+@contextmanager
+def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
+    """Raises ValueError with its place for a part of the model, as a user's own, that lacks what a change uses."""
+    try:
+        yield
+    except AttributeError as error:
+        place = next((place for place, module in model.named_modules() if module is error.obj), None)
+        if place is None:
+            raise
+        raise ValueError(
+            f"{place or 'the model'} is {type(error.obj).__name__}, which has no {error.name}: the change {name} "
+            "is not made to such a part"
+        ) from None
 
 
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, store: Store | None = None) -> Change:

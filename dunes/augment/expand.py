@@ -68,8 +68,8 @@ def _check_dense(model: nn.Module) -> None:
 
 def describe(change: Change) -> str:
     """The new blocks, in one sentence."""
-    copies = ", ".join(f"{place.removeprefix('blocks.')} of {s['of']}" for place, s in change.places.items())
-    return f"{plural(len(change.places), 'new block')}, copies that add nothing until they are trained: {copies}"
+    copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
+    return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 
 
 def shape(model: nn.Module, change: Change) -> None:

@@ -209,7 +209,13 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
                     f"{place.name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
                     f"{len(moe.experts)}, and a linear router"
                 )
-            sums = torch.stack([scores[f"{place.name}.experts.{e}.down"].sum() for e in range(len(moe.experts))])
+            downs = [f"{place.name}.experts.{e}.down" for e in range(len(moe.experts))]
+            if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
+                raise ValueError(
+                    f"{place.name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose "
+                    "neurons are compared"
+                )
+            sums = torch.stack([scores[down].sum() for down in downs])
             best = sums.topk(experts).indices.sort().values.tolist()
             kept[place.name] = {"experts": best, "of": len(moe.experts)}
     if not kept:

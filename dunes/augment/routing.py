@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.change import Change
-from dunes.parts import MoE
+from dunes.parts import MLP, GatedMLP, MoE
 
 VERSION = 1
 
@@ -37,6 +37,9 @@ def decide(
         if bias_rate and moe.selection_bias is not None:
             raise ValueError(f"{place.name}: already has a selection bias")
         linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
+        if shared and type(moe.experts[0]) not in (MLP, GatedMLP):
+            kind = type(moe.experts[0]).__name__
+            raise ValueError(f"{place.name}: its experts are {kind}; expected MLP or GatedMLP, to be copied")
         if shared and not all(type(m) is nn.Linear for m in linears):
             raise ValueError(f"{place.name}: its experts are adapted or quantized; add shared experts before that")
         first = len(moe.shared or ())

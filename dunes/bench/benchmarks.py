@@ -33,7 +33,7 @@ from dunes.runs.autosize import flops
 from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
-from dunes.runs.step_package import make_step
+from dunes.runs.step_package import made_form, make_step
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 
@@ -101,18 +101,19 @@ def prefill(subject: Subject, setting: Setting) -> Work:
     return Work(run, tokens, setup=setup, flops=work, bytes=weight_bytes(model, tokens), model=model)
 
 
-@benchmark(memory=inference_allocations)
+@benchmark(memory=inference_allocations, reads=("batch", "context-length", "dtype", "compile"))
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the second half of a context whose first half is the prompt.
 
-    A single row on a CPU is decoded by a compiled step, which is made first unless it is there.
+    A single row on a CPU is decoded as by `dunes generate`: by native code that `dunes compile` or --compile made,
+    which takes one to two minutes for each shape, or else by a script of PyTorch's operations.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
         raise ValueError(f"a context of {setting.context} leaves nothing to decode; at least 4 tokens are needed")
     count = setting.context - half
     prompts = _random_ids(model, setting.batch, half).tolist()
-    step = _compiled_step(model) if setting.batch == 1 else None
+    step = _compiled_step(model, setting.compile) if setting.batch == 1 else None
 
     def prefilled() -> Any:
         requests = [Request(ids, count) for ids in prompts]
@@ -129,14 +130,16 @@ def decode(subject: Subject, setting: Setting) -> Work:
     work = setting.batch * steps * flops(model, int(middle)) / 3
     cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
-    return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model)
+    form = None if step is None else "native" if step.native else "script"
+    return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model, form=form)
 
 
-def _compiled_step(model: Decoder) -> CompiledStep | None:
+def _compiled_step(model: Decoder, compile: bool) -> CompiledStep | None:
+    dtype = next(model.parameters()).dtype
     if measure.device().type != "cpu":
         return None
     try:
-        return make_step(model, next(model.parameters()).dtype)
+        return make_step(model, dtype, "" if compile else made_form(model, dtype))
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without a compiled step", stacklevel=2)
         return None
@@ -173,7 +176,7 @@ def load(subject: Subject, setting: Setting) -> Work:
     """Loading a model folder that is in the page cache, and from there to the first token."""
     folder = subject.written
     run = lambda _: checkpoint.load(folder, measure.device())
-    then = lambda loaded: next(generate(loaded.model, [0], limit=1, context_length=loaded.context_length))
+    then = lambda loaded: next(generate(loaded.model, [0], max_tokens=1, context_length=loaded.context_length))
     return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes", then=then)
 
 

@@ -31,6 +31,8 @@ class Work:
     bytes: float = 0.0
     model: nn.Module | None = None
     then: Callable[[Any], object] | None = None
+    form: str | None = None
+    """Which of several forms is timed, as a column of the rows."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from dunes.runs.json_lines import Warn, append_record, print_warning, read_recor
 
 Row = dict[str, Any]
 
-SETTING = ("benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device")
+SETTING = (
+    "benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device", "form",
+)  # fmt: skip
 """The columns that identify a case."""
 
 

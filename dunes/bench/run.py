@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,7 @@ from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.runs.memory import Shape, train_allocations
 from dunes.runs.train_config import parse_size
-from dunes.units import format_bytes
+from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
 """Upper bound of the growth of a process over the size of its tensors, due to fragmentation (LOG.md)."""
@@ -39,11 +40,14 @@ class Shapes:  # several values of a field are several cases; an empty one means
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], _several("family", "FAMILY", "arcee")] = ("arcee",)
     """Architectures of those models."""
-    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "the benchmark's")] = ()
+    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "16 of train, score, memory; else 1")] = ()
     """Batch sizes."""
-    contexts: Annotated[tuple[int, ...], _several("context-length", "TOKENS", "the model's")] = ()
+    contexts: Annotated[tuple[int, ...], _several("context-length", "TOKENS", "the model's; 256 with --size")] = ()
     """Sequence lengths in tokens."""
-    dtypes: Annotated[tuple[str, ...], _several("dtype", "DTYPE", "the benchmark's")] = ()
+    dtypes: Annotated[
+        tuple[str, ...],
+        _several("dtype", "DTYPE", "measured for train and score, else float32"),
+    ] = ()
     """Dtypes of matrix products, like float32 or bfloat16."""
 
 
@@ -51,6 +55,8 @@ class Shapes:  # several values of a field are several cases; an empty one means
 class Request(Shapes):  # what to measure
     threads: Annotated[tuple[int, ...], _several("threads", "THREADS", "measured")] = ()
     """Numbers of threads."""
+    compile: bool = False
+    """For decode: make native code first where there is none, which takes one to two minutes for each shape."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         if min(values, default=1) < 1:
             raise ValueError(f"--{option} must be at least 1, not {min(values)}")
     options = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
+    options["compile"] = (True,) if request.compile else ()
     if unused := [option for option, values in options.items() if values and option not in BENCHMARKS[name].reads]:
         raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
@@ -102,7 +109,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
                 f"{subject.name}: was made for {subject.context} tokens; --context-length {most} is more"
             )
         settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *dtypes_and_threads)
-        results += [(subject, Setting(*setting)) for setting in settings]
+        results += [(subject, Setting(*setting, request.compile)) for setting in settings]
     return results
 
 
@@ -157,6 +164,7 @@ def bench(
 ) -> list[rows.Row]:
     """Time the cases in turn, and append a row to `out` after each lap.
 
+    `report` is called with the phase, with the time left once it is known, and the fraction of laps that are done.
     Raises ValueError for invalid requests before anything is timed.
     """
     if rounds < 1:
@@ -165,16 +173,25 @@ def bench(
         raise ValueError(f"{out}: expected a file name that ends in .jsonl")
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; choose another --out")
-    field = {f"{number}": c for number, c in enumerate(cases(name, request))}
-    works = {n: BENCHMARKS[name].make(c.subject, c.setting) for n, c in field.items()}
+    report(f"{name}: estimating memory, choosing threads", 0.0)
+    field, works = {f"{number}": c for number, c in enumerate(cases(name, request))}, dict[str, Work]()
+    for n, c in field.items():
+        compiles = ", and compiling its decoding unless it is there" if c.setting.compile else ""
+        report(f"{name}: building {c.subject.name}{compiles} ({len(works) + 1} of {len(field)})", 0.0)
+        works[n] = BENCHMARKS[name].make(c.subject, c.setting)
     known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
     ceilings, results = Ceilings(), list[rows.Row]()
+    report(f"{name}: warming up", 0.0)
+    start, laps = perf_counter(), rounds * len(works)
     before = lambda n: torch.set_num_threads(field[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least):
         row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
         rows.append_row(out, row)
         results.append(row)
-        report(f"{name} round {lap.round + 1} of {rounds}", len(results) / (rounds * len(works)))
+        # The warm-up took about as long as a round.
+        left = (perf_counter() - start) / (len(works) + len(results)) * (laps - len(results))
+        words = f"{name} round {lap.round + 1} of {rounds}, {format_seconds(round(left))} left"
+        report(words, len(results) / laps)
     return results
 
 
@@ -211,6 +228,7 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
         "parameters": c.parameters,
         **asdict(c.setting),
         "device": measure.device().type,
+        "form": work.form,
         "round": lap.round,
         "seconds": lap.seconds,
         "runs": lap.runs,

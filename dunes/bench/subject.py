@@ -26,12 +26,16 @@ VOCAB, CONTEXT = 4096, 256
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a measurement: batch size, sequence length, dtype of matrix products, threads."""
+    """Settings of a measurement: batch size, sequence length, dtype of matrix products, threads.
+
+    With `compile`, native code for decoding is made first where there is none.
+    """
 
     batch: int
     context: int
     dtype: str
     threads: int
+    compile: bool = False
 
 
 @dataclass(frozen=True)

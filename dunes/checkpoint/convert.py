@@ -13,7 +13,8 @@ import torch
 from dunes.checkpoint import folder
 from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.files.lazy_tensor import cast, renamed, track_reads
-from dunes.checkpoint.source import CONFIG, Source, open_source
+from dunes.checkpoint.model_folder import CONFIG, READY
+from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
@@ -106,7 +107,7 @@ def require_new_folder(source: Path, out: Path) -> None:
     existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
     if not existing.is_dir():
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
-    if (ready := out / folder.READY).is_dir():
+    if (ready := out / READY).is_dir():
         # Complete, but not moved yet: remove it if nothing was moved, else move the rest now.
         shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):

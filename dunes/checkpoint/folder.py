@@ -27,7 +27,8 @@ from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build
 from dunes.checkpoint.forms.card import CARD, FORMAT
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
-from dunes.checkpoint.source import CONFIG, UNFINISHED, Source, open_source
+from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, require_model_folder
+from dunes.checkpoint.source import Source, open_source
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -35,9 +36,8 @@ from dunes.staging import folder_lock
 from dunes.steps import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
-from dunes.units import plural
+from dunes.units import format_count, plural
 
-READY = ".ready"
 MAX_RETRIES = 10
 """How often a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
@@ -58,6 +58,11 @@ class LoadedModel:
     context_length: int
     card: dict[str, Any] = field(default_factory=dict)
     architecture: Architecture = field(default=Architecture("", None))
+
+    def __repr__(self) -> str:
+        size = f"{format_count(tree.count(self.model))} parameters"
+        family = self.architecture.family or type(self.model).__name__
+        return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
 
     def require_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises ValueError if there is none."""
@@ -273,7 +278,7 @@ def write_tokenizer(
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
     """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
     for _ in range(MAX_RETRIES):
-        readable_folder(folder)
+        finished_folder(folder)
         before = _save_stamp(folder)
         try:
             result = read(folder)
@@ -284,7 +289,7 @@ def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
             if _save_stamp(folder) == before:
                 return result
     with folder_lock(folder):
-        readable_folder(folder)
+        finished_folder(folder)
         return read(folder)
 
 
@@ -367,6 +372,15 @@ def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, An
 
 
 def readable_folder(folder: Path) -> Path:
+    """The folder of a model, an adapter or a network, or a GGUF file, as `finished_folder` gives it.
+
+    Raises ValueError for any other path, with what it is.
+    """
+    require_model_folder(folder)
+    return finished_folder(folder)
+
+
+def finished_folder(folder: Path) -> Path:
     """The folder to read, after an interrupted save has been finished.
 
     On a read-only disk, that is the `.ready` folder: its card proves that it is complete.

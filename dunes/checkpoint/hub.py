@@ -19,6 +19,7 @@ from hashlib import sha1
 from pathlib import Path
 
 from dunes.checkpoint.files import atomic
+from dunes.checkpoint.model_folder import explain, no_such_folder
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
@@ -75,7 +76,7 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
     if path.exists() and path.suffix == SUFFIX:
         return ModelLocation(path, {})
     if path.exists():
-        raise ValueError(f"{path}: a file, not a model folder; name its folder")
+        raise ValueError(explain(path))
     return _copy(*_parse(str(model), revision), verify)
 
 
@@ -84,7 +85,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
-            f"{model}: no such folder; name a model folder, or one on the Hugging Face Hub: org/name[@revision]"
+            f"{no_such_folder(model)}; name a model folder, or one on the Hugging Face Hub: org/name[@revision]"
         )
     if separator and revision and suffix != revision:
         raise ValueError(f"{model}: revision {revision!r} is given, too; name one")
@@ -209,11 +210,11 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     words = (" ".join(str(refusal or root).split()) or type(root).__name__)[:250].rstrip(".")
     if refusal is not None:
         return ValueError(
-            f"{name}: no such folder, and the Hub refuses its {revision!r} ({words}); check the name, accept the "
+            f"{no_such_folder(name)}, and the Hub refuses its {revision!r} ({words}); check the name, accept the "
             f"conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
         )
     return ValueError(
-        f"{name}: no such folder, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
+        f"{no_such_folder(name)}, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
         f"be reached ({words}); try again with a network, or name a folder"
     )
 

@@ -2,19 +2,22 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes import tree
 from dunes.checkpoint.files.header import quote
-from dunes.checkpoint.files.lazy_tensor import Weights
+from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights
 from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.forms import card
-from dunes.checkpoint.source import Source
+from dunes.checkpoint.forms.function_import import cards_trusted
+from dunes.checkpoint.source import Source, open_source
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count, plural
 
@@ -24,18 +27,46 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokenizer, if it can be read, and each reason why `load` would refuse the folder."""
+    """The tokenizer, if it can be read, and each reason why `load` would refuse the folder.
+
+    `built` is False for a model whose function is not imported: it has no structure to compare.
+    """
 
     tokenizer: Tokenizer | None
     reasons: tuple[str, ...]
+    built: bool = True
+
+
+def open_to_describe(folder: Path) -> Source:
+    """`open_source`, also where the function that builds the model is not imported: it then raises ValueError."""
+    try:
+        return open_source(folder)
+    except ValueError as error:
+        family, reason = card.read_card(folder).get("family"), str(error)
+        name = next((family[key] for key in ("function", "class") if key in family), None) if family else None
+        if not isinstance(name, str) or cards_trusted():
+            raise
+
+    def refuse(**arguments: Any) -> nn.Module:
+        raise ValueError(reason)
+
+    source = open_source(folder, build=refuse)
+    assert source.own is not None, "it has its own form"
+    return replace(source, own=replace(source.own, family=name))
 
 
 def judge(source: Source) -> Verdict:
     """Whether a folder would load; the digests in its card are compared whatever its size."""
-    _ = source.expected  # raises if it cannot be built
-    tokenizer, reasons = None, []
-    if differences := source.comparison[1]:
-        reasons.append(_count_kinds(differences))
+    tokenizer, reasons, built = None, [], True
+    try:
+        _ = source.expected  # raises if it cannot be built
+        if differences := source.comparison[1]:
+            reasons.append(_count_kinds(differences))
+    except ValueError as error:
+        if not source.architecture.function:
+            raise
+        built = False
+        reasons.append(str(error))
     try:
         card.check_files(source.folder, card.read_card(source.folder), math.inf)
     except ValueError as error:
@@ -45,7 +76,7 @@ def judge(source: Source) -> Verdict:
         check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
-    return Verdict(tokenizer, tuple(reasons))
+    return Verdict(tokenizer, tuple(reasons), built)
 
 
 def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
@@ -59,7 +90,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     for change in source.architecture.changes:
         settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
-    yield from _parameters(source)
+    yield from _parameters(source) if verdict.built else [_describe_size(files.values())]
     dtypes = Counter[str]()
     for w in files.values():
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
@@ -67,7 +98,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
     for note in source.assumed:
         yield f"assumed     {note}"
-    _, differences = source.comparison
+    differences = source.comparison[1] if verdict.built else []
     for difference in differences[:SHOWN]:
         yield f"difference  {difference}"
     if len(differences) > SHOWN:
@@ -84,6 +115,11 @@ def _describe_tokenizer(source: Source, tokenizer: Tokenizer | None) -> str:
 def _count_kinds(differences: list[Any]) -> str:
     kinds = Counter(d.kind for d in differences)
     return ", ".join(f"{n} {'of another shape' if kind == 'shape' else kind}" for kind, n in kinds.items())
+
+
+def _describe_size(tensors: Iterable[LazyTensor]) -> str:
+    total = sum(prod(tensor.shape) for tensor in tensors)
+    return f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
 
 
 def _parameters(source: Source) -> Iterator[str]:

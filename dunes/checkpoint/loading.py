@@ -29,7 +29,8 @@ from dunes.checkpoint.forms.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.forms.architecture import Build
 from dunes.checkpoint.forms.function_import import trust_cards
 from dunes.checkpoint.hub import NAME, locate_model
-from dunes.checkpoint.source import ADAPTER, CONFIG, Source, context_length_of, tensors
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.source import Source, context_length_of, tensors
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template, json_file
 from dunes.text.model_file import find_file

@@ -16,6 +16,7 @@ from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, r
 from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
 from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
@@ -24,13 +25,8 @@ from dunes.parts import Decoder
 from dunes.text import json_file
 from dunes.text.gguf_file import SUFFIX
 from dunes.text.model_file import find_file, listed_file, require_inside, unfinished_downloads
+from dunes.units import plural
 
-CONFIG = "config.json"
-SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
-"""One file, or the same name with .index.json for several."""
-ADAPTER = "adapter_config.json"
-UNFINISHED = ".unfinished"
-"""The folder of the finished parts of a change (`unfinished.py`)."""
 POSITIONS = "embed.place.weight"
 """The name of learned position embeddings."""
 MAX_SHARDS = 10_000
@@ -56,6 +52,9 @@ class Source:
     notes: tuple[str, ...] = ()
     card: Mapping[str, Any] = field(default_factory=dict)
     own: Architecture | None = None
+
+    def __repr__(self) -> str:
+        return f"Source({self.folder}, {self.format} format, {plural(len(self.files), 'tensor')})"
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -205,18 +204,7 @@ def open_source(
         return _open_native(folder)
     if (folder / ADAPTER).is_file():
         raise ValueError(_adapter_hint(folder))
-    if not config and (folder / UNFINISHED).is_dir():
-        raise ValueError(f"{folder}: an unfinished model; the dunes augment command that began it goes on")
-    if not config and (folder / "state").is_dir():
-        raise ValueError(
-            f"{folder}: a run without a model yet, still training, or stopped before its first save; "
-            f"continue it: dunes train --resume --out {folder}"
-        )
-    if not config:
-        raise ValueError(f"{folder / CONFIG}: no such file; {folder} is not a model folder")
-    names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    names += f", and consolidated.* with {native.PARAMS}"
-    raise ValueError(f"{folder}: no weights; looked for {names}{unfinished_downloads(folder)}")
+    raise ValueError(explain(folder) + unfinished_downloads(folder))
 
 
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:

@@ -21,7 +21,7 @@ from dunes.augment.changes import Tensors
 from dunes.checkpoint.files import atomic, header, safetensors_writer
 from dunes.checkpoint.files.lazy_tensor import in_memory
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.source import UNFINISHED
+from dunes.checkpoint.model_folder import UNFINISHED
 from dunes.text import json_file
 from dunes.units import plural
 

@@ -19,7 +19,7 @@ from dunes.checkpoint.forms import native
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.models.meta import build_on_meta
-from dunes.parts import Attention, Decoder
+from dunes.parts import Attention, Decoder, Rotary
 from dunes.steps import advance
 from dunes.units import plural
 
@@ -191,7 +191,7 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     if source.format == "native":
         names = native.weight_names(source.hf_config, permuted=False)
         for module in model.modules():
-            if isinstance(module, Attention) and module.position is not None:
+            if isinstance(module, Attention) and isinstance(module.position, Rotary):
                 module.position = replace(module.position, adjacent=True)
     weights = track_reads(compare(source.expected, source.files, names, source.ignored)[0], tick)
     if model.head is None:

@@ -306,7 +306,9 @@ def lora_experts(
     top_k: Count = 2,
     rank: Count = 16,
     alpha: Annotated[float, flag("ALPHA")] = 32.0,
-    target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks")] = (),
+    target_modules: Annotated[
+        tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers and experts")
+    ] = (),
     seed: Count = 0,
 ) -> None:
     """Put an untrained mixture of low-rank experts beside each linear layer, which changes no output.

@@ -33,7 +33,7 @@ AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is n
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
-CHAT = SamplingOptions(temperature=0.7, tokens=400)
+CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 
 
 def train(
@@ -159,7 +159,7 @@ def generate(
         from dunes.runs.text_generator import TextGenerator
         from dunes.runs.write import describe_generation
 
-    sample, tokens = sampling.sampler(), sampling.tokens
+    sample, tokens = sampling.sampler(), sampling.max_tokens
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
@@ -220,7 +220,7 @@ def chat(
     note = partial(print, file=sys.stderr, flush=True)
     compiles = not message and sys.stdin.isatty()
     engine = load_chat_engine(model, adapter, measure.device(), any_base, compiles, _cache_format(cache))
-    talk = Chat(engine, sample, sampling.tokens, system, note)
+    talk = Chat(engine, sample, sampling.max_tokens, system, note)
     write = partial(print, end="", flush=True)
     if message:
         answer(talk, talk.say(message), write)
@@ -440,14 +440,13 @@ def inspect(
     from dunes.checkpoint import inspect as inspection
     from dunes.checkpoint.folder import readable_folder
     from dunes.checkpoint.loading import describe_adapter, is_adapter
-    from dunes.checkpoint.source import open_source
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1
-    source = open_source(readable_folder(folder))
+    source = inspection.open_to_describe(readable_folder(folder))
     verdict = inspection.judge(source)
     for line in inspection.describe_folder(source, verdict):
         print(line)

@@ -84,7 +84,7 @@ class Records:
     path: Path
     format: str
     file_format: str
-    rows: list[Record]
+    rows: list[Record] = field(repr=False)
     blank: int = 0
     ignored: tuple[str, ...] = ()
 

@@ -34,7 +34,7 @@ class Batches:
     no targets are left.
     """
 
-    examples: Sequence[Example]
+    examples: Sequence[Example] = field(repr=False)
     context_length: int
     batch_size: int
     seed: int = 0

@@ -69,6 +69,9 @@ class TokenFile:
         weakref.finalize(self, os.close, self._file)
         self._initial_stat = self._stat()
 
+    def __repr__(self) -> str:
+        return f"TokenFile({self.path}, {self.length:,} ids of {self.dtype})"
+
     def __len__(self) -> int:
         return self.length
 

@@ -41,6 +41,9 @@ class Corpus:
     split: Literal["files", "tails"] = "files"
     duplicates: dict[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Corpus({self.report()})"
+
     def report(self) -> str:
         """One line: the amount of text and the number of skipped files."""
         size = sum(d.size for d in self.documents) / 1e6

@@ -35,18 +35,18 @@ def beam_search(
     prompt: Sequence[int],
     *,
     width: int,
-    limit: int,
+    max_tokens: int,
     ends: Callable[[Sequence[int]], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """What `width` beams of up to `limit` ids find, the most probable first; none, if nothing may follow.
+    """What `width` beams of up to `max_tokens` ids find, the most probable first; none, if nothing may follow.
 
     `logprobs` gives the log-probabilities (V,) of what follows each of several texts, with -inf for what must not.
     The search is over when no unfinished continuation is as probable as the best that `ends`, or earlier, when all
     that are left, the most probable first, are `decided`.
     """
     beams, finished, left = [Beam()], list[Beam](), list[Beam]()
-    for _ in range(limit):
+    for _ in range(max_tokens):
         rows = logprobs([[*prompt, *beam.ids] for beam in beams])
         grown = [b for beam, row in zip(beams, rows, strict=True) for b in _grown(beam, row, width)]
         grown = sorted(grown, key=lambda beam: -beam.total)[:width]

@@ -32,14 +32,14 @@ class Token:
 
 @dataclass(eq=False)
 class Request:
-    """Up to `limit` tokens after the prompt, or until one in `stop`, by an adapter of the model; `ids` grow.
+    """Up to `max_tokens` tokens after the prompt, or until one in `stop`, by an adapter of the model; `ids` grow.
 
     What the `proposer` proposes is verified by one forward: the tokens are those without it, in fewer forwards.
     Raises ValueError for an empty prompt.
     """
 
     prompt: Sequence[int]
-    limit: int
+    max_tokens: int
     sample: Sampler = GREEDY
     stop: Container[int] = ()
     alternatives: int = 0
@@ -49,7 +49,7 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a prompt has no tokens; give it at least the end token")
-        self.ids, self._start, self.end = list(self.prompt), 0, len(self.prompt) + self.limit
+        self.ids, self._start, self.end = list(self.prompt), 0, len(self.prompt) + self.max_tokens
 
     @property
     def unfinished(self) -> bool:
@@ -76,20 +76,20 @@ def generate(
     model: nn.Module,
     prompt: Sequence[int],
     *,
-    limit: int,
+    max_tokens: int,
     context_length: int,
     sample: Sampler = GREEDY,
     stop: Container[int] = (),
     cache: PrefixCache | None = None,
     proposer: Proposer | None = None,
 ) -> Iterator[Token]:
-    """Yield up to `limit` tokens after the prompt, or until one in `stop`, which is not yielded.
+    """Yield up to `max_tokens` tokens after the prompt, or until one in `stop`, which is not yielded.
 
     `context_length` is how many tokens the model can attend to; when a text reaches it, generation continues from
     its last half. Without a sampler decoding is greedy. With a `proposer` the tokens are the same, in fewer
     forwards. Raises ValueError for an empty prompt, and for a proposal with ids that the model does not have.
     """
-    request = Request(prompt, limit, sample, stop, proposer=proposer)
+    request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
         assert row[0] is not None, "generation ends with its only row"
         yield row[0]
@@ -145,7 +145,7 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
 
 
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
-    """A proposal that fits into the `room` of the context and into the request's limit.
+    """A proposal that fits into the `room` of the context and into the request's `max_tokens`.
 
     It is empty for a model that reads whole texts, whose logits may depend on all ids of a forward. A cache in few
     bits gets no more than it can drop without a trace.

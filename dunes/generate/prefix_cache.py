@@ -62,6 +62,9 @@ class PrefixCache:
         """The number of logits, known after a forward."""
         self.forwards = 0
 
+    def __repr__(self) -> str:
+        return f"PrefixCache(ids in its rows: {', '.join(str(len(ids)) for ids in self.ids)}; {self.cache})"
+
     def reserve(self, capacity: int) -> None:
         """Make room for as many ids in each row."""
         if self.cache is None:

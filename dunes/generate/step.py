@@ -209,6 +209,10 @@ class CompiledStep:
                 raise ValueError(f"{file}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
         self.reads_texts = TEXT in files
 
+    def __repr__(self) -> str:
+        kind, dtype = "native" if self.native else "script", str(self.dtype).removeprefix("torch.")
+        return f"CompiledStep({kind}, {dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
+
     def most(self, cache: Cache, length: int) -> int:
         """How many tokens it takes at once after `length`; it writes to as many slots even if they are fewer."""
         fits = FEW in self._run and cache.window is None and length + FEW <= cache.capacity

@@ -5,7 +5,7 @@
 from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext
-from dunes.parts.position import Rotary
+from dunes.parts.position import Position
 from dunes.units import plural
 
 
@@ -25,7 +25,7 @@ class Attention(nn.Module):
         kv_heads: int | None = None,
         *,
         head_dim: int | None = None,
-        position: Rotary | None = None,
+        position: Position | None = None,
         window: int | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,

@@ -40,6 +40,10 @@ class Cache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
+    def __repr__(self) -> str:
+        rows = f"{plural(self.batch, 'row')} of {self.capacity} slots, {plural(self.max_length, 'token')} so far"
+        return f"{type(self).__name__}({rows}, {plural(len(self.keys), 'layer')})"
+
     @property
     def readable_slots(self) -> int:
         """How many slots are read: a power of two, so that a short sequence is cheap and few shapes occur."""

@@ -36,6 +36,9 @@ class ForwardContext:
         self.consecutive = consecutive
         self._memo: dict[Hashable, Any] = {}
 
+    def __repr__(self) -> str:
+        return f"ForwardContext(positions {tuple(self.positions.shape)}, {self.cache})"
+
     @classmethod
     def of(cls, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> "ForwardContext":
         """The context of ids or states (B, T, ...); positions are 0..T-1 unless given."""

@@ -3,6 +3,7 @@
 # Shapes: B batch, T new tokens, V vocabulary.
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,6 @@ from dunes.parts.context import (
     undeclared_modules,
     warn_about_mixing,
 )
-from dunes.parts.embedding import Embedding
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 
 Read = Callable[[Tensor], Tensor]
@@ -64,10 +64,11 @@ class Decoder(nn.Module):
     supports_packing = True
 
     def __init__(
-        self, embed: Embedding, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None = None
+        self, embed: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None = None
     ) -> None:
         super().__init__()
-        self.embed, self.blocks, self.norm, self.head = embed, nn.ModuleList(blocks), norm, head
+        self.embed: Any = embed  # an Embedding, or a user's own
+        self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
         if len(set(map(id, blocks))) < len(blocks):
             raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
 

@@ -8,6 +8,7 @@ transformers, because at position 100,000 a frequency that is rounded otherwise 
 # Shapes: B batch, T tokens, H heads, D head dim.
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from dunes.ops.rotary import fused
 from dunes.parts.context import ForwardContext
+
+Position = Callable[[Tensor, ForwardContext], Tensor]
+"""Encodes positions into queries or keys (B, H, T, D)."""
 
 
 class Scaling(Protocol):

@@ -112,8 +112,10 @@ class ChatEngine:
         places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
         return places.get(os.path.abspath(name), name)
 
-    def answer(self, talk: Conversation, sample: Sampler, tokens: int, name: str | None = None) -> Iterator[str]:
-        """Stream the model's answer, of at most `tokens` tokens and as many as still fit into the context.
+    def answer(
+        self, talk: Conversation, sample: Sampler, max_tokens: int, name: str | None = None
+    ) -> Iterator[str]:
+        """Stream the model's answer, of at most `max_tokens` tokens and as many as still fit into the context.
 
         Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
         template cannot write, or that is too long.
@@ -125,7 +127,7 @@ class ChatEngine:
                 f"the conversation has {plural(len(ids), 'token')} in its template, but the model's "
                 f"context length is {generator.context_length}; shorten it"
             )
-        limit = min(tokens, generator.context_length - len(ids))
+        limit = min(max_tokens, generator.context_length - len(ids))
         stop = {*generator.tokenizer.stops, chat_model.template.stop_id(generator.tokenizer)}
         with closing(generator.stream(ids, limit, sample, stop=stop)) as pieces:
             while True:
@@ -136,11 +138,11 @@ class ChatEngine:
                 if piece.text:
                     yield piece.text
 
-    def truncate(self, talk: Conversation, tokens: int, name: str | None = None) -> Conversation:
+    def truncate(self, talk: Conversation, max_tokens: int, name: str | None = None) -> Conversation:
         """Drop the oldest exchanges as needed to leave room for the answer; the system prompt stays."""
         chat_model = self.chat_model(name)
         context_length = chat_model.loaded.context_length
-        limit = context_length - min(tokens, context_length // ROOM)
+        limit = context_length - min(max_tokens, context_length // ROOM)
         while len(chat_model.encode(talk)) > limit:
             questions = [i for i, turn in enumerate(talk) if turn.role == "user"]
             if len(questions) < 2:
@@ -234,7 +236,7 @@ class Chat:
 
     engine: ChatEngine
     sample: Sampler
-    tokens: int
+    max_tokens: int
     system: str = ""
     note: Callable[[str], None] = print
     name: str | None = None
@@ -257,13 +259,13 @@ class Chat:
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))
-        prompt = self.engine.truncate(talk, self.tokens, self.name)
+        prompt = self.engine.truncate(talk, self.max_tokens, self.name)
         if len(prompt) < len(talk) and not self.truncated:
             self.truncated = True
             self.note("the conversation exceeds the model's context length; its oldest exchanges are dropped")
         pieces: list[str] = []
         try:
-            for piece in self.engine.answer(prompt, self.sample, self.tokens, self.name):
+            for piece in self.engine.answer(prompt, self.sample, self.max_tokens, self.name):
                 pieces.append(piece)
                 yield piece
         finally:

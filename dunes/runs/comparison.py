@@ -165,7 +165,9 @@ def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float
     for _ in range(ROUNDS):
         cache, start = PrefixCache(loaded.model, step=step), time.perf_counter()
         limit = max(2, min(WRITTEN + 1, loaded.context_length - read))
-        tokens = generate(loaded.model, prompt, limit=limit, context_length=loaded.context_length, cache=cache)
+        tokens = generate(
+            loaded.model, prompt, max_tokens=limit, context_length=loaded.context_length, cache=cache
+        )
         next(tokens)
         first = time.perf_counter()
         count = sum(1 for _ in tokens)

@@ -23,7 +23,8 @@ from dunes.checkpoint.folder import (
 )
 from dunes.checkpoint.forms import compressed_tensors
 from dunes.checkpoint.forms.architecture import Architecture
-from dunes.checkpoint.source import CONFIG, open_source
+from dunes.checkpoint.model_folder import CONFIG
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs

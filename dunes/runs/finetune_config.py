@@ -51,14 +51,14 @@ class Adapter:
     method: Annotated[Method, flag("|".join(get_args(Method)))] = "lora"
     """Finetuning method: an adapter beside the frozen (or quantized) base, or all weights (full)."""
     target_modules: Annotated[
-        tuple[str, ...], flag("GLOB", "all linear layers of the blocks; full: all weights")
+        tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
     """Modules that get an adapter or, with full, are trained; new: what the last change added; ! excludes, the
     last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
-    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    """Scaling: the adapter's output is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."""
     ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
     """Ranks of some modules that differ from --rank."""
     dropout: Annotated[float, flag("P")] = 0.0
@@ -80,7 +80,9 @@ class FinetuneOptimization(Optimization):
     """Stop after this many optimizer steps instead of --epochs."""
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
     """Rows per optimizer step."""
-    context_length: Annotated[int, flag("TOKENS", "that of the longest example")] = 0
+    context_length: Annotated[
+        int, flag("TOKENS", "a power of two from 128 to 2048 that the longest example fits")
+    ] = 0
     """Tokens in a row; longer examples are truncated."""
     lr: Annotated[float | None, flag("RATE", "chosen from the method and the model's width")] = None
     """Peak learning rate."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
 from dunes.augment import Change
+from dunes.augment.adapted import sides
 from dunes.augment.lora import active_adapter
 from dunes.checkpoint.forms.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
@@ -165,11 +166,11 @@ class FinetuneData:
 
     @property
     def _vocab(self) -> int:
-        return self.base.model.embed.token.num_embeddings
+        return sides(self.base.model.embed.token)[0]
 
     @property
     def _width(self) -> int:
-        return self.base.model.embed.token.embedding_dim
+        return sides(self.base.model.embed.token)[1]
 
 
 def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> None:

@@ -169,7 +169,7 @@ class Harness(TemplateLM):
         for members in groups.values():
             first = requests[members[0]]
             settings = self._settings(first.args[1], f"task {first.task_name}")
-            prompts = {i: self._prompt(requests[i].args[0], settings.limit) for i in members}
+            prompts = {i: self._prompt(requests[i].args[0], settings.max_tokens) for i in members}
             for batch in self._batches("generating", sorted(members, key=lambda i: -len(prompts[i]))):
                 for i, text in zip(batch, self._write({i: prompts[i] for i in batch}, settings), strict=True):
                     answers[i] = text
@@ -177,25 +177,25 @@ class Harness(TemplateLM):
 
     def _settings(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
         wanted = parse_settings(settings, place)
-        if wanted.limit >= self.max_length:
+        if wanted.max_tokens >= self.max_length:
             raise ValueError(
-                f"{place}: {wanted.limit} new tokens leave no room in the context of {self.max_length}; set "
+                f"{place}: {wanted.max_tokens} new tokens leave no room in the context of {self.max_length}; set "
                 "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
                 "--context-length"
             )
         return replace(wanted, until=(*wanted.until, self._decode([self._end])))
 
-    def _prompt(self, context: str, limit: int) -> list[int]:
+    def _prompt(self, context: str, max_tokens: int) -> list[int]:
         """The ids of the context, truncated on the left to leave room for the answer."""
         ids = self.tok_encode(context) or [self._first]
-        room = self.max_length - limit
+        room = self.max_length - max_tokens
         self.truncated += len(ids) > room
         return ids[-room:]
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
         """The text after each prompt; random numbers follow from the prompt's number."""
         requests = [
-            self.generator.request(ids, settings.limit, settings.sample(seed=i)) for i, ids in prompts.items()
+            self.generator.request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()
         ]
         for _ in self.generator.tokens(requests, settings.until):
             pass
@@ -213,7 +213,7 @@ class GenerationSettings:
     """Stop strings, maximum of new tokens, and the sampler of an answer by its seed."""
 
     until: tuple[str, ...]
-    limit: int
+    max_tokens: int
     sample: Callable[..., Sampler]
 
 
@@ -235,8 +235,8 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
         penalty=settings.get("repetition_penalty", 1.0),
     )
     sample()  # raises ValueError for settings out of range
-    limit = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
-    return GenerationSettings(tuple(_as_list(settings.get("until"))), limit, sample)
+    max_tokens = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
+    return GenerationSettings(tuple(_as_list(settings.get("until"))), max_tokens, sample)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    tokens: int = 200
+    max_tokens: int = 200
     """Maximum number of new tokens."""
     temperature: float = 0.8
     """Softmax temperature; 0 is greedy decoding."""
@@ -28,8 +28,8 @@ class SamplingOptions:
 
     def sampler(self) -> "Sampler":
         """The sampler with these options. Raises ValueError for invalid ones."""
-        if self.tokens < 1:
-            raise ValueError(f"--tokens is {self.tokens}; it must be at least 1")
+        if self.max_tokens < 1:
+            raise ValueError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
         from dunes.generate import sampler
 
         return sampler(

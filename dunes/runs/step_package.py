@@ -195,6 +195,11 @@ def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledS
     return _bind(model, package / name, step_weights(model, dtype), dtype)
 
 
+def made_form(model: nn.Module, dtype: torch.dtype) -> str:
+    """PACKAGE if the step's native code is there, else SCRIPT, which is made in seconds."""
+    return PACKAGE if _is_intact(_packages(model)(dtype), PACKAGE) else SCRIPT
+
+
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError for a model on another device, with hooks, or that can have no step of this dtype."""
     if next(model.parameters()).device.type != "cpu":
@@ -512,6 +517,6 @@ def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None
     for first in (0, 1):
         cache = PrefixCache(model, step=step)
         limit = min(GREEDY_TOKENS, context_length - 1)
-        tokens = generate(model, [first], limit=limit, context_length=context_length, cache=cache)
+        tokens = generate(model, [first], max_tokens=limit, context_length=context_length, cache=cache)
         texts.append([token.id for token in tokens])
     return texts

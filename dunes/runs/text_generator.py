@@ -52,28 +52,31 @@ class TextGenerator:
         self.cache: PrefixCache | None = None
         self._find_step, self.format = find_step, format
 
+    def __repr__(self) -> str:
+        return f"TextGenerator({self.tokenizer}, context length {self.context_length}, {self.cache})"
+
     def stream(
         self,
         prompt: str | Sequence[int],
-        limit: int,
+        max_tokens: int,
         sample: Sampler | None = None,
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
         """Yield a piece for each of the `tokens` of a `request`. Closing it cancels the rest."""
         stream = DecodeStream(self.tokenizer)
-        for (token,) in self.tokens([self.request(prompt, limit, sample, **options)], until):
+        for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
             yield Piece(stream.step(token.id), token)
 
-    def text(self, prompt: str | Sequence[int], limit: int, sample: Sampler | None = None) -> str:
+    def text(self, prompt: str | Sequence[int], max_tokens: int, sample: Sampler | None = None) -> str:
         """The text that `stream` yields."""
-        return "".join(piece.text for piece in self.stream(prompt, limit, sample))
+        return "".join(piece.text for piece in self.stream(prompt, max_tokens, sample))
 
     def request(
         self,
         prompt: str | Sequence[int],
-        limit: int,
+        max_tokens: int,
         sample: Sampler | None = None,
         *,
         stop: Container[int] | None = None,
@@ -83,7 +86,7 @@ class TextGenerator:
         """A request for ids of the tokenizer; by default greedy, and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         stop = self.tokenizer.stops if stop is None else stop
-        return Request(self._ids(prompt), limit, sample, stop, alternatives, proposer=proposer)
+        return Request(self._ids(prompt), max_tokens, sample, stop, alternatives, proposer=proposer)
 
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()

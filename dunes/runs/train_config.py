@@ -63,7 +63,9 @@ class ModelShape:
     """Further experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
     """Balance the load of experts by a loss, or by a bias of the router's choice (loss-free)."""
-    size: Annotated[str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes, the text and this machine")] = ""
+    size: Annotated[
+        str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
+    ] = ""
     """Number of parameters, like 500k or 3m, or number of layers and hidden size, like 4x256."""
     tokenizer: Annotated[Tokenization, flag("bpe|bytes|chars")] = "bpe"
     """Tokenizer to train: byte-level BPE, bytes, or characters."""
@@ -73,9 +75,11 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptimization(Optimization):
-    batch: Annotated[int, flag("SEQUENCES", "16")] = 0
+    batch: Annotated[int, flag("SEQUENCES", "8 with --complete, else 16")] = 0
     """Sequences per optimizer step."""
-    context_length: Annotated[int, flag("TOKENS", "256")] = 0
+    context_length: Annotated[
+        int, flag("TOKENS", "512 with --complete, else 256; with --from 256, or all that the model has")
+    ] = 0
     """Maximum sequence length of the model, in tokens."""
     lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
     """Peak learning rate of weight matrices (Muon); embeddings, head and norms (AdamW) use half of it."""
@@ -98,7 +102,10 @@ class Completion:  # without `file_headers`, files do not begin with their paths
     """Probability of a block's outputs to be zero in training."""
     weight_decay: Annotated[
         float | None,
-        flag("RATE", "0.15 with --complete, where the text is read often; else 0.01, of embeddings and head 0"),
+        flag(
+            "RATE",
+            "0.15 of a new model with --complete, where text is read often; else 0.01, of embeddings and head 0",
+        ),
     ] = None
     """Weight decay of all matrices, as a part of the learning rate."""
 

@@ -11,23 +11,23 @@ from dunes.text.lines import decode_text, split_lines
 from dunes.units import format_bytes, format_count, plural
 
 
-def sample_text(loaded: LoadedModel, seed: int = 0, limit: int = 120) -> str:
+def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> str:
     """A sample without a prompt."""
-    return TextGenerator(loaded).text("", limit, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+    return TextGenerator(loaded).text("", max_tokens, sampler(0.8, top_k=50, seed=seed)).strip("\n")
 
 
 def describe_generation(
-    generator: TextGenerator, prompt: int, times: Sequence[float], limit: int | None
+    generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
     """Lines about a text after a prompt of so many tokens; `times` (s) are of the start and of each token.
 
-    `limit` is how many tokens could come, None if the text was interrupted.
+    `max_tokens` is how many tokens could come, None if the text was interrupted.
     """
     count = len(times) - 1
     if count:
         yield describe_rates(min(prompt, generator.context_length), times) + _describe_form(generator.cache)
-    if limit is not None and count < limit:
-        yield f"the model ended the text after {count} of {plural(limit, 'token')}"
+    if max_tokens is not None and count < max_tokens:
+        yield f"the model ended the text after {count} of {plural(max_tokens, 'token')}"
 
 
 def _describe_form(cache: PrefixCache | None) -> str:

@@ -195,6 +195,9 @@ class Tokenizer:
         """The whole tokenizer as the text of its tokenizer.json."""
         return self.inner.to_str(pretty=True)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({type(self.inner.model).__name__}, {self.vocab:,} ids)"
+
     @cached_property
     def vocab(self) -> int:
         """The number of ids, special tokens included: one more than the highest id."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dunes import tree
 from dunes.train.loss import Loss
-from dunes.units import plural
+from dunes.units import format_count, plural
 
 FORMAT = 2
 """The format number of `Trainer.state_dict`; the first had none, and learning rates with lr_scale in them."""
@@ -282,6 +282,11 @@ class Trainer:
         if self.dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+    def __repr__(self) -> str:
+        model = f"{type(self.model).__name__} of {format_count(sum(p.numel() for p in self.model.parameters()))}"
+        optimizer, dtype = type(self.optimizer).__name__, str(self.dtype).removeprefix("torch.")
+        return f"Trainer({model} parameters, {optimizer}, {dtype}, after step {self.number})"
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the weights: the optimizer's state and rates, and two counters."""

@@ -33,8 +33,8 @@ from dunes.checkpoint.files import safetensors_writer
 from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory
 from dunes.checkpoint.folder import (
+    finished_folder,
     read_consistently,
-    readable_folder,
     verified_card,
     write_card,
     write_files,
@@ -51,7 +51,8 @@ from dunes.checkpoint.forms.adapter_layout import (
 from dunes.checkpoint.forms.architecture import module_rows
 from dunes.checkpoint.forms.card import listed_files, read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
-from dunes.checkpoint.source import ADAPTER, CONFIG, tensors
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.source import tensors
 from dunes.checkpoint.state_dict_diff import Prefix
 from dunes.models import weight_names
 from dunes.text import Tokenizer, json_file
@@ -165,7 +166,7 @@ def save_adapter(
 
 
 def _refuse_foreign_model(folder: Path) -> None:
-    readable = readable_folder(folder)
+    readable = finished_folder(folder)
     if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 

@@ -1,12 +1,11 @@
 """The Hugging Face config of a built model, derived from its modules alone."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
-from dunes.checkpoint.forms.architecture import Architecture, module_rows
+from dunes.checkpoint.forms.architecture import Architecture, ModuleRow, module_rows
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.units import plural
@@ -14,41 +13,22 @@ from dunes.units import plural
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     """The family and config that build exactly this model, or the first difference from the closest one."""
-    reasons: dict[str, tuple[int, str]] = {}
+    reasons: dict[str, tuple[bool, int, str]] = {}  # whether the family can read the model, how far both are equal
     for family, module in FAMILIES.items():
         try:
             hf = module.to_hf(module.read(model, context_length))
             config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
             rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            reasons[family] = 0, _unread(model, error)
+            reasons[family] = False, *_first_other_part(model, family, error)
             continue
         if (difference := _first_difference(model, rebuilt)) is None:
             return Architecture(family, config)
-        reasons[family] = difference
-    equal_rows = max(rows for rows, _ in reasons.values())
-    closest = {reason: family for family, (rows, reason) in reasons.items() if rows == equal_rows}
-    (reason, families), *_ = Counter(r for rows, r in reasons.values() if rows == equal_rows).most_common(1)
+        reasons[family] = True, *difference
+    most = max(reason[:2] for reason in reasons.values())
+    closest = {reason: family for family, (*rank, reason) in reasons.items() if tuple(rank) == most}
+    (reason, families), *_ = Counter(r for *rank, r in reasons.values() if tuple(rank) == most).most_common(1)
     return reason if families > 1 else f"not {closest[reason]}: {reason}"
-
-
-def _unread(model: nn.Module, error: Exception) -> str:
-    """Why a family's `read` ended with an error: the part that it does not know, by its place and class."""
-    if isinstance(error, ValueError):
-        return " ".join(str(error).split())
-    lacking = re.match(r"'(\w+)' object has no attribute", str(error))
-    parts = ((place, type(part)) for place, part in _parts(model))
-    place, kind = next(((p, k) for p, k in parts if lacking and k.__name__ == lacking[1]), ("", type(model)))
-    known = kind.__module__.partition(".")[0] == "dunes"
-    reason = "which the family does not have there" if known else "which no Hugging Face config describes"
-    return f"{place or 'the model'} is {kind.__name__}, {reason}"
-
-
-def _parts(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """The modules and what they hold that is none, such as a position, by their places."""
-    for place, module in model.named_modules():
-        yield place, module
-        yield from ((f"{place}.{name}".strip("."), part) for name, part in vars(module).items() if name[0] != "_")
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
@@ -58,7 +38,36 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
         if a.place != b.place:
             return i, f"it has a module {a.place} before {b.place}"
         if a != b:
-            changed, original = next((x, y) for x, y in zip(a, b, strict=True) if x != y)
-            return i, f"{a.place or 'the model'} is {changed}, not {original}"
+            return i, f"{a.place or 'the model'} {_difference(a, b)}"
     n, m = len(actual), len(expected)
     return None if n == m else (min(n, m), f"{plural(n, 'module')}, not {m}")
+
+
+def _difference(a: ModuleRow, b: ModuleRow) -> str:
+    """The class, or else the first setting or tensor, in which two modules differ."""
+    if a.class_name != b.class_name:
+        return f"is {a.class_name}, not {b.class_name}"
+    actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
+    key = next(key for key in {**actual, **expected} if actual.get(key) != expected.get(key))
+    return f"has {key} {actual.get(key, 'none')}, not {expected.get(key, 'none')}"
+
+
+def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
+    """For a family that cannot read the model: the number of parts before the first of another kind, and that.
+
+    If there is none, the last error says it.
+    """
+    config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
+    twin = build_on_meta(
+        family, replace(config, **({"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}))
+    )
+    parts, classes = dict(model.named_modules()), {row.place: row.class_name for row in module_rows(model)}
+    for i, row in enumerate(module_rows(twin)):
+        if row.place not in classes:
+            return i, f"it has no {row.place}"
+        if classes[row.place] != row.class_name:
+            return i, f"{row.place or 'the model'} is {classes[row.place]}, not {row.class_name}"
+        for key, value in vars(twin.get_submodule(row.place)).items() if row.place else ():
+            if type(own := getattr(parts[row.place], key, None)) is not type(value):
+                return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
+    return len(classes), " ".join(str(error).split())

@@ -188,7 +188,7 @@ class CompletionEngine:
             mixture.after,
             prompt,
             width=width,
-            limit=min(limit, BEAMED),
+            max_tokens=min(limit, BEAMED),
             ends=ends,
             decided=partial(self._decided, mixture, prompt),
         )

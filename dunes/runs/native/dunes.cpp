@@ -115,10 +115,10 @@ struct dunes_model {
 
 // The keys and values of a text, and its ids; what generate/decode.py and generate/prefix_cache.py do for one row.
 struct dunes_text {
-  dunes_text(std::shared_ptr<State> owner, std::vector<int64_t> prompt, int64_t limit, const dunes_sampling &options)
+  dunes_text(std::shared_ptr<State> owner, std::vector<int64_t> prompt, int64_t max_tokens, const dunes_sampling &options)
       : model(std::move(owner)), ids(std::move(prompt)), sampling(options), prompted(ids.size()) {
     check();
-    int64_t most = std::min<int64_t>(limit, INT32_MAX);
+    int64_t most = std::min<int64_t>(max_tokens, INT32_MAX);
     end = static_cast<int64_t>(prompted) + most;
     capacity = std::min(model->context_length, std::max(end, MIN_CAPACITY));
     rolls = model->window > 0 && model->window < capacity;
@@ -303,11 +303,11 @@ const char *dunes_token(const dunes_model *model, int64_t id, int64_t *bytes) {
   });
 }
 
-dunes_text *dunes_start(dunes_model *model, const int64_t *prompt, int64_t count, int64_t limit, const dunes_sampling *sampling) {
+dunes_text *dunes_start(dunes_model *model, const int64_t *prompt, int64_t count, int64_t max_tokens, const dunes_sampling *sampling) {
   return attempt(static_cast<dunes_text *>(nullptr), [&] {
     generating(model);
-    if (count < 0 || limit < 0) fail("a prompt and a limit have at least 0 ids");
-    return new dunes_text(model->state, {prompt, prompt + count}, limit, sampling ? *sampling : dunes_sampling{});
+    if (count < 0 || max_tokens < 0) fail("a prompt and max_tokens have at least 0 ids");
+    return new dunes_text(model->state, {prompt, prompt + count}, max_tokens, sampling ? *sampling : dunes_sampling{});
   });
 }
 

@@ -48,8 +48,8 @@ int64_t dunes_prompt(const dunes_model *model, const char *text, int64_t bytes, 
 /* The bytes of an id, which may be part of a character, or none; valid as long as the model. */
 const char *dunes_token(const dunes_model *model, int64_t id, int64_t *bytes);
 
-/* Begin a text of up to `limit` ids after the prompt. */
-dunes_text *dunes_start(dunes_model *model, const int64_t *prompt, int64_t count, int64_t limit,
+/* Begin a text of up to `max_tokens` ids after the prompt. */
+dunes_text *dunes_start(dunes_model *model, const int64_t *prompt, int64_t count, int64_t max_tokens,
                         const dunes_sampling *sampling);
 
 /* The next id of the text; DUNES_END at its end, DUNES_ERROR after an error. */

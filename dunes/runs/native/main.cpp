@@ -15,7 +15,7 @@
 namespace {
 
 constexpr const char *USAGE =
-    "usage: dunes FOLDER [--limit N] [--temperature T] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--threads N]\n"
+    "usage: dunes FOLDER [--max-tokens N] [--temperature T] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--threads N]\n"
     "             [--time] PROMPT\n"
     "       dunes FOLDER --ids \"ID ID ...\"    the prompt's ids; writes ids, one a line\n"
     "       dunes FOLDER --image FILE.pgm     the class of a grey image (binary PGM, 0 to 255), then all outputs\n";
@@ -23,7 +23,7 @@ constexpr const char *USAGE =
 struct Options {
   std::string folder, prompt, ids, image;
   dunes_sampling sampling{};
-  int64_t limit = 256;
+  int64_t max_tokens = 256;
   bool time = false;
 };
 
@@ -53,7 +53,7 @@ Options parse(int count, char **arguments) {
     } else if (name.rfind("--", 0) == 0) {
       if (++i == count) fail(name + ": expected a value");
       std::string value = arguments[i];
-      if (name == "--limit") options.limit = whole(name, value);
+      if (name == "--max-tokens") options.max_tokens = whole(name, value);
       else if (name == "--temperature") options.sampling.temperature = number(name, value);
       else if (name == "--top-k") options.sampling.top_k = whole(name, value);
       else if (name == "--top-p") options.sampling.top_p = number(name, value);
@@ -101,7 +101,7 @@ void generate(dunes_model *model, const Options &options) {
   using Clock = std::chrono::steady_clock;
   auto ids = prompt_ids(model, options);
   auto begin = Clock::now(), first = begin;
-  dunes_text *text = dunes_start(model, ids.data(), static_cast<int64_t>(ids.size()), options.limit, &options.sampling);
+  dunes_text *text = dunes_start(model, ids.data(), static_cast<int64_t>(ids.size()), options.max_tokens, &options.sampling);
   if (!text) fail(dunes_error());
   if (options.ids.empty()) std::cout << options.prompt;
   int64_t id = 0, count = 0;

@@ -1,0 +1,134 @@
+"""Which paths are model folders, by the names of the files in them, and what else a path is that is none."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+
+from dunes.checkpoint.files.compact import COMPACT
+from dunes.checkpoint.forms.card import CARD
+from dunes.checkpoint.forms.native import PARAMS
+from dunes.data.files import DEPENDENCIES, NEVER
+from dunes.data.languages import CODE_SUFFIXES
+from dunes.text import json_file
+from dunes.text.gguf_file import SUFFIX
+from dunes.units import plural
+
+CONFIG = "config.json"
+SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
+"""One file, or the same name with .index.json for several."""
+ADAPTER = "adapter_config.json"
+UNFINISHED = ".unfinished"
+"""The folder of the finished parts of a change (`unfinished.py`)."""
+READY = ".ready"
+"""The folder of a save that is complete, whose files are being moved into place (`folder.py`)."""
+TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
+MOST = 2000
+"""Files that are looked at to say what a folder holds."""
+
+
+def require_model_folder(path: Path) -> None:
+    """Raise ValueError unless a path is a GGUF file, or a folder with the files of a model, adapter or network.
+
+    It says what the path is instead, and what to name or to run.
+    """
+    if not (path.suffix == SUFFIX and path.is_file()) and not is_model_folder(path):
+        raise ValueError(explain(path))
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether a folder has the files of a model, or a save that is being moved into it. None of them is read."""
+    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # while READY goes, CARD is there
+        return True
+    weights = [name for single in SINGLE for name in (single, f"{single}.index.json")]
+    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
+
+
+def explain(path: Path) -> str:
+    """What a path is that is no model folder, and the remedy, in one sentence."""
+    if not os.path.lexists(path):
+        return no_such_folder(path)
+    if not path.is_dir():
+        return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
+    if runs := [run for run in (path.parent, path.parent.parent) if _is_run(run) and _is_state(path, run)]:
+        return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
+    if _is_run(path):
+        return _explain_run(path)
+    if (path / UNFINISHED).is_dir():
+        return f"{path}: an unfinished model; the dunes augment command that began it goes on"
+    if (path / CONFIG).is_file():
+        names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
+        return f"{path}: no weights; looked for {names}, and consolidated.* with {PARAMS}; {_contents(path)}"
+    return f"{path / CONFIG}: no such file; {path} is not a model folder: {_contents(path)}"
+
+
+def no_such_folder(path: Path | str) -> str:
+    """That a path does not exist, with the folder beside it that has nearly its name, if any."""
+    path = Path(path)
+    folders = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, folders, 1, 0.8)
+    return f"{path}: no such folder" + (f" (did you mean {path.parent / near[0]}?)" if near else "")
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder has the state of a training run."""
+    state, files = folder / "state", ("plan.json", "tokenizer.json")
+    if not state.is_dir() or any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*")):
+        return state.is_dir()
+    return not any(state.iterdir())
+
+
+def _is_state(path: Path, run: Path) -> bool:
+    return (run / "state").resolve() in (path.resolve(), path.resolve().parent)
+
+
+def _explain_run(run: Path) -> str:
+    """A run before its first save, with the command that continues it."""
+    plan = run / "state" / "plan.json"
+    verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
+    return (
+        f"{run}: a run without a model yet, still training, or stopped before its first save; continue it: "
+        f"dunes {verb} --resume --out {run}"
+    )
+
+
+def _remedy_of_file(path: Path) -> str:
+    if is_model_folder(path.parent):
+        return f"name its folder: {path.parent}"
+    if path.suffix in WEIGHT_SUFFIXES:
+        return f"put it into a folder with its {CONFIG}, and name that folder"
+    return f"to train a model on it: dunes train {path} --out RUN" if _is_text(path) else "name a model folder"
+
+
+def _contents(folder: Path) -> str:
+    """What a folder holds, and what to do with that."""
+    below = [f for f in (*folder.glob("*"), *folder.glob("snapshots/*")) if f.is_dir() and is_model_folder(f)]
+    if below:
+        more = f" and {len(below) - 3} more" if len(below) > 3 else ""
+        return f"it holds model folders, name one: {', '.join(map(str, sorted(below)[:3]))}{more}"
+    files = [*islice(_files(folder), MOST)]
+    if found := [f for f in files if f.suffix == SUFFIX]:
+        return f"it holds a GGUF file, name that: {found[0]}"
+    if weights := [f for f in files if f.suffix in WEIGHT_SUFFIXES]:
+        missing = CONFIG if not (folder / CONFIG).is_file() else SINGLE[0]
+        return f"it holds {weights[0].relative_to(folder)}, but no {missing}; get the whole model folder"
+    if not files:
+        return "it holds no files"
+    counts = Counter(f.suffix or f.name for f in files).most_common(2)
+    held = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
+    text = any(map(_is_text, files))
+    return f"it holds {held}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder, without those of version control and dependencies."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted({*folders} - NEVER - DEPENDENCIES)
+        yield from (Path(parent, name) for name in sorted(names))
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix.lower() in TEXT_SUFFIXES

@@ -1,0 +1,68 @@
+"""What a user meets at Python's prompt and in a type checker: names, reprs, types of own parts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dunes
+import typed_parts
+from adapters import build
+from dunes import checkpoint
+from dunes.augment import apply_change
+from dunes.data import TokenFile, collect_corpus
+from dunes.generate import PrefixCache
+from dunes.parts import Cache, CacheFormat, ForwardContext, QuantizedCache, RollingCache
+from dunes.runs.text_generator import TextGenerator
+from dunes.text import Tokenizer
+from dunes.train import Trainer, muon, next_token
+
+ROOMS = {path.parent.name for path in Path(dunes.__file__).parent.glob("*/__init__.py")}
+
+
+def test_dir_lists_the_rooms_and_imports_none():
+    assert set(dir(dunes)) >= ROOMS - {"cli"}
+    script = "import sys, dunes; dir(dunes); assert 'torch' not in sys.modules; print(dunes.text.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "dunes.text\n", done.stderr
+    with pytest.raises(AttributeError, match="module 'dunes' has no attribute 'nonsense'"):
+        dunes.nonsense  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore:unchanged may mix tokens")
+def test_a_model_of_own_parts_that_type_checks_trains_and_generates():
+    assert len(typed_parts.run(iter([torch.randint(11, (2, 8))]))) == 4
+
+
+def objects(tmp_path):
+    """What public functions give a user, with a part of its repr."""
+    model, tokenizer = build(), Tokenizer.train("chars", ["abc def"])
+    yield tokenizer, "Tokenizer(WordLevel, 17 ids)"
+    checkpoint.save(model, tmp_path / "model", Tokenizer.train("chars", ["ab"]), 32)
+    loaded = checkpoint.load(tmp_path / "model")
+    yield loaded, "LoadedModel(llama, 28.4k parameters, context length 32, Tokenizer(WordLevel, 12 ids))"
+    yield checkpoint.describe(tmp_path / "model"), "Hugging Face format, "
+    yield TextGenerator(loaded), "context length 32"
+    trainer = Trainer(model, muon(model), next_token)
+    next(trainer.run([torch.zeros(2, 8, dtype=torch.long)]))
+    yield trainer, "CombinedOptimizer, float32, after step 1)"
+    yield apply_change(model, "lora", rank=2), "Change(lora at 14 places: where="
+    for cache in (Cache(2, 16), RollingCache(2, 16), QuantizedCache(2, 16, format=CacheFormat(4))):
+        yield cache, f"{type(cache).__name__}(2 rows of {cache.capacity} slots, 0 tokens so far, 0 layers)"
+    yield PrefixCache(model, 2), "PrefixCache(ids in its rows: 0, 0; None)"
+    yield ForwardContext.of(torch.zeros(2, 8, dtype=torch.long)), "ForwardContext(positions (1, 8), None)"
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"text {i} " * 20)
+    yield collect_corpus([str(tmp_path / "text")]), "training file"
+    (tmp_path / "ids").write_bytes(bytes(20))
+    yield TokenFile(tmp_path / "ids", torch.zeros(1, dtype=torch.int16).numpy().dtype, 10), "10 ids of int16"
+
+
+def test_each_object_says_what_it_is_on_a_line(tmp_path):
+    for value, part in objects(tmp_path):
+        assert part in repr(value)
+        assert " at 0x" not in repr(value)
+        assert "\n" not in repr(value)

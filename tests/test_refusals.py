@@ -1,0 +1,200 @@
+"""What does not fit is refused in words of the field: changes of other models, and paths that are no models."""
+
+import copy
+import io
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import typed_parts
+from dunes import checkpoint
+from dunes.augment import apply_change
+from dunes.cli.main import main
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
+from dunes.runs.autosize import BATCH, COMPLETION_BATCH, COMPLETION_CONTEXT, CONTEXT
+from dunes.runs.train_config import TrainOptimization
+from dunes.text import Tokenizer
+
+IDS = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(0))
+CHANGES = {
+    "expand": {},
+    "experts": {"experts": 4},
+    "lora": {"rank": 2, "where": "**"},
+    "lora-experts": {"rank": 2, "router": "mlp", "balance": 0},
+    "narrow": {"ids": IDS, "experts": 2},
+    "prune": {"ids": IDS},
+    "quantize": {"kind": "int8"},
+    "routing": {"shared": 1},
+    "upcycle": {"experts": 4},
+}
+
+
+def stack(attention=lambda: Attention(32, 2, position=Rotary(16)), mlp=lambda: GatedMLP(32, 64), **parts):
+    blocks = [Block(RMSNorm(32), attention(), RMSNorm(32), mlp()) for _ in range(2)]
+    return Decoder(**{"embed": Embedding(50, 32), "blocks": blocks, "norm": RMSNorm(32)} | parts)
+
+
+def mixture(expert):
+    return lambda: MoE(nn.Linear(32, 4), [expert() for _ in range(4)], 2)
+
+
+OWN = {
+    "mlp": (lambda: stack(mlp=lambda: typed_parts.OwnMLP(32)), "blocks.0.mlp is OwnMLP, not GatedMLP"),
+    "attention": (lambda: stack(typed_parts.OwnAttention), "blocks.0.attn is OwnAttention, not Attention"),
+    "position": (lambda: stack(lambda: Attention(32, 2)), "blocks.0.attn has position NoneType, not Rotary"),
+    "experts": (
+        lambda: stack(mlp=mixture(lambda: typed_parts.OwnMLP(32))),
+        "not mixtral: blocks.0.mlp.experts.0 is OwnMLP, not GatedMLP",
+    ),
+    "nested": (
+        lambda: stack(mlp=mixture(mixture(lambda: GatedMLP(32, 64)))),
+        "not mixtral: blocks.0.mlp.experts.0 is MoE, not GatedMLP",
+    ),
+    "embedding": (
+        lambda: stack(embed=OwnTable(), head=nn.Linear(32, 50)),
+        "embed is OwnTable, not Embedding",
+    ),
+    "norm": (lambda: stack(norm=nn.Identity()), "norm is Identity, not RMSNorm"),
+    "empty": (lambda: stack(blocks=[]), "it has no blocks.0"),
+}
+
+
+class OwnTable(nn.Module):
+    supports_packing = True
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+
+    def forward(self, ids, ctx):
+        return self.table(ids)
+
+
+def family(name):
+    return initialise(FAMILIES[name].build(FAMILIES[name].Config.from_size(50, 32, 2, 32)))
+
+
+def changed(model, name):
+    """The model after a change, or None after a refusal in one line of the field's words."""
+    model = copy.deepcopy(model)
+    try:
+        apply_change(model, name, **CHANGES[name])
+    except ValueError as error:
+        reason = str(error)
+    else:
+        return model
+    assert not any(word in reason for word in ("\n", "object has no", "damaged")), reason
+    return None
+
+
+@pytest.mark.parametrize("model", [*FAMILIES, *OWN])
+def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model):
+    start = OWN[model][0]() if model in OWN else family(model)
+    if model in OWN:
+        reason = checkpoint.hf_config_of(start, 32)
+        assert OWN[model][1] in reason
+    for first in map(changed, [start] * len(CHANGES), CHANGES):
+        stacked = map(changed, [first] * len(CHANGES), CHANGES) if first and model == "gpt2" else []
+        for result in filter(None, [first, *stacked]):
+            assert "object has no" not in str(checkpoint.hf_config_of(result, 32))
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "reason"),
+    [
+        ("experts", "narrow", r"^blocks\.0\.mlp: its experts are OwnMLP; expected MLP or GatedMLP"),
+        ("nested", "routing", r"^blocks\.0\.mlp: its experts are MoE; expected MLP or GatedMLP"),
+        ("embedding", "expand", r"^embed is OwnTable, which has no place: the change expand is not made to such"),
+        ("embedding", "narrow", r"^embed is OwnTable, which has no token: the change narrow"),
+    ],
+)
+def test_a_part_without_what_a_change_uses_is_named(model, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        apply_change(OWN[model][0](), change, **CHANGES[change])
+
+
+def test_an_upcycled_gpt2_says_why_it_has_a_form_of_its_own():
+    model = family("gpt2")
+    apply_change(model, "upcycle", experts=4)
+    assert checkpoint.hf_config_of(model, 32) == "not gpt2: blocks.0.mlp is MoE, not MLP"
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Paths that are no model folders, each with a part of what is said of it."""
+    for folder in ("src", "empty", "run/state/step-000004", "tuned/state", "weights", "many/one", "config"):
+        (tmp_path / folder).mkdir(parents=True)
+    for i in range(40):
+        (tmp_path / "src" / f"{i}.py").write_text("pass\n")
+    (tmp_path / "src" / "state").mkdir()
+    (tmp_path / "src" / "state" / "store.py").write_text("pass\n")
+    (tmp_path / "tuned/state/plan.json").write_text('{"method": "lora"}')
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config" / "config.json").write_text("{}")
+    (tmp_path / "config" / "app.js").write_text("")
+    checkpoint.save(family("llama"), tmp_path / "many/one", Tokenizer.train("chars", ["a"]), 32)
+    train = f"to train a model on them: dunes train {tmp_path / 'src'} --out RUN"
+    return tmp_path, {
+        "src": f"not a model folder: it holds 41 .py files; {train}",
+        "src/0.py": f"a file, not a model folder; to train a model on it: dunes train {tmp_path / 'src/0.py'}",
+        "empty": "it holds no files",
+        "run": f"a run without a model yet, still training, or stopped before its first save; continue it: "
+        f"dunes train --resume --out {tmp_path / 'run'}",
+        "tuned": "dunes finetune --resume",
+        "run/state": f"the training state of a run, not a model folder; name the run: {tmp_path / 'run'}",
+        "run/state/step-000004": f"name the run: {tmp_path / 'run'}",
+        "weights": "it holds model.safetensors, but no config.json",
+        "config": "no weights; looked for model.safetensors",
+        "many": f"it holds model folders, name one: {tmp_path / 'many/one'}",
+        "many/one/config.json": f"a file, not a model folder; name its folder: {tmp_path / 'many/one'}",
+        "many/ones": f"no such folder (did you mean {tmp_path / 'many/one'}?)",
+    }
+
+
+def test_a_path_that_is_no_model_folder_says_what_it_is(paths):
+    folder, said = paths
+    for name, reason in said.items():
+        for read in (
+            checkpoint.load,
+            checkpoint.load_with_tokenizer,
+            checkpoint.load_network,
+            checkpoint.describe,
+        ):
+            with pytest.raises(ValueError, match=r"no|run") as caught:
+                read(folder / name)
+            assert reason in str(caught.value)
+            assert str(caught.value).startswith(str(folder / name))
+
+
+VERBS = [
+    "generate M", "chat M hello", "complete M", "eval M", "inspect M", "convert M OUT", "export M OUT",
+    "export M OUT --to gguf", "compile M", "finetune M --data M/0.py --out OUT", "train M --from M --out OUT",
+    "bench decode M", "bench shrink M", "bench memory M", "augment quantize M OUT", "augment merge M OUT",
+    "augment expand --undo M OUT", "generate M --draft M",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_says_that_a_source_folder_is_no_model(verb, paths, monkeypatch, capsys, tmp_path):
+    folder, said = paths
+    line = [part.replace("M", str(folder / "src")) for part in verb.split()]
+    monkeypatch.setattr(sys, "argv", ["dunes", *(str(tmp_path / "OUT") if a == "OUT" else a for a in line)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert said["src"] in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "OUT").exists()
+
+
+def test_help_names_the_batch_size_and_context_that_are_chosen():
+    hints = {
+        name: TrainOptimization.__annotations__[name].__metadata__[0].help_behavior_hint
+        for name in ("batch", "context_length")
+    }
+    assert hints["batch"] == f"(default: {COMPLETION_BATCH} with --complete, else {BATCH})"
+    assert hints["context_length"].startswith(f"(default: {COMPLETION_CONTEXT} with --complete, else {CONTEXT};")
