@@ -263,21 +263,25 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
         store(ctx, args, result if isinstance(result, tuple) else (result,))
         return result[0] if keeps else result
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(_differentiated_once(op))}
+    members = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(op.name, op.gradients))}
     return type(op.name.replace("::", "_"), (torch.autograd.Function,), members)
 
 
-def _differentiated_once(op: Operation) -> Callable[..., Any]:
-    """The backward without a graph of its own, and with an error in place of a second derivative."""
+def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a graph of its own, and with an error in place of a second derivative.
 
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    With torch's own decorator second derivatives are silently wrong where the incoming gradient is a constant.
+    """
+
+    def once(ctx: Any, *grads: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return op.gradients(ctx, *grads)
+            return backward(ctx, *grads)
         with torch.no_grad():
-            gradients = op.gradients(ctx, *grads)
-        return _NoSecondDerivative.apply(op.name, gradients, *grads, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+            gradients = backward(ctx, *grads)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return _NoSecondDerivative.apply(name, gradients, *grads, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
-    return backward
+    return once
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -304,7 +308,7 @@ def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
     operator.register_fake(fake or op.reference)
     if op.saved is not None:
-        operator.register_autograd(_differentiated_once(op), setup_context=_setup_context(op))
+        operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))
     return operator
 
 
