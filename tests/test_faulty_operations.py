@@ -240,12 +240,12 @@ def series_for_small_numbers(x: Tensor) -> Tensor:
 # Leaves.
 
 
-@wrong("leaves", product, inputs=2)
+@wrong("float64", product, inputs=2)
 def left_out_where_the_second_needs_none(grad: Tensor, x: Tensor, y: Tensor, needs_grad: tuple[bool, ...]) -> Any:
     return (grad * y, grad * x) if all(needs_grad) else (None, grad * x)
 
 
-@wrong("leaves", product, inputs=2)
+@wrong("float64", product, inputs=2)
 def swapped_where_one_needs_none(grad: Tensor, x: Tensor, y: Tensor, needs_grad: tuple[bool, ...]) -> Any:
     return (grad * y, grad * x) if needs_grad[0] else (grad * y, grad * y)
 

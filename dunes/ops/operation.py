@@ -301,15 +301,29 @@ def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
     """The operator of torch's for compiled graphs, exports and other classes of tensors."""
     if op.keeps and fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
-    register: Any = torch.library.triton_op if isinstance(op.kernels, Triton) else torch.library.custom_op
     try:
-        operator = register(op.name, op.forward, mutates_args=())
+        if isinstance(op.kernels, Triton):  # compiled graphs look inside: its outputs have their own strides
+            operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
+        else:
+            schema = torch.library.infer_schema(op.forward, mutates_args=())
+            form = _contiguous(op.forward) if fake is None else op.forward
+            operator = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
-    operator.register_fake(fake or op.reference)
+    operator.register_fake(fake or _contiguous(op.reference))
     if op.saved is not None:
         operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))
     return operator
+
+
+def _contiguous(form: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with contiguous outputs: compiled graphs read them by the strides that the reference tells."""
+
+    def call(*args: Any) -> Any:
+        result = form(*args)
+        return tuple(y.contiguous() for y in result) if isinstance(result, tuple) else result.contiguous()
+
+    return call
 
 
 def _setup_context(op: Operation) -> Callable[..., None]:
