@@ -170,23 +170,23 @@ class Mode:
             plain = tuple([y.to(g.dtype) for y, g in zip(*each, strict=False)] for each in zip(plain, own))
         described = _described(own[0]), _described(plain[0])
         if described[0] != described[1]:
-            raise Fault(f"it returns {described[0]}, the reference {described[1]}")
+            raise Fault(f": it returns {described[0]}, the reference {described[1]}")
         if plain[1] and not own[1]:
-            raise Fault("the output requires no gradient, though inputs do; give a backward")
+            raise Fault(": the output requires no gradient, though inputs do; give a backward")
         if case.label and all(map(torch.equal, sum(own, []), sum(plain, []))):
             return 0.0, 0.0
         widest = torch.float32 if self.subject.device.type == "mps" else torch.float64
+        small = SMALL[self.eps > 1e-4]
         try:
             exact = self.reference(given, widest)
         except NotTried:  # a reference of one dtype
             exact = plain
-        small = SMALL[self.eps > 1e-4]
         off, theirs = (_error(each, exact, plain, small) for each in (own, plain))
         if off > SLACK * max(theirs, self.eps) and not given.kink:  # the reference may have been exact by chance
             near = [_error(self.reference(given, self.rounding, f), exact, None, small) for f in (-1, 1)]
             theirs = max(theirs, *(error / 2 for error in near))
         if not off <= SLACK * max(theirs, self.eps):
-            text = f"error {off:.1e}, the reference's {theirs:.1e}"
+            text = f": error {off:.1e}, the reference's {theirs:.1e}"
             raise Fault(f"{text}: more than {SLACK:g} times that, and than {SLACK:g} roundings")
         return off, theirs
 
@@ -214,8 +214,8 @@ def _error(got: Result, exact: Result, plain: Result | None = None, small: float
             dtype = given.dtype if given.is_floating_point() else torch.float64
             mine = _real(given).to(want.dtype)
             want = torch.where(want.to(dtype).isfinite(), want, want.to(dtype).to(want.dtype))
-            if plain:
-                _finite_as(mine, want, _real(plain[group][i]).to(want.dtype))
+            if plain and (wrong := _not_finite_as(mine, want, _real(plain[group][i]).to(want.dtype))):
+                raise Fault(wrong)
             off = torch.where(mine.isfinite() & want.isfinite(), (mine - want).abs(), 0.0)
             largest = float(off.max()) if off.numel() else 0.0
             if largest > 8 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps:
@@ -223,14 +223,15 @@ def _error(got: Result, exact: Result, plain: Result | None = None, small: float
     return worst
 
 
-def _finite_as(got: Tensor, want: Tensor, plain: Tensor) -> None:
-    """Raises Fault unless what is not finite is that of the reference."""
+def _not_finite_as(got: Tensor, want: Tensor, plain: Tensor) -> str | None:
+    """How many numbers are not finite that are so in the reference, if others are."""
     equal = lambda a, b: (a == b) | (a.isnan() & b.isnan())
     overflows = want.isfinite() & ~plain.isfinite() & ~got.isfinite()
     wrong = ~(equal(got, want) | equal(got, plain) | overflows) & ~(got.isfinite() & want.isfinite())
     for kind, of in (("NaN", torch.isnan), ("inf", torch.isposinf), ("-inf", torch.isneginf)):
         if bool((wrong & (of(got) | of(want))).any()):
-            raise Fault(f"makes {int(of(got).sum())} {kind}, in the reference {int(of(plain).sum())}")
+            return f" makes {int(of(got).sum())} {kind}, in the reference {int(of(plain).sum())}"
+    return None
 
 
 def _real(x: Tensor) -> Tensor:
@@ -248,13 +249,12 @@ def grid(s: Subject, cases: Form, modes: Sequence[str] = MODES, may_refuse: bool
             except NotTried as error:
                 reason = str(error)
             except Fault as error:
-                joint = " " if str(error).startswith("makes") else ": "
                 where = f" ({mode.name})" if len(modes) > 1 else ""
-                raise Fault(f"{case.label}{joint}{error}{where}".lstrip(": ")) from None
+                raise Fault(f"{case.label}{error}{where}".removeprefix(": ")) from None
             except Exception as error:
                 reason = f"it refuses {case.label or mode.name}: {first_line(error)}"
                 if not may_refuse and mode.name not in ("float16", "float64"):
-                    raise ValueError(f"{case.label}: {first_line(error)}".lstrip(": ")) from None
+                    raise ValueError(f"{case.label}: {first_line(error)}".removeprefix(": ")) from None
     if not errors:
         raise NotTried(reason or "there is no such input")
     off, theirs = (max(each) for each in zip(*errors, strict=True))
@@ -316,8 +316,10 @@ def _layouts(dims: int) -> Iterator[tuple[str, Form, bool]]:
         yield f"every second of dimension {d}", partial(_stepped, d), True
         yield f"repeated in dimension {d}", lambda x, d=d: x[(slice(None),) * d + (slice(1),)].expand(x.shape), False
     for i, j in permutations(range(dims), 2):
-        yield f"dimension {i} at {j} in memory", partial(_moved, i, j), True
-        yield f"dimension {i} at {j} of a slice in memory", partial(_moved, i, j, then=partial(_sliced, dims - 1)), True
+        if i < j:
+            yield f"dimension {i} at {j} in memory", partial(_moved, i, j), True
+        if (i, j) in ((0, dims - 1), (1, dims - 1)):
+            yield f"dimension {i} at {j} of a slice in memory", partial(_moved, i, j, then=partial(_sliced, dims - 1)), True
     yield "one number repeated", lambda x: x.flatten()[:1].sum().expand(x.shape), False
 
 
@@ -416,7 +418,7 @@ def _nan_in_new_memory() -> Iterator[None]:
 def resized(lengths: Sequence[int], s: Subject) -> str:
     """Other lengths; what is not written of an output is NaN."""
     with _nan_in_new_memory():
-        return grid(s, partial(sizes, lengths), may_refuse=lengths != (0,))
+        return grid(s, partial(sizes, lengths), MODES[:2], may_refuse=lengths != (0,))
 
 
 def empty(s: Subject) -> str:
@@ -665,7 +667,7 @@ FAULTS: dict[str, Callable[[Subject], str]] = {
     "values": partial(grid, cases=partial(values, _factors)),
     "empty": empty,
     "sizes": partial(resized, SIZES),
-    "not contiguous": partial(grid, cases=layouts),
+    "not contiguous": partial(grid, cases=layouts, modes=MODES[:2]),
     "repeated": repeated,
     "second derivative": second,
     "torch.func": transforms,
