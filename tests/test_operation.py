@@ -497,7 +497,8 @@ def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
             else experts.product(rows, weight, ends)
         )
 
-    assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous"}
+    # Of more rows than are routed the rest is undefined.
+    assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous", "sizes"}
 
 
 def test_attention_of_documents_passes_in_eager_calls(capsys):
@@ -511,7 +512,7 @@ def test_attention_of_documents_passes_in_eager_calls(capsys):
     inputs = [leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(1, 2, 64, 8)]
     # Blocks are read in Python, and are those of 64 tokens; compiled graphs take a mask.
     plain = lambda q, k, v: attention.plain(q, k, v, seen)
-    assert failed(varlen, inputs, plain, capsys) <= {"fake", "compiled", "empty", "autocast"}
+    assert failed(varlen, inputs, plain, capsys) <= {"fake", "compiled", "empty", "sizes", "autocast"}
 
 
 @pytest.mark.slow

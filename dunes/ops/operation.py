@@ -263,7 +263,10 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
         store(ctx, args, result if isinstance(result, tuple) else (result,))
         return result[0] if keeps else result
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(op.name, op.gradients))}
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(once_differentiable(op.name, op.gradients)),
+    }
     return type(op.name.replace("::", "_"), (torch.autograd.Function,), members)
 
 
