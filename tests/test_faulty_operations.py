@@ -404,7 +404,7 @@ def operation(name: str) -> ops.Operation:
         f"dunes_tests::{name}", reference=f.reference, backward=f.backward, compiled="reference"
     )
     if not f.forward.__annotations__:
-        f.forward.__annotations__ = {p: Tensor for p in ("x", "y")[: f.inputs]}
+        f.forward.__annotations__ = dict.fromkeys(("x", "y")[:f.inputs], Tensor)
     return decorate(f.forward)
 
 

@@ -100,7 +100,7 @@ linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 class _Fused(torch.autograd.Function):
     forward = staticmethod(_loss_and_gradients)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable("cross_entropy", _backward))  # type: ignore[assignment]
+    backward = staticmethod(once_differentiable("cross_entropy", _backward))
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:

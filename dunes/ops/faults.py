@@ -34,7 +34,7 @@ LONGEST = 150
 """Characters of a foreign message that a table has room for."""
 
 SMALL = 1 / 2, 1 / 16
-"""A tensor is no smaller than this part of the largest of the outputs, or gradients, when errors are relative to it."""
+"""Errors are relative to no less than this part of the largest of all outputs, or gradients; in 16 bits, to less."""
 
 MODES = ("float32", "bfloat16", "float16", "autocast")
 
@@ -91,7 +91,7 @@ def _like(x: Tensor, y: Tensor) -> Tensor:
 def _leaf(x: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(x, Tensor):
         return x
-    y = x.detach().clone(memory_format=torch.contiguous_format)
+    y: Tensor = x.detach().clone(memory_format=torch.contiguous_format)
     return _like(x, y.to(dtype) if dtype is not None and y.is_floating_point() else y)
 
 
@@ -155,12 +155,10 @@ class Mode:
 
     def reference(self, case: Case, dtype: torch.dtype | None = None, factor: float = 0.0) -> Result:
         """What the reference computes; raises NotTried if it refuses."""
-        near = lambda x: x * (1 + factor * self.eps) if factor and _floating(x) else x
-        inputs = [_like(x, near(x.detach())) if isinstance(x, Tensor) else x for x in case.inputs]
+        near = lambda x: _like(x, x.detach() * (1 + factor * self.eps)) if factor and _floating(x) else x
+        inputs = [_leaf(near(x), dtype) for x in case.inputs]
         try:
-            return self.run(
-                self.subject.reference, case, [_leaf(x, dtype) for x in inputs], self.autocast and not dtype
-            )
+            return self.run(self.subject.reference, case, inputs, self.autocast and not dtype)
         except Exception as error:
             raise NotTried(f"the reference refuses it: {first_line(error)}") from None
 
@@ -169,30 +167,27 @@ class Mode:
         given = Case(self.subject.inputs) if case.same else case
         plain = self.known if case.same and self.known else self.reference(given, self.rounding)
         self.known = plain if case.same else self.known
-        own = self.run(
-            self.subject.op,
-            case,
-            [_like(x, x) if isinstance(x, Tensor) else x for x in case.inputs],
-            self.autocast,
-        )
+        inputs = [_like(x, x) if isinstance(x, Tensor) else x for x in case.inputs]
+        own = self.run(self.subject.op, case, inputs, self.autocast)
         if self.rounding:
-            plain = tuple([y.to(g.dtype) for y, g in zip(*each, strict=False)] for each in zip(plain, own))
-        described = _described(own[0]), _described(plain[0])
-        if described[0] != described[1]:
-            raise Fault(f": it returns {described[0]}, the reference {described[1]}")
+            plain = _rounded(plain[0], own[0]), _rounded(plain[1], own[1])
+        if (described := _described(own[0])) != _described(plain[0]):
+            raise Fault(f": it returns {described}, the reference {_described(plain[0])}")
         if plain[1] and not own[1]:
             raise Fault(": the output requires no gradient, though inputs do; give a backward")
-        if case.label and all(map(torch.equal, sum(own, []), sum(plain, []))):
+        if case.label and all(map(torch.equal, [*own[0], *own[1]], [*plain[0], *plain[1]])):
             return 0.0, 0.0
-        widest = torch.float32 if self.subject.device.type == "mps" else torch.float64
-        small = SMALL[self.eps > 1e-4]
+        return self.errors(given, own, plain)
+
+    def errors(self, case: Case, own: Result, plain: Result) -> tuple[float, float]:
         try:
-            exact = self.reference(given, widest)
+            exact = self.reference(case, torch.float32 if self.subject.device.type == "mps" else torch.float64)
         except NotTried:  # a reference of one dtype
             exact = plain
+        small = SMALL[self.eps > 1e-4]
         off, theirs = (_error(each, exact, plain, small, case.wild) for each in (own, plain))
-        if off > SLACK * max(theirs, self.eps) and not given.kink:  # the reference may have been exact by chance
-            near = [_error(self.reference(given, self.rounding, f), exact, None, small) for f in (-1, 1)]
+        if off > SLACK * max(theirs, self.eps) and not case.kink:  # the reference may have been exact by chance
+            near = [_error(self.reference(case, self.rounding, f), exact, None, small) for f in (-1, 1)]
             theirs = max(theirs, *(error / 2 for error in near))
         if not off <= SLACK * max(theirs, self.eps):
             text = f": error {off:.1e}, the reference's {theirs:.1e}"
@@ -203,11 +198,13 @@ class Mode:
         """What is wrong with the arguments as they are, which has a row of its own."""
         try:
             self.compare(Case(self.subject.inputs))
-        except Fault as error:
-            return str(error).removeprefix(": ")
-        except Exception:
-            return None
+        except Exception as error:
+            return first_line(error).removeprefix(": ")
         return None
+
+
+def _rounded(results: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [y.to(z.dtype) for y, z in zip(results, like, strict=False)]
 
 
 def first_line(error: BaseException) -> str:
@@ -301,16 +298,12 @@ def leaves(s: Subject) -> Iterator[Case]:
             [x.detach().requires_grad_(i in some) if i in marked else x for i, x in enumerate(s.inputs)],
             f"gradient of {names} alone",
         )
-    for label, context in (
-        ("no_grad", torch.no_grad),
-        ("inference_mode", torch.inference_mode),
-        ("float64 as default", _default_float64),
-    ):
-        yield Case(s.inputs, label, context=context)
+    for context in (torch.no_grad, torch.inference_mode, _float64_by_default):
+        yield Case(s.inputs, f"under {context.__name__.strip('_')}", context=context)
 
 
 @contextmanager
-def _default_float64() -> Iterator[None]:
+def _float64_by_default() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -336,7 +329,8 @@ def _stepped(d: int, x: Tensor) -> Tensor:
 
 
 def _moved(i: int, j: int, x: Tensor, then: Form = Tensor.contiguous) -> Tensor:
-    return then(x.movedim(i, j)).movedim(j, i)
+    y: Tensor = then(x.movedim(i, j))
+    return y.movedim(j, i)
 
 
 def _offset(x: Tensor) -> Tensor:
@@ -390,16 +384,16 @@ def _of_gradient(s: Subject, kinds: Form) -> Iterator[Any]:
     return kinds(min(y.dim() for y in outputs)) if gradients else iter(())
 
 
-def _with(place: int, value: float, x: Tensor) -> Tensor:
+def _with(last: bool, value: float, x: Tensor) -> Tensor:
     y = x.clone(memory_format=torch.contiguous_format)
-    y.view(-1)[place * (y.numel() // 2) - (place == 2) :][:1] = value
+    y.view(-1)[-1 if last else y.numel() // 2] = value
     return y
 
 
 def _not_finite(dtype: torch.dtype, dims: int = 0) -> Iterator[Change]:
     for value in (math.nan, math.inf, -math.inf):
-        for place in (0, 1, 2):
-            yield f"{'NaN' if value != value else value} in", partial(_with, place, value)
+        for last in (False, True):
+            yield f"{'NaN' if math.isnan(value) else value} in", partial(_with, last, value)
 
 
 def _factors(dtype: torch.dtype, dims: int = 0) -> Iterator[Change]:
@@ -512,8 +506,13 @@ def pure(s: Subject) -> str:
         arguments = s.arguments(dtype)
         names = [f"its input {s.label(i)}" for i in range(len(arguments))]
         before = _copies(arguments)
-        with torch.no_grad():
-            results = tensors(s.op(*arguments))
+        try:
+            with torch.no_grad():
+                results = tensors(s.op(*arguments))
+        except Exception:
+            if dtype is None:
+                raise
+            continue  # it refuses this dtype
         _unwritten(names, arguments, before)
         for i, x in enumerate(arguments):
             if isinstance(x, Tensor) and any(
@@ -560,7 +559,7 @@ def backward(s: Subject) -> str:
         arguments = s.arguments()
         with torch.autocast(s.device.type, torch.bfloat16, enabled=autocast):
             made = [y for y in tensors(s.op(*arguments)) if y.requires_grad]
-        function = made[0].grad_fn if made else None
+        function: Any = made[0].grad_fn if made else None
         if not hasattr(function, "needs_input_grad"):
             return f"{len(leaves)} of {len(leaves)} gradients"  # autograd's own
         gradients = tensors(function.apply(*map(incoming, made)))
