@@ -404,7 +404,7 @@ def operation(name: str) -> ops.Operation:
         f"dunes_tests::{name}", reference=f.reference, backward=f.backward, compiled="reference"
     )
     if not f.forward.__annotations__:
-        f.forward.__annotations__ = dict.fromkeys(("x", "y")[:f.inputs], Tensor)
+        f.forward.__annotations__ = dict.fromkeys(("x", "y")[: f.inputs], Tensor)
     return decorate(f.forward)
 
 
@@ -419,3 +419,144 @@ def test_each_is_refused_where_it_is_wrong(name, monkeypatch):
     monkeypatch.setattr(check_module, "FAULTS", {f.row: check_module.FAULTS[f.row]})
     with pytest.raises(ValueError, match=f"^dunes_tests::{name}: {f.row}: .*$"):
         ops.check(operation(name), leaves(f), backend="aot_eager", seconds=0)
+
+
+# What is no operation of ours: functions, and operators of torch's.
+
+
+class Kept(torch.autograd.Function):
+    """Second derivatives are lost without a word, since what is kept has no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = x.exp()
+        return ctx.kept.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.kept
+
+
+class Batched(torch.autograd.Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.exp()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, int]:
+        return x.mean(0, keepdim=True).expand_as(x).exp(), 0
+
+
+@torch.library.custom_op("dunes_tests::always_contiguous", mutates_args=())
+def always_contiguous(x: Tensor) -> Tensor:
+    return x.contiguous().exp()
+
+
+always_contiguous.register_fake(torch.empty_like)
+
+
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.exp(), x.sin()
+
+
+class Twice(torch.autograd.Function):
+    """The gradient of the second output is lost where the first has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x.exp(), x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        (x,) = ctx.saved_tensors
+        if first is None:
+            return None
+        return first * x.exp() + (0 if second is None else second * x.cos())
+
+
+def default_dtype(x: Tensor) -> Tensor:
+    return (x.exp() * torch.ones(1)).to(torch.get_default_dtype() if x.dtype == torch.float32 else x.dtype)
+
+
+def shared_scratch(x: Tensor) -> Tensor:
+    """Right for one thread."""
+    scratch = STATE.setdefault(f"scratch {x.shape} {x.dtype}", torch.empty(x.shape, dtype=x.dtype))
+    with torch.no_grad():
+        scratch.copy_(x)
+        for _ in range(20):
+            scratch.add_(1).sub_(1)
+    return (x - x.detach() + scratch).exp()
+
+
+FUNCTIONS = {
+    "second derivative": (Kept.apply, exp),
+    "torch.func": (Batched.apply, exp),
+    "fake": (always_contiguous, exp),
+    "one output alone": (Twice.apply, twice),
+    "float32": (default_dtype, exp),
+}
+
+
+@pytest.mark.parametrize("row", FUNCTIONS)
+def test_functions_are_refused_where_they_are_wrong(row, monkeypatch):
+    form, reference = FUNCTIONS[row]
+    row = "float64" if row == "one output alone" else row
+    monkeypatch.setattr(check_module, "FAULTS", {row: check_module.FAULTS[row]})
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_(row != "fake")
+    with pytest.raises(ValueError, match=f": {row}: "):
+        ops.check(form, [x], reference, backend="aot_eager", seconds=0)
+
+
+def float32_alone(slope: float) -> ops.Operation:
+    """As a kernel in C++ for one dtype."""
+
+    def forward(x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, "expected float32"
+        return x.exp() * 1e-3
+
+    return ops.operation(
+        f"dunes_tests::alone_{str(slope)[-1]}",
+        reference=lambda x: x.exp() * 1e-3,
+        backward=lambda grad, output: grad * output * slope,
+        compiled="reference",
+    )(forward)
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.2])
+def test_differences_that_resolve_little_are_not_taken_for_right(slope, monkeypatch, capsys):
+    names = "gradcheck", "float64", "float32"
+    monkeypatch.setattr(check_module, "FAULTS", {name: check_module.FAULTS[name] for name in names})
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    try:
+        ops.check(float32_alone(slope), [x], backend="aot_eager", seconds=0)
+    except ValueError:
+        assert slope != 1.0
+    printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)]
+    results = ["not", "not", "ok"] if slope == 1.0 else ["failed", "not", "failed"]
+    assert [result for _, result in printed] == results
+
+
+def test_a_kernel_that_refuses_sizes_or_float16_is_right():
+    def forward(x: Tensor) -> Tensor:
+        if x.shape[-1] % 2 or x.dtype == torch.float16:
+            raise ValueError("even widths alone")
+        return x.exp()
+
+    op = ops.operation("dunes_tests::even", reference=torch.exp, backward=exp_backward, compiled="reference")(
+        forward
+    )
+    x = torch.randn(4, 6).requires_grad_()
+    report = ops.check(op, [x], backend="aot_eager", seconds=0)
+    assert {c.name for c in report.checks if c.result == "not tried"} == {"float16", "opcheck"}
