@@ -100,7 +100,7 @@ def test_only_what_the_backward_names_is_kept():
 def test_what_the_forward_keeps_reaches_the_backward_alone():
     def backward(grad: Tensor, x: Tensor, kept: tuple[Tensor, ...], needs_grad: tuple[bool, ...]):
         (norm,) = kept
-        return grad * x / norm if needs_grad[0] else None, None
+        return grad * x / norm.masked_fill(norm == 0, 1.0) if needs_grad[0] else None, None
 
     @ops.operation(
         "dunes_tests::norm",
@@ -445,8 +445,7 @@ def own_operations():
         lambda x: F.linear(x, weight.to(x), bias.to(x)),
     )
     codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
-    scaled = lambda x, codes, scale: F.linear(x, (codes.double() * scale.double()[:, None]).to(x.dtype))
-    yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), scaled
+    yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), int8_linear.plain
     forms = dynamic_int8.dynamic_int8, dynamic_int8.plain
     yield "dynamic_int8", forms[0], (torch.randn(3, 32), codes, scale.float()), forms[1]
     yield "gram", gram, (torch.randn(20, 6),), plain_gram
@@ -487,6 +486,7 @@ def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
     torch.manual_seed(0)
     rows, weight, ends = leaf(9, 8), leaf(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
 
+    @torch.autocast("cpu", enabled=False)  # the operators do not know of it
     def by_expert(rows: Tensor, weight: Tensor) -> Tensor:
         return torch.cat([piece @ w.mT for piece, w in zip(rows.tensor_split([4, 4]), weight, strict=True)])
 
@@ -497,7 +497,8 @@ def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
             else experts.product(rows, weight, ends)
         )
 
-    assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous"}
+    # Of more rows than are routed the rest is undefined.
+    assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous", "sizes"}
 
 
 def test_attention_of_documents_passes_in_eager_calls(capsys):
@@ -511,7 +512,7 @@ def test_attention_of_documents_passes_in_eager_calls(capsys):
     inputs = [leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(1, 2, 64, 8)]
     # Blocks are read in Python, and are those of 64 tokens; compiled graphs take a mask.
     plain = lambda q, k, v: attention.plain(q, k, v, seen)
-    assert failed(varlen, inputs, plain, capsys) <= {"fake", "compiled", "empty", "autocast"}
+    assert failed(varlen, inputs, plain, capsys) <= {"fake", "compiled", "empty", "sizes", "autocast"}
 
 
 @pytest.mark.slow

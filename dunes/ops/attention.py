@@ -18,13 +18,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from dunes.ops.operation import once_differentiable
 from dunes.units import plural
 
 QUERY_BLOCK = 64
@@ -208,7 +209,7 @@ class _VarlenAttention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "varlen_attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

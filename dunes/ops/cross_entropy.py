@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dunes.ops.autocast import autocast_dtype
+from dunes.ops.operation import once_differentiable
 
 IGNORE = -100
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
@@ -63,7 +63,7 @@ def _loss_and_gradients(
             part_loss, grad_logits = _chunk(part, matrix, targets[rows], counted, states or head)
             loss += part_loss
             if states:
-                dx[rows] = grad_logits @ matrix * counted[:, None]
+                dx[rows] = (grad_logits @ matrix).masked_fill_(~counted[:, None], 0.0)
             if head:
                 dw += grad_logits.T @ part
     return loss, dx, dw
@@ -100,7 +100,7 @@ linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 class _Fused(torch.autograd.Function):
     forward = staticmethod(_loss_and_gradients)
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+    backward = staticmethod(once_differentiable("cross_entropy", _backward))
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bo
     index = targets.where(counted, 0)[:, None]
     # The largest probability never underflows, so logsumexp follows from it exactly.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
-    loss = ((logsumexp - logits.gather(1, index))[:, 0] * counted).sum()
+    loss = (logsumexp - logits.gather(1, index))[:, 0].where(counted, 0.0).sum()
     if not wanted:
         return loss, probs
     probs.scatter_add_(1, index, torch.full_like(logsumexp, -1.0))

@@ -24,15 +24,16 @@ depends on the routing and so cannot be estimated.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from dunes.ops.autocast import autocast_dtype
+from dunes.ops.operation import once_differentiable
 
 FEW = 1
 """Up to this many tokens per expert, on average, the plain form is faster without gradients."""
@@ -211,7 +212,7 @@ class _Stacked(torch.autograd.Function):
         return _view(weights)
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "stacked")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return grad.unbind(0)
 

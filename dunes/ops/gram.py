@@ -20,8 +20,9 @@ PANELS, NARROWEST = 8, 256
 
 
 def plain_gram(x: Tensor) -> Tensor:
-    """The Gram matrix (I, I) in float32 of inputs (N, I)."""
-    return x.float().T @ x.float()
+    """The Gram matrix (I, I) in float32, also under autocast, of inputs (N, I)."""
+    with torch.autocast(x.device.type, enabled=False):
+        return x.float().T @ x.float()
 
 
 def add_gram(matrix: Tensor, x: Tensor) -> None:

@@ -46,7 +46,7 @@ def _aligned(x: Tensor, codes: Tensor) -> bool:
 
     It reads codes of four outputs at once from anywhere.
     """
-    codes_fit = len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0
+    codes_fit = codes.is_contiguous() and (len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0)
     return codes_fit and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
 
 

@@ -10,14 +10,15 @@ the update and the sum, and it rounds the sum once.
 # Shapes: N tokens, I inputs, O outputs, R rank.
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dunes.ops.autocast import autocast_dtype
+from dunes.ops.operation import once_differentiable
 
 Dense = Callable[[], Tensor]
 
@@ -63,7 +64,7 @@ class _Fused(torch.autograd.Function):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "low_rank")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, a, b, low = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
@@ -83,7 +84,7 @@ class _Frozen(torch.autograd.Function):
         return _linear(x.to(dtype), dense, bias, dtype)
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "frozen")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return (grad @ ctx.dense().to(grad.dtype)).to(ctx.dtype), None, None, None
 

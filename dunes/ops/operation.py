@@ -263,21 +263,28 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
         store(ctx, args, result if isinstance(result, tuple) else (result,))
         return result[0] if keeps else result
 
-    members = {"forward": staticmethod(forward), "backward": staticmethod(_differentiated_once(op))}
+    members = {
+        "forward": staticmethod(forward),
+        "backward": staticmethod(once_differentiable(op.name, op.gradients)),
+    }
     return type(op.name.replace("::", "_"), (torch.autograd.Function,), members)
 
 
-def _differentiated_once(op: Operation) -> Callable[..., Any]:
-    """The backward without a graph of its own, and with an error in place of a second derivative."""
+def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward without a graph of its own, and with an error in place of a second derivative.
 
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    With torch's own decorator second derivatives are silently wrong where the incoming gradient is a constant.
+    """
+
+    def once(ctx: Any, *grads: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return op.gradients(ctx, *grads)
+            return backward(ctx, *grads)
         with torch.no_grad():
-            gradients = op.gradients(ctx, *grads)
-        return _NoSecondDerivative.apply(op.name, gradients, *grads, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+            gradients = backward(ctx, *grads)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return _NoSecondDerivative.apply(name, gradients, *grads, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
-    return backward
+    return once
 
 
 class _NoSecondDerivative(torch.autograd.Function):
@@ -297,15 +304,29 @@ def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
     """The operator of torch's for compiled graphs, exports and other classes of tensors."""
     if op.keeps and fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
-    register: Any = torch.library.triton_op if isinstance(op.kernels, Triton) else torch.library.custom_op
     try:
-        operator = register(op.name, op.forward, mutates_args=())
+        if isinstance(op.kernels, Triton):  # compiled graphs look inside: its outputs have their own strides
+            operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
+        else:
+            schema = torch.library.infer_schema(op.forward, mutates_args=())
+            form = _contiguous(op.forward) if fake is None else op.forward
+            operator = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
-    operator.register_fake(fake or op.reference)
+    operator.register_fake(fake or _contiguous(op.reference))
     if op.saved is not None:
-        operator.register_autograd(_differentiated_once(op), setup_context=_setup_context(op))
+        operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))
     return operator
+
+
+def _contiguous(form: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with contiguous outputs: compiled graphs read them by the strides that the reference tells."""
+
+    def call(*args: Any) -> Any:
+        result = form(*args)
+        return tuple(y.contiguous() for y in result) if isinstance(result, tuple) else result.contiguous()
+
+    return call
 
 
 def _setup_context(op: Operation) -> Callable[..., None]:

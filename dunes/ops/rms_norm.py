@@ -6,15 +6,16 @@ The fused form saves one number per row for the backward pass.
 
 # Shapes: ... any, D width.
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import wrap_torch_function
 
 from dunes.ops.autocast import autocast_dtype
+from dunes.ops.operation import once_differentiable
 
 
 @wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
@@ -45,7 +46,7 @@ class _Fused(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, "rms_norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
         wide = x.float()
