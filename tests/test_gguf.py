@@ -552,7 +552,7 @@ UNSAID = {
     **{f"normalizer has {name.partition(',')[0]}": {"normalizer": part} for name, part in NORMALIZERS.items()},
     "pre_tokenizer has Digits": {"pre_tokenizer": step(pre_tokenizers.Sequence, [LEVEL, pre_tokenizers.Digits()])},
     "pre_tokenizer has Whitespace": {"pre_tokenizer": step(pre_tokenizers.Whitespace)},
-    "decoder has Replace": {"decoder": step(decoders.Sequence, [decoders.ByteLevel(), decoders.Replace("a", "b")])},
+    "decoder has Fuse": {"decoder": step(decoders.Sequence, [decoders.ByteLevel(), decoders.Fuse()])},
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "end_of_word_suffix '</w>'": {"model": {"end_of_word_suffix": "</w>"}},
 }  # fmt: skip

@@ -70,8 +70,8 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""The steps that llama.cpp has, too, for byte-level BPE, tokenizers trained here, and SentencePiece's kind. NFC is
-one that it lacks, which matters to few texts."""
+"""The steps that llama.cpp has, too, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. It lacks
+NFC, which matters to few texts."""
 
 
 def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:

@@ -108,8 +108,7 @@ def write(
         for key, tensor in theirs.items():
             writer.write_tensor_data(_encode(tensor, numbers[key])[0])
             tensor.release()
-    _verify_fields(path, fields)
-    _verify(path, names, weights, numbers)
+    _verify(path, fields, names, weights, numbers)
     return Counter(number.name for number in numbers.values())
 
 
@@ -155,8 +154,11 @@ def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{path}: the written file has another {key}; check the disk")
 
 
-def _verify(path: Path, names: Names, weights: Weights, numbers: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file has these weights, rounded to its types."""
+def _verify(
+    path: Path, fields: Mapping[str, Any], names: Names, weights: Weights, numbers: Mapping[str, Any]
+) -> None:
+    """Raise ValueError unless a file has this metadata, and these weights, rounded to its types."""
+    _verify_fields(path, fields)
     files = tensors(path)
     for key, number in numbers.items():
         conversions, _ = to_ours(names, {key: files[key].shape})
