@@ -190,6 +190,93 @@ def said(*messages):
     return {"messages": list(messages)}
 
 
+S, BEFORE = Turn("system", "S"), [Turn("user", "A"), Turn("assistant", "B")]
+BARE = Turn("assistant", "Ho", trained=False)
+
+
+def answer(**fields):
+    """A conversation whose last message has these fields."""
+    return said({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"} | fields)
+
+
+USED = {
+    "alpaca's system": (FORMS["alpaca"] | {"system": "S"}, [S, *WANTED]),
+    "alpaca's history": (FORMS["alpaca"] | {"history": [["A", "B"]], "system": "S"}, [S, *BEFORE, *WANTED]),
+    "no history": (FORMS["alpaca"] | {"history": [], "system": " "}, WANTED),
+    "a completion's history": (FORMS["completion"] | {"history": [("A", "B")]}, [*BEFORE, *WANTED]),
+    "messages": (FORMS["messages"] | {"system": "S"}, [S, *WANTED]),
+    "sharegpt": (FORMS["sharegpt"] | {"system_prompt": "S"}, [S, *WANTED]),
+    "ultrachat": (FORMS["ultrachat"] | {"system_message": "S", "system": None}, [S, *WANTED]),
+    "the same twice": (FORMS["sharegpt"] | {"conversations": [{"from": "system", "value": "S"}, *FORMS["sharegpt"]["conversations"]], "system": "S"}, [S, *WANTED]),
+    "no tools": (FORMS["sharegpt"] | {"tools": "[]", "images": [], "mask": "User", "weight": 1, "label": True}, WANTED),
+    "train": (answer(train=False), [WANTED[0], BARE]),
+    "training": (answer(training=False, weight=0), [WANTED[0], BARE]),
+    "loss": (answer(loss=0), [WANTED[0], BARE]),
+    "trained": (answer(train=True, loss=True, mask=False, weight=1), WANTED),
+    "sharegpt's train": ({"conversations": [{"from": "human", "value": "Hi", "train": False}, {"from": "gpt", "value": "Ho", "train": True}]}, [Turn("user", "Hi", trained=False), WANTED[1]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", USED)
+def test_fields_with_a_meaning_are_used(case, tmp_path):
+    row, turns = USED[case]
+    (record,) = read_records(put(tmp_path, lines(row))).rows
+    assert list(record.turns) == turns
+    texts = [t.text for t in turns if t.trained or t.role == "user"]
+    assert [t for _, t in examples.record_texts(tmp_path / "data.json")] == ["\n\n".join(texts)], (
+        "in training, too"
+    )
+
+
+def test_what_is_ignored_is_listed_once(tmp_path):
+    chat = said(
+        {"role": "user", "content": "Hi", "name": "Al"},
+        {"role": "assistant", "content": "Ho", "id": 3, "train": True},
+    )
+    put(tmp_path, lines(FORMS["alpaca"] | {"text": "x", "topic": "a\nb", "note": None, "empty": []}), "a.jsonl")
+    put(tmp_path, lines(chat | {"id": 0, "system": "S"}, chat | {"text": "y"}), "b.jsonl")
+    put(tmp_path, lines({"text": "a", "system": "S", "images": [1], "a\nb": 1}), "c.jsonl")
+    found, _ = read_dataset(tmp_path)
+    assert examples.ignored_line(found) == [
+        "ignored fields: text, topic, id, name (of messages), id (of messages), system, images, a b"
+    ]
+    many = read_records(put(tmp_path, lines(FORMS["text"] | {f"f{i}": i + 1 for i in range(30)}), "d.jsonl"))
+    assert examples.ignored_line([many])[0].endswith(", f19, 10 more")
+    assert examples.ignored_line([read_records(put(tmp_path, lines(FORMS["messages"] | {"prompt": None})))]) == []
+    assert read_records(tmp_path / "d.jsonl", ["text"]).ignored == ()
+
+
+def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
+    rows = [FORMS["messages"] | {"chat_template_kwargs": {"think": value}} for value in (False, True, None)]
+    source = "{% if think is defined and not think %}quiet {% endif %}" + get_template("chatml").jinja(bpe)
+    own = ModelTemplate(source, bpe)
+    records = read_records(put(tmp_path, lines(*rows))).rows
+    assert [dict(r.variables) for r in records] == [{"think": False}, {"think": True}, {}]
+    texts = [spelled(e.ids, bpe) for e in tokenize_records(records, own, bpe)]
+    assert ["quiet" in t for t in texts] == [True, False, False]
+    prompt = encode_prompt(own, records[0].turns[:1], bpe, records[0].variables)
+    assert spelled(prompt, bpe) == texts[0][: len(spelled(prompt, bpe))]
+    for template, row in (
+        (get_template("chatml"), records[1]),
+        (ModelTemplate(get_template("chatml").jinja(bpe), bpe), records[0]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^.*line [12]: chat_template_kwargs: the chat template .* reads no 'think'"
+        ):
+            list(tokenize_records([records[2], row], template, bpe))
+    with pytest.raises(ValueError, match="reads no 'messages'"):
+        list(tokenize_records([replace(records[0], variables={"messages": []})], own, bpe))
+
+
+def test_a_prompt_that_is_excluded_is_no_target_of_all(bpe):
+    talk = (Turn("user", "Hi", trained=False), WANTED[1])
+    assert made(talk, get_template("chatml"), bpe).loss_mask.any()
+    with pytest.raises(
+        ValueError, match="made, row 1: a user message is excluded from the loss, but --train-on all"
+    ):
+        made(talk, get_template("chatml"), bpe, train_on="all")
+
+
 BAD = {
     "nothing": (b"", "no records"),
     "only blanks": (b"\xef\xbb\xbf \n\n", "no records"),
@@ -218,6 +305,28 @@ BAD = {
     "tools": (lines(FORMS["messages"] | {"tools": [{}]}), "line 1: tools: tool calls are not supported"),
     "thoughts": (lines(said({"role": "assistant", "content": "a", "thinking": "b"})), "thinking: reasoning beside"),
     "a picture": (lines(said({"role": "user", "content": [{"type": "image_url"}]})), "parts of type 'text', found 'image_url'"),
+    "a call in a text": (lines(FORMS["messages"] | {"functions": "[1]"}), "line 1: functions: tool calls are not supported"),
+    "pictures": (lines(FORMS["alpaca"] | {"images": ["a.png"]}), "line 1: images: only text is supported"),
+    "a picture beside": (lines(said({"role": "user", "content": "a", "image": "a.png"})), "message 1: image: only text"),
+    "a refusal": (lines(said({"role": "assistant", "content": "", "refusal": "No"})), "message 1: refusal: a refusal beside"),
+    "part of a turn": (lines(said({"role": "assistant", "content": "ab", "train_detail": [{"end_offset": 1}]})), "message 1: train_detail: only whole messages"),
+    "a mask": (lines(said({"role": "assistant", "content": "ab", "mask": 1})), "message 1: mask: only whole messages"),
+    "another train": (lines(said({"role": "assistant", "content": "a", "train": "no"})), "message 1: train: expected true or false, found no"),
+    "contradiction": (lines(said({"role": "assistant", "content": "a", "train": False, "weight": 1})), "message 1: weight and train: they contradict"),
+    "a trained prompt": (lines(said({"role": "user", "content": "a", "train": True})), "message 1: train: user messages are trained on by --train-on all"),
+    "two systems": (lines(FORMS["messages"] | {"system": "a", "system_prompt": "b"}), "line 1: system and system_prompt: two different system prompts"),
+    "another system": (lines(said({"role": "system", "content": "b"}, {"role": "assistant", "content": "c"}) | {"system": "a"}), "line 1: system and the system message: two different"),
+    "system of no text": (lines(FORMS["alpaca"] | {"system": 3}), "line 1: system: expected a string, found a number"),
+    "history of no list": (lines(FORMS["alpaca"] | {"history": "Hi"}), "line 1: history: expected a list of .user, assistant., found a string"),
+    "history of no pair": (lines(FORMS["alpaca"] | {"history": [["a", "b"], ["a"]]}), "line 1: history: pair 2: expected two strings"),
+    "history elsewhere": (lines(FORMS["messages"] | {"history": [["a", "b"]]}), "line 1: history: expected the earlier messages in the conversation"),
+    "no variables": (lines(FORMS["messages"] | {"chat_template_kwargs": "a"}), "line 1: chat_template_kwargs: expected an object, found a string"),
+    "a weighted row": (lines(FORMS["messages"] | {"weight": 0.5}), "line 1: weight: a row cannot be weighted"),
+    "a bad row": (lines(FORMS["completion"] | {"label": False}), "line 1: label: false marks a row that is not to be learned"),
+    "an untrained row": (lines(FORMS["alpaca"] | {"train": False}), "line 1: train: false marks a row"),
+    "a masked assistant": (lines(FORMS["sharegpt"] | {"mask": "Assistant"}), "line 1: mask: only prompts are masked"),
+    "a preference": (lines({"conversations": [*FORMS["sharegpt"]["conversations"], {"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}}), "line 1: chosen: preferences are not supported"),
+    "a suffix": (lines(FORMS["completion"] | {"suffix": "c"}), "line 1: suffix: fill-in-the-middle is not supported"),
     "a weight": (lines(said({"role": "user", "content": "a", "weight": 0.5})), "weight: expected 0 or 1, found 0.5"),
     "no answer": (lines(said({"role": "user", "content": "a"})), "line 1: expected an answer, found user"),
     "ultrachat's": (lines({"data": ["a", None]}), "data: text 2: expected a string, found nothing"),
@@ -647,6 +756,17 @@ def test_few_trained_tokens_are_warned_of(bpe):
     found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
     assert any("are targets; check" in line for line in found.warnings())
     assert found.trained_share < preflight.FEW
+
+
+def test_validation_without_targets_is_refused_by_its_name(bpe):
+    masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
+    with pytest.raises(
+        ValueError, match="none of 2 validation examples has a target within the context of 1000 tokens"
+    ):
+        check_report(reported(GOOD, get_template("plain"), bpe, validation=masked))
+    found = reported(GOOD, get_template("plain"), bpe, validation=[*masked, *GOOD])
+    check_report(found)
+    assert any("2 validation examples are skipped: no targets" in line for line in found.warnings())
 
 
 # Training and validation

@@ -494,7 +494,7 @@ def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
 
 
 def test_a_run_from_before_there_was_a_choice_goes_on_as_it_was(code, tmp_path):
-    run, names = tmp_path / "run", ("complete", "fim_rate", "file_headers")
+    run, names = tmp_path / "run", ("complete", "fim_rate", "file_headers", "split_version")
     assert train(toy(code, complete=False, steps=4), run, display()[0]) == 0
     plan = json.loads((run / "state" / "plan.json").read_text())
     (run / "state" / "plan.json").write_text(json.dumps({k: v for k, v in plan.items() if k not in names}))

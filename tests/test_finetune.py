@@ -407,6 +407,59 @@ def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
         finetune(asked(base, rows), tmp_path / "run", display()[0])
 
 
+def chats(path, weights, size=1):
+    """Conversations with these weights of their answers; those of weight 0 have questions of `size` words."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"question {i} " * (1 if w else size)},
+                      {"role": "assistant", "content": f"answer {i}", "weight": w or int(size > 1)}]}
+        for i, w in enumerate(weights)
+    ]  # fmt: skip
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize("size", [1, 60])
+def test_examples_without_targets_are_not_for_validation(size, base, tmp_path):
+    """As an answer that is excluded, or that begins beyond the context; in a dry run as well."""
+    for share in (0.05, 0.5, 0.9):
+        path = chats(tmp_path / "rows.json", [1] * 4 + [0] * 20, size)
+        config = asked(base, path, val_fraction=share, context_length=128, max_truncated=1.0)
+        out = finetuned(config, tmp_path / "run", dry_run=True)
+        assert "20 examples without targets" in out
+        data = ready(base, path, val_fraction=share, context_length=128, max_truncated=1.0, split_version=1)
+        assert 1 <= len(data.valid) <= 3
+        assert all(e.targets(128) for e in data.valid)
+    finetuned(replace(config, steps=1), tmp_path / "run")
+
+
+def test_validation_without_targets_is_named_before_the_start(base, examples, tmp_path):
+    other = chats(tmp_path / "valid.json", [0])
+    for data, more in ((examples, {"val_data": str(other)}), (chats(tmp_path / "rows.json", [1] + [0] * 9), {})):
+        with pytest.raises(ValueError, match=r"none of \d+ validation examples? has a target within the context"):
+            finetune(asked(base, data, val_fraction=0.2, **more), tmp_path / "run", display()[0], dry_run=True)
+
+
+def test_tasks_with_a_history_get_a_template_that_can_write_it(base, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(
+        json.dumps([{**r, "system": "Be brief.", "history": [["Hi", "Ho"]], "topic": "x"} for r in ROWS])
+    )
+    out = finetuned(asked(base, path), tmp_path / "run", dry_run=True, examples=1)
+    assert "template: chatml" in out
+    assert "ignored fields: topic" in out
+    assert "system\nBe brief." in out
+    assert "⟦Ho<|im_end|>⟧" in out
+
+
+def test_a_leak_that_differs_in_space_is_told(base, examples, tmp_path):
+    other = tmp_path / "valid.json"
+    other.write_text(
+        json.dumps([{**r, "output": r["output"] + " "} for r in ROWS[:3]] + [{**ROWS[5], "output": "new"}])
+    )
+    out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run", dry_run=True)
+    assert "warning: 3 validation examples are in the training data" in out
+
+
 def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, examples, tmp_path):
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
     with pytest.raises(ValueError, match="an adapter, not a base model; merge it first: dunes augment merge"):

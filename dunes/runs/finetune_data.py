@@ -213,8 +213,8 @@ def _split_examples(
     config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for rows in (usable, rest) if config.split_version else (rest,):  # all, if too few have targets: reported then
-        val_records = val_records or split_records(rows, config.val_fraction, config.split_version)[1]
+    for candidates in (usable, rest) if config.split_version else (rest,):  # all if too few have: reported then
+        val_records = val_records or split_records(candidates, config.val_fraction, config.split_version)[1]
     held = {id(row) for row in val_records}
     train, valid = (
         [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)

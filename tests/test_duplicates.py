@@ -1,0 +1,171 @@
+"""Near-duplicates: which texts are, on which side they are, what is told, and the sides of earlier runs."""
+
+import json
+import random
+
+import pytest
+
+from conftest import display, toy
+from dunes.data import collect_corpus, hold_out_test, split_records
+from dunes.data.duplicates import COMPARED, content_digest, group_duplicates
+from dunes.data.examples import Record, count_leaked
+from dunes.runs.corpus import gather
+from dunes.runs.score import split_documents
+from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
+from dunes.text.templates import Turn
+
+
+def program(seed, lines=30):
+    chosen = random.Random(seed)
+    return "".join(f"    name_{chosen.random()} = call({chosen.random()})\n" for _ in range(lines))
+
+
+HEADER = "".join(f"# Licence, line {i}\n" for i in range(15))
+SPACE = {
+    "line ends": lambda t: t.replace("\n", "\r\n"),
+    "old line ends": lambda t: t.replace("\n", "\r"),
+    "indentation": lambda t: t.replace("    ", "\t"),
+    "trailing blanks": lambda t: t.replace("\n", "  \n"),
+    "blank lines": lambda t: t.replace("\n", "\n\n \n") + "\n\n",
+    "no last line end": lambda t: t.rstrip("\n"),
+    "inside lines": lambda t: t.replace(" = ", "="),
+    "byte order mark": lambda t: "\ufeff" + t,
+    "wide spaces": lambda t: t.replace(" ", "\u3000"),
+}
+EDITS = {
+    "a year": lambda t: "# 2019\n" + t.replace("\n", "\n# version 2\n", 1),
+    "another licence": lambda t: HEADER.replace("Licence", "MIT") + t + program(1, 30),
+    "two lines of thirty": lambda t: t.replace("\n", " + 1\n", 2),
+}
+
+
+@pytest.mark.parametrize("edit", SPACE | EDITS)
+def test_a_copy_with_other_space_or_a_small_edit_is_a_near_duplicate(edit):
+    short = edit in SPACE
+    for text in (program(0), *(["x = 1\n"] if short else [])):
+        text = text + program(1, 60) if edit == "another licence" else text
+        others = [program(i) for i in range(2, 40)]
+        copy = (SPACE | EDITS)[edit](text)
+        assert group_duplicates([[text], *([o] for o in others), [copy]]) == [*range(39), 0]
+
+
+def test_what_has_little_in_common_is_none():
+    half = [HEADER + program(i, 15) for i in range(100)]
+    assert group_duplicates([t] for t in half) == [*range(100)]
+    small = [f"import numpy as np\n\n{{\n}}\nx = {i}\n" for i in range(100)]  # too few lines to compare
+    assert group_duplicates([t] for t in small) == [*range(100)]
+    assert group_duplicates([]) == []
+    assert group_duplicates([["a"], ["a", "b"], ["ab"], ["b\n", "a"]]) == [0, 1, 1, 3], "whatever the blocks"
+
+
+def test_a_line_that_all_have_costs_no_quadratic_time(monkeypatch):
+    from dunes.data import duplicates
+
+    calls, real = [], duplicates._is_similar
+    monkeypatch.setattr(duplicates, "_is_similar", lambda a, b: calls.append(1) or real(a, b))
+    texts = [HEADER + program(i, 10) for i in range(600)]
+    assert group_duplicates([t] for t in texts) == [*range(600)]
+    assert 0 < len(calls) <= 600 * duplicates.KEYS * COMPARED
+
+
+def test_texts_are_equal_but_for_white_space():
+    equal = [["a b\n", " c"], ["\n ", "\ta b\n ", "c", " \n", "\n"], ["a b c"], ["\ufeffa\r\nb\u00a0c"]]
+    assert len({content_digest(blocks) for blocks in equal}) == 1
+    assert len({content_digest([text]) for text in ("a b c", "a b c d", "A b c", "")}) == 4
+
+
+def copied(folder, count=40, copies=8, edit=SPACE["line ends"]):
+    """Files, and for some of them a copy in another folder."""
+    for name in ("src", "vendor/deep"):
+        (folder / name).mkdir(parents=True)
+        for i in range(count if name == "src" else copies):
+            text = program(i) if name == "src" else edit(program(i))
+            (folder / name / f"file_{i}.py").write_bytes(text.encode())
+    return folder
+
+
+def sides(corpus):
+    return {d.name: side for side in ("train", "valid", "test") for d in getattr(corpus, side)}
+
+
+@pytest.mark.parametrize("edit", ["line ends", "two lines of thirty"])
+def test_a_file_and_its_copies_are_on_one_side(tmp_path, edit):
+    alone = sides(collect_corpus([copied(tmp_path / "alone", copies=0)], 0.2))
+    corpus = collect_corpus([copied(tmp_path / "all", copies=40, edit=(SPACE | EDITS)[edit])], 0.2)
+    for each in (corpus, hold_out_test(corpus, 0.2)):
+        found = sides(each)
+        assert set(found.values()) == ({"train", "valid"} if each is corpus else {"train", "valid", "test"})
+        assert all(found[f"src/file_{i}.py"] == found[f"vendor/deep/file_{i}.py"] for i in range(40))
+    assert {name: sides(corpus)[name] for name in alone} == alone, "a copy follows the file with the shorter path"
+    assert corpus.notes == [
+        "near-duplicates: 40 files, each on one side with its like (vendor/deep/file_0.py of src/file_0.py)"
+    ]
+    old = sides(collect_corpus([tmp_path / "all"], 0.2, split_version=0))
+    assert any(old[f"src/file_{i}.py"] != old[f"vendor/deep/file_{i}.py"] for i in range(40))
+
+
+@pytest.mark.parametrize("part", [0.3, 0.9])
+def test_a_large_group_does_not_replace_the_validation_part(tmp_path, part):
+    """Also where the file that it follows would be held out."""
+    count = round(40 * part)
+    for i in range(40):
+        (tmp_path / f"{i:02}.py").write_text(program(0) + f"x = {i}\n" if i < count else program(i))
+    for share in (0.05, 0.3, 0.9):
+        corpus = collect_corpus([tmp_path], share)
+        assert {sides(corpus)[f"{i:02}.py"] for i in range(count)} == {"train"}
+        assert 0 < len(corpus.valid) <= 40 - count
+
+
+def test_copies_of_one_file_are_no_training_and_validation(tmp_path):
+    text = program(0)
+    for i, copy in enumerate((text, text + "\n")):
+        (tmp_path / f"{i}.py").write_text(copy)
+    corpus = collect_corpus([tmp_path])
+    assert (len(corpus.train), corpus.valid) == (2, [])
+    assert gather(toy(tmp_path, split_version=1)).split == "tails"
+    with pytest.raises(ValueError, match="a single file, or near-duplicates of one; add files"):
+        gather(toy(tmp_path, split_version=1, split="files"))
+
+
+def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path):
+    source, run = copied(tmp_path / "source", copies=40), tmp_path / "run"
+    show, out = display()
+    assert train(toy(source, steps=2), run, show, dry_run=True) == 0
+    assert "near-duplicates: 40 files, each on one side" in " ".join(out.getvalue().split())
+    assert train(toy(source, steps=2), run, display()[0]) == 0
+    plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
+    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == 1
+    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=1)))
+    del card["trained"]["split_version"]  # as of a model from before there were versions
+    old = sides(split_documents(card))
+    assert old == sides(gather(toy(source))) != sides(gather(toy(source, split_version=1)))
+    with pytest.raises(ValueError, match="divided by another version of dunes"):
+        split_documents({"trained": card["trained"] | {"split_version": 2}})
+    assert (
+        TrainConfig.of(
+            {k: v for k, v in json.loads(plan.read_text()).items() if k not in ("format", "split_version")}
+        ).split_version
+        == 0
+    )
+
+
+def texts(*contents):
+    return [Record((Turn("text", text),), f"row {i}", "text") for i, text in enumerate(contents)]
+
+
+def test_texts_to_finetune_on_are_on_one_side_with_their_like():
+    originals = [program(i) for i in range(60)]
+    copies = [EDITS["two lines of thirty"](text) for text in originals]
+    train, valid = split_records(texts(*originals, *copies), 0.2)
+    numbers = [{int(r.place[4:]) % 60 for r in side} for side in (train, valid)]
+    assert not numbers[0] & numbers[1]
+    assert all(numbers)
+    again = split_records(texts(*copies, *originals), 0.2)[1]
+    assert {r.turns for r in again} == {r.turns for r in valid}, "whatever their order"
+    assert count_leaked(texts(*originals), texts(*copies[:7], "new")) == 7
+    old = split_records(texts(*originals, *copies), 0.2, split_version=0)
+    assert {int(r.place[4:]) % 60 for r in old[0]} & {int(r.place[4:]) % 60 for r in old[1]}
+    swallowed = split_records(texts(*[program(0) + f"x = {i}\n" for i in range(60)], *originals[1:20]), 0.3)[1]
+    assert swallowed
+    assert all(int(r.place[4:]) >= 60 for r in swallowed)
