@@ -299,7 +299,8 @@ def grid(s: Subject, cases: Form, modes: Sequence[str] = MODES, may_refuse: bool
     if not errors:
         raise NotTried(reason or "there is no such input")
     off, theirs = (max(each) for each in zip(*errors, strict=True))
-    return f"{plural(len(errors), 'case')}, error {off:.1e}, the reference's {theirs:.1e}"
+    told = f"error {off:.1e}, the reference's {theirs:.1e}" if off or theirs else "equal to the reference"
+    return f"{plural(len(errors), 'case')}, {told}"
 
 
 def leaves(s: Subject) -> Iterator[Case]:
