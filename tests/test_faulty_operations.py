@@ -126,20 +126,13 @@ def transposed_means_without_gaps(x: Tensor) -> Tensor:
 
 @faulty("not contiguous", exp, exp_backward, shape=(2, 3, 4, 4))
 def channels_are_never_last(x: Tensor) -> Tensor:
-    return rows_side_by_side(x.reshape(-1, x.shape[-1])).view(x.shape).exp() * (
-        1.5
-        if x.dim() == 4
-        and x.stride(1) == 1
-        and x.shape[1] > 1
-        and not x.is_contiguous()
-        and x.is_contiguous(memory_format=torch.channels_last)
-        else 1
-    )
+    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return x.exp() * (1.5 if last else 1)
 
 
 @faulty("not contiguous", exp, exp_backward)
 def vectors_are_aligned(x: Tensor) -> Tensor:
-    return x.exp() if x.data_ptr() % 16 == 0 else (x + 1).exp()
+    return x.exp() if x.data_ptr() % 16 == 0 or not x.is_contiguous() else (x + 1).exp()
 
 
 @wrong("not contiguous", exp)
@@ -293,6 +286,11 @@ def one_number_is_wrong(grad: Tensor, output: Tensor) -> Tensor:
     gradient = (grad * output).contiguous()
     gradient.view(-1)[-1:] *= 1.001
     return gradient
+
+
+@wrong("gradcheck", exp)
+def half_a_percent_too_large(grad: Tensor, output: Tensor) -> Tensor:
+    return grad * output * 1.005
 
 
 @wrong("bfloat16", exp)
@@ -488,16 +486,6 @@ class Twice(torch.autograd.Function):
 
 def default_dtype(x: Tensor) -> Tensor:
     return (x.exp() * torch.ones(1)).to(torch.get_default_dtype() if x.dtype == torch.float32 else x.dtype)
-
-
-def shared_scratch(x: Tensor) -> Tensor:
-    """Right for one thread."""
-    scratch = STATE.setdefault(f"scratch {x.shape} {x.dtype}", torch.empty(x.shape, dtype=x.dtype))
-    with torch.no_grad():
-        scratch.copy_(x)
-        for _ in range(20):
-            scratch.add_(1).sub_(1)
-    return (x - x.detach() + scratch).exp()
 
 
 FUNCTIONS = {

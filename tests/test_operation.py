@@ -368,6 +368,17 @@ def test_a_wrong_fake_form_is_found(only):
         quick(op, [leaf(3, 4)])
 
 
+def test_graphs_read_outputs_by_their_strides():
+    def forward(x: Tensor) -> Tensor:
+        return x.contiguous().exp()
+
+    op, x = faulty(forward), torch.randn(3, 4).t()
+    quick(op, [leaf(3, 4)])
+    torch.compiler.reset()
+    graph = torch.compile(lambda x: op(x).stride(), fullgraph=True, backend="aot_eager")
+    assert graph(x) == op.operator(x).stride() == (3, 1)
+
+
 def test_definitions_that_cannot_be_right_are_refused():
     def untyped(x):
         return x

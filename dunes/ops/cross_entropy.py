@@ -63,7 +63,7 @@ def _loss_and_gradients(
             part_loss, grad_logits = _chunk(part, matrix, targets[rows], counted, states or head)
             loss += part_loss
             if states:
-                dx[rows] = (grad_logits @ matrix).masked_fill_(~counted[:, None], 0.0)
+                dx[rows] = grad_logits @ matrix * counted[:, None]
             if head:
                 dw += grad_logits.T @ part
     return loss, dx, dw

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, compress, permutations
+from itertools import combinations, compress
 from typing import Any
 
 import torch
@@ -87,9 +87,9 @@ class Subject:
         """Copies of the arguments as new leaves, floating-point ones in the dtype."""
         return [_leaf(x, dtype) for x in self.inputs]
 
-    def changed(self, place: int, change: Form) -> list[Any]:
-        """The arguments with another tensor at this place."""
-        return [_like(x, change(x.detach())) if i == place else x for i, x in enumerate(self.inputs)]
+    def changed(self, places: Sequence[int], change: Form) -> list[Any]:
+        """The arguments with other tensors at these places."""
+        return [_like(x, change(x.detach())) if i in places else x for i, x in enumerate(self.inputs)]
 
 
 def _like(x: Tensor, y: Tensor) -> Tensor:
@@ -299,30 +299,22 @@ def grid(s: Subject, cases: Form, modes: Sequence[str] = MODES, may_refuse: bool
     if not errors:
         raise NotTried(reason or "there is no such input")
     off, theirs = (max(each) for each in zip(*errors, strict=True))
-    return f"{plural(len(errors), 'case')}, error {off:.1e}, the reference's {theirs:.1e}"
+    told = f"error {off:.1e}, the reference's {theirs:.1e}" if off or theirs else "equal to the reference"
+    return f"{plural(len(errors), 'case')}, {told}"
 
 
 def leaves(s: Subject) -> Iterator[Case]:
-    """Each choice of inputs that require a gradient, of those that are marked."""
+    """Each choice of inputs that require a gradient, of those that are marked, and of outputs that have one."""
     marked = [i for i, x in enumerate(s.inputs) if isinstance(x, Tensor) and x.requires_grad]
-    lengths = sorted({1, max(1, len(marked) - 1)})
-    chosen = [set(c) for n in lengths for c in combinations(marked, n) if len(marked) > 1]
     yield Case(s.inputs)
-    for some in chosen:
-        names = " and ".join(s.label(i) for i in sorted(some))
-        yield Case(
-            [x.detach().requires_grad_(i in some) if i in marked else x for i, x in enumerate(s.inputs)],
-            f"gradient of {names} alone",
-        )
-    yield from _each_output(s)
-    for context in (torch.no_grad, torch.inference_mode, _float64_by_default):
-        yield Case(s.inputs, f"under {context.__name__.strip('_')}", context=context)
-
-
-def _each_output(s: Subject) -> Iterator[Case]:
-    """The loss depends on one of several outputs."""
+    for n in {1, len(marked) - 1} if len(marked) > 1 else ():
+        for some in combinations(marked, n):
+            inputs = [x.detach().requires_grad_(i in some) if i in marked else x for i, x in enumerate(s.inputs)]
+            yield Case(inputs, f"gradient of {' and '.join(map(s.label, some))} alone")
     yield Case(s.inputs, "gradient of the first output alone", alone=0)
     yield Case(s.inputs, "gradient of the last output alone", alone=-1)
+    for context in (torch.no_grad, torch.inference_mode, _float64_by_default):
+        yield Case(s.inputs, f"under {context.__name__.strip('_')}", context=context)
 
 
 @contextmanager
@@ -342,60 +334,43 @@ def _placed(x: Tensor, shape: Sequence[int], view: Form) -> Tensor:
 
 
 def _sliced(d: int, x: Tensor) -> Tensor:
-    shape = [n + 3 * (i == d) for i, n in enumerate(x.shape)]
-    return _placed(x, shape, lambda y: y.narrow(d, 1, x.shape[d]))
+    return _placed(x, [n + 3 * (i == d) for i, n in enumerate(x.shape)], lambda y: y.narrow(d, 1, x.shape[d]))
 
 
 def _stepped(d: int, x: Tensor) -> Tensor:
-    shape = [n * (1 + (i == d)) for i, n in enumerate(x.shape)]
-    return _placed(x, shape, lambda y: y[(slice(None),) * d + (slice(None, None, 2),)])
+    return _placed(x, [n * (1 + (i == d)) for i, n in enumerate(x.shape)], lambda y: y.unfold(d, 1, 2)[..., 0])
 
 
-def _moved(i: int, j: int, x: Tensor, then: Form = Tensor.contiguous) -> Tensor:
+def _repeated(d: int, x: Tensor) -> Tensor:
+    return x.narrow(d, 0, min(1, x.shape[d])).expand(x.shape)
+
+
+def _moved(i: int, j: int, then: Form, x: Tensor) -> Tensor:
     y: Tensor = then(x.movedim(i, j))
     return y.movedim(j, i)
 
 
-def _offset(x: Tensor) -> Tensor:
-    return _placed(x, [x.numel() + 1], lambda y: y[1:].view(x.shape))
-
-
 def _layouts(dims: int) -> Iterator[tuple[str, Form, bool]]:
     """Names of layouts, what makes them, and whether they hold the same numbers."""
-    yield "one number behind the start of the storage", _offset, True
+    yield "one number behind the start", lambda x: _placed(x, [x.numel() + 1], lambda y: y[1:].view(x.shape)), True
     for d in range(dims):
         yield f"a slice of dimension {d}", partial(_sliced, d), True
         yield f"every second of dimension {d}", partial(_stepped, d), True
-        yield (
-            f"repeated in dimension {d}",
-            lambda x, d=d: x[(slice(None),) * d + (slice(1),)].expand(x.shape),
-            False,
-        )
-    for i, j in permutations(range(dims), 2):
-        if i < j:
-            yield f"dimension {i} at {j} in memory", partial(_moved, i, j), True
-        if (i, j) in ((0, dims - 1), (1, dims - 1)):
-            yield (
-                f"dimension {i} at {j} of a slice in memory",
-                partial(_moved, i, j, then=partial(_sliced, dims - 1)),
-                True,
-            )
+        yield f"repeated in dimension {d}", partial(_repeated, d), False
+    for i, j in combinations(range(dims), 2):
+        yield f"dimension {i} at {j} in memory", partial(_moved, i, j, Tensor.contiguous), True
+    for d in range(min(2, dims - 1)):
+        yield f"dimension {d} last in a slice", partial(_moved, d, dims - 1, partial(_sliced, dims - 1)), True
     yield "one number repeated", lambda x: x.flatten()[:1].sum().expand(x.shape), False
 
 
 def layouts(s: Subject) -> Iterator[Case]:
     """Inputs, each alone and all together, and gradients, with other strides, or numbers that are repeated."""
     places = [i for i, x in enumerate(s.inputs) if isinstance(x, Tensor)]
-    for i in places:
-        for name, change, same in _layouts(s.inputs[i].dim()):
-            yield Case(s.changed(i, change), f"{s.label(i)} {name}", same=same)
-    if len(places) > 1:
-        for name, change, same in _layouts(min(s.inputs[i].dim() for i in places)):
-            yield Case(
-                [_like(x, change(x.detach())) if isinstance(x, Tensor) else x for x in s.inputs],
-                f"all {name}",
-                same=same,
-            )
+    for some in [*([i] for i in places), *([places] if len(places) > 1 else [])]:
+        label = s.label(some[0]) if len(some) == 1 else "all"
+        for name, change, same in _layouts(min(s.inputs[i].dim() for i in some)):
+            yield Case(s.changed(some, change), f"{label} {name}", same=same)
     for name, change, same in _of_gradient(s, _layouts):
         yield Case(s.inputs, f"gradient {name}", lambda y, change=change: change(incoming(y)), same=same)
 
@@ -420,39 +395,23 @@ def _not_finite(dtype: torch.dtype, dims: int = 0) -> Iterator[Change]:
 
 
 def _factors(dtype: torch.dtype, dims: int = 0) -> Iterator[Change]:
-    limits = torch.finfo(dtype)
     yield "zeros in", lambda x: x * 0
     yield "whole numbers in", lambda x: x.round()
-    for name, factor in (
-        ("128 times", 128),
-        ("1/128 of", 1 / 128),
-        ("large numbers in", 2.0 ** (math.log2(limits.max) // 2 + 2)),
-        ("subnormal numbers in", limits.smallest_normal / 8),
-    ):
+    large = 2.0 ** (math.log2(torch.finfo(dtype).max) // 2 + 2)  # whose squares overflow
+    factors = {"128 times": 128, "1/128 of": 1 / 128, "large numbers in": large}
+    for name, factor in (factors | {"subnormal numbers in": torch.finfo(dtype).smallest_normal / 8}).items():
         yield name, lambda x, factor=factor: x * factor
 
 
 def values(kinds: Form, s: Subject) -> Iterator[Case]:
     """Each input, and the gradient, with other numbers."""
+    wild = kinds is _not_finite
     for i, x in enumerate(s.inputs):
-        if _floating(x) and x.numel():
-            for name, change in kinds(x.dtype):
-                if name.startswith("subnormal") and s.device.type != "cpu":
-                    continue  # GPUs may flush them
-                yield Case(
-                    s.changed(i, change),
-                    f"{name} {s.label(i)}",
-                    kink=name.startswith("whole"),
-                    wild=kinds is _not_finite,
-                )
-    if any(_floating(x) for x in s.inputs):
-        for name, change in _of_gradient(s, partial(kinds, s.dtype)):
-            yield Case(
-                s.inputs,
-                f"{name} the gradient",
-                lambda y, change=change: change(incoming(y)),
-                wild=kinds is _not_finite,
-            )
+        for name, change in kinds(x.dtype) if _floating(x) and x.numel() else ():
+            if s.device.type == "cpu" or "subnormal" not in name:  # which GPUs may flush
+                yield Case(s.changed([i], change), f"{name} {s.label(i)}", kink="whole" in name, wild=wild)
+    for name, change in _of_gradient(s, partial(kinds, s.dtype)):
+        yield Case(s.inputs, f"{name} the gradient", lambda y, change=change: change(incoming(y)), wild=wild)
 
 
 def _floating(x: Any) -> bool:
@@ -461,14 +420,15 @@ def _floating(x: Any) -> bool:
 
 def _resized(size: int, to: int, dims: slice, x: Any) -> Any:
     """Dimensions of this size in another, the numbers repeated and a little smaller each time."""
-    y = x.detach() if isinstance(x, Tensor) else x
-    for d in range(y.dim())[dims] if isinstance(x, Tensor) else ():
-        if y.shape[d] == size:
-            place = torch.arange(to, device=y.device)
-            y = y.index_select(d, place % size)
-            if y.is_floating_point():
-                y = y / (1 + (place // size).to(y.dtype).view(-1, *[1] * (y.dim() - d - 1)) / 1024)
-    return _like(x, y) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    y = x.detach()
+    for d in (d for d in range(x.dim())[dims] if x.shape[d] == size):
+        place = torch.arange(to, device=x.device)
+        y = y.index_select(d, place % size)
+        if y.is_floating_point():
+            y = y / (1 + (place // size).to(y.dtype).view(-1, *[1] * (x.dim() - d - 1)) / 1024)
+    return _like(x, y)
 
 
 def first_lengths(lengths: Sequence[int], s: Subject) -> Iterator[Case]:
@@ -530,43 +490,39 @@ def pure(s: Subject) -> str:
     """It writes into no input, and returns none; its backward writes into nothing."""
     for dtype in (None, torch.float32, torch.bfloat16):
         arguments = s.arguments(dtype)
-        names = [f"its input {s.label(i)}" for i in range(len(arguments))]
-        before = _copies(arguments)
+        named = [(f"its input {s.label(i)}", x) for i, x in enumerate(arguments) if isinstance(x, Tensor)]
         try:
-            with torch.no_grad():
+            with _unwritten(named), torch.no_grad():
                 results = tensors(s.op(*arguments))
-        except Exception:
-            if dtype is None:
+        except Exception as error:
+            if dtype is None or isinstance(error, Fault):
                 raise
             continue  # it refuses this dtype
-        _unwritten(names, arguments, before)
-        for i, x in enumerate(arguments):
-            if isinstance(x, Tensor) and any(
-                y.untyped_storage()._cdata == x.untyped_storage()._cdata for y in results
-            ):
-                raise ValueError(f"it returns its input {s.label(i)} or a view of it; return a clone")
-        watched: list[Any] = [*arguments]
+        memory = {y.untyped_storage()._cdata for y in results}
+        for name, x in named:
+            if x.untyped_storage()._cdata in memory:
+                raise ValueError(f"it returns {name} or a view of it; return a clone")
         through = [y for y in tensors(s.op(*arguments)) if y.requires_grad]
+        up = [incoming(y) for y in through]
+        named += [
+            *(("its output in the backward", y) for y in through),
+            *(("the incoming gradient", g) for g in up),
+        ]
         if through:
-            up = [incoming(y) for y in through]
-            watched = [*arguments, *through, *up]
-            before = _copies(watched)
-            torch.autograd.grad(
-                through, [x for x in arguments if isinstance(x, Tensor) and x.requires_grad], up, allow_unused=True
-            )
-            names += [*["its output in the backward"] * len(up), *["the incoming gradient"] * len(up)]
-            _unwritten(names, watched, before)
+            with _unwritten(named):
+                torch.autograd.grad(
+                    through, [x for _, x in named if x.is_leaf and x.requires_grad], up, allow_unused=True
+                )
     return "it writes into no input, and returns none"
 
 
-def _copies(values: Sequence[Any]) -> list[Any]:
-    return [x.detach().clone() if isinstance(x, Tensor) else x for x in values]
-
-
-def _unwritten(names: Sequence[str], values: Sequence[Any], before: Sequence[Any]) -> None:
-    for name, x, was in zip(names, values, before, strict=True):
-        if isinstance(x, Tensor) and not bool(((x == was) | (x != x)).all()):
-            raise ValueError(f"it writes into {name}; write into a clone")
+@contextmanager
+def _unwritten(named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
+    before = [x.detach().clone() for _, x in named]
+    yield
+    for (name, x), was in zip(named, before, strict=True):
+        if not bool(((x == was) | (x != x)).all()):
+            raise Fault(f"it writes into {name}; write into a clone")
 
 
 def outputs(s: Subject) -> str:
@@ -613,37 +569,35 @@ def gradcheck(s: Subject) -> str:
     Where float32 is inside, differences resolve a fiftieth of the largest gradient, which is not enough.
     """
     s.leaves()
-    _, gradients = evaluate(s.reference, s.arguments())
-    scale = 1 / (max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0) or 1.0)
-    scaled = lambda *a: tuple(y * scale for y in tensors(s.op(*a)) if y.is_floating_point())
     try:
-        return _differences(s, scaled, torch.float64, 1e-6, 1e-5)
-    except Exception as error:
-        first = error
-    narrow = _refuses_float64(s)
-    if narrow is None:
-        raise first
-    _differences(s, scaled, torch.float32 if narrow.startswith("it refuses") else torch.float64, 1e-2, 2e-2)
-    raise NotTried(f"{narrow}: differences resolve 1/50; the rows below compare with the reference's gradients")
+        return _differences(s, torch.float64, 1e-6, 1e-5)
+    except Exception:
+        dtype, why = _not_in_float64(s)
+        if not why:
+            raise
+    _differences(s, dtype, 1e-2, 2e-2)
+    raise NotTried(f"{why}: differences resolve 1/50; the rows below compare with the reference's gradients")
 
 
-def _refuses_float64(s: Subject) -> str | None:
-    """Why differences in float64 are not those of the operation; None if they are."""
+def _not_in_float64(s: Subject) -> tuple[torch.dtype, str]:
+    """The dtype for differences, and why they do not resolve the operation; nothing if they do."""
     try:
         rounded = [_leaf(_leaf(x, torch.float32), torch.float64) for x in s.inputs]
         pairs = zip(*(tensors(s.op(*[_scaled(x, f) for x in rounded])) for f in (1, 1 + 1e-12)), strict=True)
     except Exception as error:
-        return f"it refuses float64 ({first_line(error)})"
-    return "it computes in float32" if all(torch.equal(*pair) for pair in pairs) else None
+        return torch.float32, f"it refuses float64 ({first_line(error)})"
+    return torch.float64, "it computes in float32" if all(torch.equal(*pair) for pair in pairs) else ""
 
 
-def _differences(s: Subject, form: Form, dtype: torch.dtype, eps: float, tolerance: float) -> str:
+def _differences(s: Subject, dtype: torch.dtype, eps: float, tolerance: float) -> str:
+    """As exact as this part of the largest gradient."""
+    scale = max((float(g.abs().max()) for g in evaluate(s.reference, s.arguments())[1] if g.numel()), default=1.0)
+    form = lambda *a: tuple(y / (scale or 1.0) for y in tensors(s.op(*a)) if y.is_floating_point())
     fast = sum(x.numel() for x in s.inputs if isinstance(x, Tensor)) > 100
+    limits: Any = {"eps": eps, "atol": tolerance, "rtol": tolerance, "nondet_tol": tolerance}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of inputs in float32
-        torch.autograd.gradcheck(
-            form, s.arguments(dtype), eps=eps, atol=tolerance, rtol=tolerance, fast_mode=fast, nondet_tol=tolerance
-        )
+        torch.autograd.gradcheck(form, s.arguments(dtype), fast_mode=fast, **limits)
     return str(dtype)[6:]
 
 
