@@ -62,7 +62,8 @@ def work(task: str, threads: int, seconds: float) -> dict[str, float]:
         events = (1 for _ in trainer.run(iter(lambda: ids, None)))
     else:
         model = initialise(arcee.build(arcee.Config.from_size(4096, 384, 5, 512)))
-        events = (1 for _ in generate(model, [1] * 16, 10_000, context_length=512))
+        texts = iter(lambda: generate(model, [1] * 16, max_tokens=400, context_length=512), None)
+        events = (1 for text in texts for _ in text)
     times, before = [], time.perf_counter()
     end = before + seconds
     for _ in events:

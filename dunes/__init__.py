@@ -19,7 +19,7 @@ _ROOMS = (
 # they wait for: a step of training took 25 times as long beside two programs (LOG.md, "A machine that does
 # something else"). After so many spins they sleep. OpenMP reads this once, when torch is loaded.
 if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
-    os.environ["GOMP_SPINCOUNT"] = "1000"
+    os.environ["GOMP_SPINCOUNT"] = "3000"
 
 if not TYPE_CHECKING:  # else a type checker would take any name for one of the package
 

@@ -86,8 +86,8 @@ def test_threads_that_wait_go_to_sleep_where_the_user_says_nothing_else():
         result = subprocess.run([sys.executable, "-c", code.format(first)], env=unset | given, capture_output=True)
         return result.stdout.decode().split()
 
-    assert variables() == ["1000", "None"]
-    assert variables(first="dunes.cli.main") == ["1000", "None"]
+    assert variables() == ["3000", "None"]
+    assert variables(first="dunes.cli.main") == ["3000", "None"]
     assert variables(GOMP_SPINCOUNT="7") == ["7", "None"]
     assert variables(OMP_WAIT_POLICY="ACTIVE") == ["None", "ACTIVE"]
 
