@@ -71,11 +71,28 @@ def test_a_vocabulary_too_large_for_the_size_is_named():
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
-    assert autosize_run(whole, STDLIB) == (whole, [])
+    assert autosize_run(whole, STDLIB, resumed=True) == (whole, [])
+
+
+def test_a_run_whose_options_are_all_given_is_like_the_one_that_chose_them(monkeypatch):
+    monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
+    asked = TrainConfig(sources=(), steps=5000, complete=True, dtype="float32", threads=1)
+    chosen, _ = autosize_run(asked, 100_000)
+    given = replace(asked, size=chosen.size, batch=chosen.batch, context_length=chosen.context_length)
+    assert chosen.weight_decay == autosize.WEIGHT_DECAY
+    assert autosize_run(given, 100_000)[0] == chosen
+    again = replace(chosen, dtype=None, steps=2, weight_decay=None)  # --resume --override steps dtype
+    assert autosize_run(again, 100_000, resumed=True)[0].weight_decay is None
+
+
+def test_more_threads_than_any_machine_uses_are_refused():
+    with pytest.raises(ValueError, match="--threads is 40000; this machine has"):
+        autosize.with_hardware(TrainConfig(sources=(), threads=40_000))
 
 
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
+    monkeypatch.setattr(autosize, "with_hardware", lambda c: replace(c, dtype="bfloat16", threads=2))
     config, lines = autosize_run(TrainConfig(sources=(), context_length=64), STDLIB)
     assert all((config.size, config.batch, config.context_length == 64))
     assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)

@@ -56,6 +56,15 @@ def test_each_side_of_the_training_race_runs(side):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["train", "decode"])
+def test_work_beside_busy_processes_is_compared_with_the_fair_time(task):
+    row = last_line("busy.py", "--tasks", task, "--busy", 0, 1, "--rounds", 1, "--seconds", 0.1, "--threads", 1)
+    assert row["threads"] == 1
+    assert row[f"{task} busy=0 spins=-1: fair"] == 1.0
+    assert all(row[f"{task} busy={busy} spins=1000: ms"] > 0 for busy in (0, 1))
+
+
+@pytest.mark.slow
 def test_our_side_of_shakespeare_learns(tmp_path):
     words = "The quality of mercy is not strained, it droppeth as the gentle rain.\n"
     (tmp_path / "text.txt").write_text(words * 800)

@@ -263,7 +263,7 @@ def test_compiling_begins_where_the_time_left_pays_for_it(seconds, begins):
     assert bool(begun) == compiler.running == begins
 
 
-@pytest.mark.parametrize(("planned", "slow"), [(9, False), (9, True), (0, False), (CHANGE - 2, False)])
+@pytest.mark.parametrize(("planned", "slow"), [(9, False), (9, True), (0, False)])
 def test_a_run_of_so_many_steps_changes_over_at_a_planned_step_whatever_the_clock_says(
     planned, slow, tmp_path, soon
 ):
@@ -277,6 +277,15 @@ def test_a_run_of_so_many_steps_changes_over_at_a_planned_step_whatever_the_cloc
     assert len(waited) == (planned >= CHANGE)
     if waited:
         stopped_and_resumed(tmp_path, soon)
+
+
+def test_a_run_that_is_resumed_just_before_the_planned_step_changes_over_there(tmp_path, soon):
+    soon.setattr(module, "planned_change", lambda run: 9)
+    with soon.context() as patch:
+        stopping_at(7, patch)
+        trained(tmp_path / "run", expected=130)
+    trained(tmp_path / "run", resume=True)
+    assert changes(tmp_path / "run") == [(9, True)]
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_state_whose_rates_are_scaled_goes_on_at_those_of_the_optimizer(make):
     state = checkpoint.load_state(Path(__file__).parent / "scaled_rates" / "step-000004")[make]
     model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2, bias=False), nn.Linear(2, 5))
     model.load_state_dict(state["weights"])
-    optimizer = train.adamw(model, 0.05) if make == "adamw" else train.muon(model)
+    optimizer = train.adamw(model, 0.05) if make == "adamw" else train.muon(model, products=torch.bfloat16)
     own = rates(optimizer)
     trainer = Trainer(model, optimizer, next_token, lr_scale=Schedule.steps(8, warmup=1, decay=1.0).lr_scale)
     trainer.load_state_dict(state["trainer"])

@@ -15,8 +15,8 @@ from dunes.runs.run import read_metrics
 from dunes.runs.train import train
 
 
-def check(monkeypatch, share, seconds, **options):
-    """A check of a run that has made ten steps of 1,000 tokens, so many seconds each."""
+def check(monkeypatch, share, seconds, cores=2, tokens=1000, **options):
+    """The warnings of a run that makes 15 steps, so many seconds each, and gets this share of two processors."""
     times = iter([(0.0, 0.0), *[(10.0, 20.0 * share)] * 20])
     now = [None]
 
@@ -26,6 +26,7 @@ def check(monkeypatch, share, seconds, **options):
 
     monkeypatch.setattr(module, "perf_counter", perf_counter)
     monkeypatch.setattr(module, "process_time", lambda: now[0][1])
+    monkeypatch.setattr(module, "_cores", lambda: cores)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (3.94, 0, 0), raising=False)
     config = SimpleNamespace(**{"threads": 2, "rate": 20_600.0, "steps": None, "minutes": 3.0} | options)
     trainer = SimpleNamespace(device=SimpleNamespace(type="cpu"))
@@ -33,7 +34,7 @@ def check(monkeypatch, share, seconds, **options):
     warnings = []
     for _ in range(15):
         made.run.pace.append(seconds)
-        warnings.append(made.warning(SimpleNamespace(count=1000)))
+        warnings.append(made.warning(SimpleNamespace(count=tokens)))
     assert not any(warnings[: module.WATCHED - 1])
     return list(filter(None, warnings))
 
@@ -44,7 +45,7 @@ def test_a_run_that_is_half_as_fast_as_estimated_says_so_once_and_why(monkeypatc
         "(load 3.9); the run makes fewer steps in its 3 minutes"
     ]
     (warning,) = check(monkeypatch, 0.95, 0.2, steps=100)
-    assert warning.endswith("(heat, power saving, memory); the run takes longer")
+    assert warning.endswith("(heat, power saving); the run takes longer")
     assert check(monkeypatch, 0.5, 0.09) == []
 
 
@@ -52,6 +53,9 @@ def test_without_an_estimate_the_processor_time_tells(monkeypatch):
     (warning,) = check(monkeypatch, 0.4, 0.2, rate=None)
     assert warning.startswith("warning: 5k tokens/s: other programs leave 0.8 processors")
     assert check(monkeypatch, 0.6, 0.2, rate=None) == []
+    assert check(monkeypatch, 0.4, 0.2, rate=None, cores=4) == [], "threads sleep, and nothing else runs"
+    assert check(monkeypatch, 0.6, 0.2, rate=None, threads=8) == [], "more threads than processors"
+    assert check(monkeypatch, 0.9, 0.2, tokens=64) == [], "the fixed cost of a small step is not estimated"
 
 
 @pytest.mark.slow
@@ -93,7 +97,9 @@ def test_a_base_model_is_measured_within_the_time_that_there_is(monkeypatch, sec
         now[0] += limit / 2048
         return SimpleNamespace(tokens=limit)
 
-    got, limit = finetune_task._score_within(seconds, score, 50_000)
+    got, limit = finetune_task._score_within(seconds, score, 50_000, 100_000)
     assert got.tokens == limit == tokens
     assert now[0] <= seconds
-    assert finetune_task._score_within(seconds, lambda limit: None, 50_000) == (None, 50_000)
+    assert finetune_task._score_within(seconds, lambda limit: None, 50_000, 0) == (None, 50_000)
+    fewer = lambda limit: score(limit - 100)  # windows that are not full
+    assert finetune_task._score_within(10.5, fewer, 50_000, 100_000)[1] < 50_000

@@ -241,7 +241,7 @@ def _card_files(folder: Path) -> set[str]:
         return {
             name
             for name in cards.listed_files(folder, cards.read_card(folder))
-            if (folder / name).parent == folder
+            if name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
         }
     except ValueError:
         return set()

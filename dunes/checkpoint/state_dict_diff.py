@@ -92,7 +92,10 @@ class Prefix:
         plain = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in others}
         removed = sorted({part for name in others if name != plain[name] for part in name.split(".")} & WRAPPERS)
         best, note, most = dict[str, str](), "", len(others) // 2
+        complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
+            if complete and (leading or added):  # then those with another prefix are another copy
+                continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
             if fitting > most:

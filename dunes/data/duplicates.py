@@ -92,11 +92,16 @@ def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
 
 
 def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -> Iterable[list[int]]:
-    """The texts that share one of their least hashes, in their order; of equal digests only the first text."""
+    """The texts that share one of their rarest hashes, in their order; of equal digests only the first text."""
     wide = [i for i, s in enumerate(sketches) if firsts[i] == i and (s != EMPTY).sum() >= FEW_LINES]
     if not wide:
         return
-    keys = np.sort(np.stack([sketches[i] for i in wide]), 1)[:, :KEYS].ravel().astype(np.int64)
+    table = np.sort(np.stack([sketches[i] for i in wide]), 1).astype(np.int64)
+    _, index, counts = np.unique(table, return_inverse=True, return_counts=True)
+    counts = counts[index.reshape(table.shape)]
+    # Hashes that few texts share come first: the lines of a licence are in all.
+    rarity = np.where((counts == 1) | (table == EMPTY), len(wide) + 1, counts)
+    keys = np.take_along_axis(table, np.argsort(rarity, 1, kind="stable")[:, :KEYS], 1).ravel()
     owners = np.repeat(np.array(wide), KEYS)
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=-1))

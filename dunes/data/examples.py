@@ -4,6 +4,7 @@ The format of a file is detected from its first row. An invalid row is an error 
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -273,12 +274,17 @@ def _check_row(name: str, row: dict[str, Any]) -> None:
         raise ValueError("weight: a row cannot be weighted; leave it out, or write it several times")
     if not _is_blank(mask) and ROLES.get(str(mask).lower()) != "user":
         raise ValueError("mask: only prompts are masked; expected the user's role, or no mask")
-    if bad := [key for key in ("label", "kto_tag", "train", "training") if row.get(key) is False]:
+    if bad := [key for key in ("label", "kto_tag", "train", "training", "loss") if _is_false(key, row.get(key))]:
         raise ValueError(f"{bad[0]}: false marks a row that is not to be learned; leave it out")
     if not (_is_blank(row.get("history")) or "history" in RECORD_FORMATS[name].options):
         raise ValueError("history: expected the earlier messages in the conversation itself")
     if name == "completion" and not _is_blank(row.get("suffix")):
         raise ValueError("suffix: fill-in-the-middle is not supported; leave the row out")
+
+
+def _is_false(key: str, mark: Any) -> bool:
+    """Whether a mark of a row says no; 0 of a `label` may be that of a class."""
+    return mark is False or (key != "label" and mark in (0, "false", "False", "0"))
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
@@ -486,21 +492,18 @@ def split_records(
 
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
-    """The hash in [0, 1) by which each record is divided: of its words, the same for near-duplicates among texts.
+    """The hash by which each record is divided: of its words in [0, 1), the same for near-duplicates among texts.
 
-    A large group of them is held out last. With `split_version` 0 it is of the words alone.
+    That of a large group is one more, so that it is held out last. With `split_version` 0 it is of words alone.
     """
     hashes = [split_hash(row.turns) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
     texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # whatever the order of the records
     firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
-    groups: dict[int, set[float]] = {}
+    sizes, own = Counter(firsts), [hashes[i] for i in texts]
     for i, first in zip(texts, firsts, strict=True):
-        groups.setdefault(first, set()).add(hashes[i])
-    for i, first in zip(texts, firsts, strict=True):
-        if len(groups[first]) > 1:
-            last = len(groups[first]) > LARGE * len(rows)
-            hashes[i] = float(np.nextafter(1, 0)) if last else hashes[texts[first]]
+        if sizes[first] > 1:
+            hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
     return hashes
 
 
@@ -513,7 +516,7 @@ def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version
 
 def validation_limit(least: float, most: float, share: float) -> float:
     """The hash below which records are for validation: about `share`, with different ones some on each side."""
-    return min(max(share, float(np.nextafter(least, 1))), most) if least < most else 0.0
+    return min(max(share, float(np.nextafter(least, np.inf))), most) if least < most else 0.0
 
 
 def split_hash(turns: Conversation) -> float:

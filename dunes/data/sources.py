@@ -24,6 +24,10 @@ SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""
 
 
+NEAR_DUPLICATES = "near-duplicates:"
+"""The beginning of the note on them."""
+
+
 @dataclass
 class Corpus:
     """The documents of a corpus for training, validation and a test, and the names of skipped files by reason.
@@ -156,7 +160,7 @@ def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
     if pairs:
         example = " of ".join(header_name(d.name)[:200] for d in pairs[0])
         corpus.notes.append(
-            f"near-duplicates: {plural(len(pairs), 'file')}, each on one side with its like ({example})"
+            f"{NEAR_DUPLICATES} {plural(len(pairs), 'file')}, each on one side with its like ({example})"
         )
 
 

@@ -29,8 +29,10 @@ AGREEMENT, AGREEING = 0.95, 3
 LONGEST = 2.0
 """Seconds after which a measurement ends unsure, since the machine is busy; it is not kept."""
 
-_unsure: dict[str, float] = {}
-"""Rates that could not be kept on disk, for this process."""
+_rates: dict[str, float] = {}
+"""Rates that this process measured."""
+_unsure: set[str] = set()
+"""The names of those that are not kept, since samples did not agree."""
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
@@ -75,7 +77,7 @@ def choose_dtype(device: torch.device) -> torch.dtype:
     fast = has_fast_bfloat16(device)
     if fast is None:
         half, full = (peak_matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
-        fast = half > FASTER * full
+        fast = not _unsure and half > FASTER * full  # where unsure, what no measurement changes
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -130,8 +132,8 @@ def _cpu_quota() -> int:
 def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float:
     """The highest of the samples, taken until they agree; kept in the cache folder for this machine."""
     name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
-    if name in _unsure:
-        return _unsure[name]
+    if name in _rates:
+        return _rates[name]
     path = None
     with suppress(ValueError, OSError):  # there is no home, or no such rate yet
         path = cache_home() / "rates" / str(fingerprint()["machine"]) / name
@@ -140,7 +142,9 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
     rates, start = sorted(sample() for _ in range(AGREEING)), perf_counter()
     while not (sure := rates[-AGREEING] >= AGREEMENT * rates[-1]) and perf_counter() - start < LONGEST:
         insort(rates, sample())
-    _unsure[name] = rates[-1]
+    _rates[name] = rates[-1]
+    if not sure:
+        _unsure.add(name)
     if sure and path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -361,7 +361,7 @@ def _layouts(dims: int) -> Iterator[tuple[str, Form, bool]]:
         yield f"dimension {i} at {j} in memory", partial(_moved, i, j, Tensor.contiguous), True
     for d in range(min(2, dims - 1)):
         yield f"dimension {d} last in a slice", partial(_moved, d, dims - 1, partial(_sliced, dims - 1)), True
-    yield "one number repeated", lambda x: x.flatten()[:1].sum().expand(x.shape), False
+    yield "one number repeated", lambda x: x.flatten()[:1].sum(dtype=x.dtype).expand(x.shape), False
 
 
 def layouts(s: Subject) -> Iterator[Case]:
@@ -410,8 +410,11 @@ def values(kinds: Form, s: Subject) -> Iterator[Case]:
         for name, change in kinds(x.dtype) if _floating(x) and x.numel() else ():
             if s.device.type == "cpu" or "subnormal" not in name:  # which GPUs may flush
                 yield Case(s.changed([i], change), f"{name} {s.label(i)}", kink="whole" in name, wild=wild)
-    for name, change in _of_gradient(s, partial(kinds, s.dtype)):
-        yield Case(s.inputs, f"{name} the gradient", lambda y, change=change: change(incoming(y)), wild=wild)
+    for alone in (None, 0, -1):
+        for name, change in _of_gradient(s, partial(kinds, s.dtype)):
+            yield Case(
+                s.inputs, f"{name} the gradient", lambda y, c=change: c(incoming(y)), alone=alone, wild=wild
+            )
 
 
 def _floating(x: Any) -> bool:
@@ -521,7 +524,7 @@ def _unwritten(named: Sequence[tuple[str, Tensor]]) -> Iterator[None]:
     before = [x.detach().clone() for _, x in named]
     yield
     for (name, x), was in zip(named, before, strict=True):
-        if not bool(((x == was) | (x != x)).all()):
+        if not bool(((x == was) | ((x != x) & (was != was))).all()):
             raise Fault(f"it writes into {name}; write into a clone")
 
 

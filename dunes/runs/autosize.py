@@ -6,6 +6,7 @@ https://arxiv.org/abs/2203.15556; repeated tokens count less, https://arxiv.org/
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -74,7 +75,11 @@ class Machine:
 
 def with_hardware(config: T) -> T:
     """The config with threads, which are set, and dtype; both are this machine's unless configured."""
-    threads = config.threads or measure.choose_threads()
+    threads, most = config.threads or measure.choose_threads(), 4 * (os.cpu_count() or 1)
+    if threads > most:
+        raise ValueError(
+            f"--threads is {threads}; this machine has {os.cpu_count()} processors, so at most {most}"
+        )
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
     repeat_choice(config.float32_products)
@@ -100,19 +105,20 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
     return replace(measured, batch=batch, context_length=context_length), machine
 
 
-def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
+def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
     """Choose every open option for `size` bytes of training text; return the config and a few lines of reasons.
 
-    A complete config is returned unchanged, and nothing is measured.
+    A complete config of a resumed run is returned unchanged, and nothing is measured. If it is not complete, since
+    options are measured again, what was once left open stays so.
     """
-    if config.dtype and config.threads and config.size and config.batch and config.context_length:
+    if resumed and config.dtype and config.threads and config.size and config.batch and config.context_length:
         return config, []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
     repeated = full.complete and expected.epochs > FEW_EPOCHS
-    if full.dropout is None:
+    if full.dropout is None and not resumed:
         full = replace(full, dropout=DROPOUT if repeated else 0.0)
-    if full.weight_decay is None and repeated:
+    if full.weight_decay is None and repeated and not resumed:
         full = replace(full, weight_decay=WEIGHT_DECAY)
     full = replace(full, rate=expected.rate)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)

@@ -95,6 +95,7 @@ class LossCompiler:
         self.seconds = deque[float](maxlen=TIMED)
         self._samples = list[Any]()
         self._process: _Process | None = None
+        self._planned = planned_change(run)
         self._next: Callable[[], object] | None = self._begin
 
     @property
@@ -137,19 +138,22 @@ class LossCompiler:
         return self.run.seconds_left * GAIN
 
     def _begin(self) -> None:
-        if len(self.seconds) < TIMED:
+        due = bool(self._planned) and self.run.trainer.number == self._planned  # resumed just before the change
+        if len(self.seconds) < TIMED and not due:
             return
         samples, self._samples, self._next = self._samples, [], None
         self.before = median(self.seconds)  # later steps share the processor with the compiler
-        self._planned, savings = planned_change(self.run), self._savings()
+        savings = self._savings()
         if not savings > COMPILING if self._planned is None else self.run.trainer.number > self._planned:
             return
         if reason := self._start(samples):
-            self.detail(f"the loss stays eager: {reason}")
+            (self.detail if self._planned is None else self.line)(f"the loss stays eager: {reason}")
             return
         self.detail("compiling the loss in another process; until it is done, steps take longer")
         self._deadline = perf_counter() + (PATIENCE * savings if self._planned is None else HUNG)
         self._next = self._change_over
+        if due:
+            self._change_over()
 
     def _start(self, samples: list[Any]) -> str:
         """Start the other process; the result is the reason if there is none."""

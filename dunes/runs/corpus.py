@@ -24,6 +24,7 @@ from dunes.data import (
     token_shard,
 )
 from dunes.data.fim import sentinels
+from dunes.data.sources import NEAR_DUPLICATES
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.trained_text import remember_sources
@@ -64,13 +65,20 @@ def gather(config: TrainConfig) -> Corpus:
     if config.split == "files" or (config.split is None and corpus.valid):
         return corpus
     if config.split is None:
-        corpus.notes.append(f"a single text: its last {TAIL:.0%} is used for validation")
+        corpus.notes.append(f"a single text, or near-duplicates of one: its last {TAIL:.0%} is for validation")
     return without_files(corpus)
 
 
 def without_files(corpus: Corpus) -> Corpus:
-    """The corpus with the tails of all documents for validation."""
-    return replace(corpus, train=corpus.documents, valid=[], test=[], split="tails")
+    """The corpus with the tails of its documents for validation; of near-duplicates only the first document.
+
+    The others would have its tail in training.
+    """
+    documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
+    notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]
+    if dropped := len(corpus.documents) - len(documents):
+        notes.append(f"{NEAR_DUPLICATES} {plural(dropped, 'file')} left out, since tails are for validation")
+    return replace(corpus, train=documents, valid=[], test=[], split="tails", notes=notes)
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:

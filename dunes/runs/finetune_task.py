@@ -162,11 +162,12 @@ class FinetuneTask:
     def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; it is validated unless `score` is given."""
         most, start = (FINAL_TOKENS, FORGETTING_TOKENS) if self.before is None else self.before.limits, monotonic()
-        forgetting, kept = _score_within(self._budget, partial(self.score_forgetting, dtype), most[1])
+        ids = () if self.forgetting_ids is None else self.forgetting_ids
+        forgetting, kept = _score_within(self._budget, partial(self.score_forgetting, dtype), most[1], len(ids))
         answers = self._answers()
         seconds = monotonic() - start
         if score is None:
-            score, scored = _score_within(self._budget, partial(self.score, dtype), most[0])
+            score, scored = _score_within(self._budget, partial(self.score, dtype), most[0], self.tokens)
         else:
             scored = most[0]
         assert score is not None, "there are validation examples"
@@ -316,12 +317,14 @@ class FinetuneTask:
         return "\n".join([*rows, "", ""])
 
 
-def _score_within(seconds: float, score: Callable[[int], Score | None], most: int) -> tuple[Score | None, int]:
+def _score_within(
+    seconds: float, score: Callable[[int], Score | None], most: int, available: int
+) -> tuple[Score | None, int]:
     """The score on as many tokens as there is time for, at most `most`; and the limit that gives it again."""
     start = monotonic()
-    if seconds == inf or (first := score(min(PROBED, most))) is None or first.tokens < PROBED:
+    if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
-    limit = min(most, int(first.tokens * (seconds / (monotonic() - start) - 1)))
+    limit = min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1)))
     return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
 
 

@@ -1,5 +1,6 @@
 """A run that is far slower than estimated says so once, and why."""
 
+import math
 import os
 from statistics import fmean
 from time import perf_counter, process_time
@@ -12,6 +13,8 @@ SLOW = 0.5
 """A run is slow below this share of its estimated rate, or of the processor time of its threads."""
 WATCHED = 10
 """Steps after which it is known."""
+SMALL_STEP = 1_000
+"""Tokens of a step below which its fixed cost, which is not estimated, may be most of it."""
 
 
 class PaceCheck:
@@ -30,23 +33,38 @@ class PaceCheck:
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""
-        rate = fmean(self.tokens[-len(run.pace) :]) / fmean(run.pace)
-        share = self._processor_share()
-        if rate >= SLOW * config.rate if config.rate else share >= SLOW:
+        tokens, share = fmean(self.tokens[-len(run.pace) :]), self._processor_share()
+        rate = tokens / fmean(run.pace)
+        estimated = config.rate if config.rate and tokens >= SMALL_STEP else 0.0
+        if rate >= SLOW * estimated if estimated else share >= SLOW or _load() <= _cores():
             return ""
         self.warned = True
-        estimate = f", where {format_count(config.rate)} were estimated" if config.rate else ""
+        estimate = f", where {format_count(estimated)} were estimated" if estimated else ""
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
         return f"warning: {format_count(rate)} tokens/s{estimate}: {self._reason(share)}; the run {ends}"
 
     def _processor_share(self) -> float:
-        """The share of the time of its threads that this process computed, since the first step."""
+        """The share of the time that its threads could have that this process computed, since the first step."""
         wall, own = (now - then for now, then in zip((perf_counter(), process_time()), self._start, strict=True))
-        return own / (wall * (self.run.config.threads or 1))
+        return own / (wall * self._usable)
+
+    @property
+    def _usable(self) -> int:
+        """The processors that its threads can use."""
+        return min(self.run.config.threads or 1, _cores())
 
     def _reason(self, share: float) -> str:
         threads = self.run.config.threads or 1
         if share > (1 + SLOW) / 2:
-            return "the processor itself is slower than when it was measured (heat, power saving, memory)"
-        load = f" (load {os.getloadavg()[0]:.1f})" if hasattr(os, "getloadavg") else ""
-        return f"other programs leave {share * threads:.1f} processors to its {plural(threads, 'thread')}{load}"
+            return "not for other programs: the processor is slower than when it was measured (heat, power saving)"
+        left = f"{share * self._usable:.1f} processors to its {plural(threads, 'thread')}"
+        return f"other programs leave {left} (load {_load():.1f})"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load() -> float:
+    """Processes that ran in the last minute, on average."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf

@@ -15,6 +15,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.models.initialise import initialise
+from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.runs.augment import save_changed
 from dunes.runs.autosize import (
@@ -72,7 +73,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
         with timings("choosing the size"):
-            ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display)
+            ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
         if run_options.dry_run:
             return 0
         with timings("tokenizing"):
@@ -89,13 +90,13 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
 
 def _choose_options(
-    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool = False
 ) -> TrainConfig:
     """The config with every open option chosen, and the reasons shown."""
     if base is not None:
-        chosen, reasons = choose_options(config, base)
+        chosen, reasons = choose_options(config, base, resumed)
     else:
-        chosen, reasons = autosize_run(config, sum(d.size for d in corpus.train))
+        chosen, reasons = autosize_run(config, sum(d.size for d in corpus.train), resumed)
     for line in reasons:
         display.detail(line)
     if base is None and config.size and (warning := size_warning(chosen)):
@@ -124,6 +125,7 @@ def prepare(
     assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
+    repeat_choice(config.float32_products)
     device, dtype = measure.device(), getattr(torch, config.dtype)
     if base is None:
         architecture = architecture_for(config, tokens.tokenizer.vocab)

@@ -35,9 +35,11 @@ def load_base(config: TrainConfig) -> checkpoint.LoadedModel:
     return base
 
 
-def choose_options(config: TrainConfig, base: checkpoint.LoadedModel) -> tuple[TrainConfig, list[str]]:
-    """The config with every open option chosen, and a few lines about them; a complete one is not changed."""
-    if config.dtype and config.threads and config.batch and config.context_length and config.lr:
+def choose_options(
+    config: TrainConfig, base: checkpoint.LoadedModel, resumed: bool = False
+) -> tuple[TrainConfig, list[str]]:
+    """The config with every open option chosen, and a few lines about them; that of a resumed run is complete."""
+    if resumed and config.dtype and config.threads and config.batch and config.context_length and config.lr:
         return config, []
     config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
     config = replace(config, rate=1 / seconds_per_token(base.model, config, machine))

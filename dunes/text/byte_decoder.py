@@ -37,7 +37,8 @@ class ByteDecoder:
     def token_bytes(self, token: str) -> bytes:
         """The bytes of a token of the vocabulary."""
         if self.byte_level:
-            return bytes(CHAR_TO_BYTE[c] for c in token)
+            known = all(c in CHAR_TO_BYTE for c in token)  # else as it is, as the library does
+            return bytes(CHAR_TO_BYTE[c] for c in token) if known else token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return (token.replace(SPACE, " ") if self.metaspace else token).encode()

@@ -58,7 +58,7 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
         reason = error.strerror or "" if isinstance(error, OSError) else "its links form a loop"
         raise ValueError(f"{str(path)[:400]}: cannot be opened: {reason}") from None
     allowed = [home / path.relative_to(folder).parent]
-    allowed += [home.parents[1] / "blobs"] if home.parent.name == "snapshots" else []
+    allowed += [p.parent / "blobs" for p in home.parents if p.name == "snapshots"]
     if real.parent not in allowed:
         raise ValueError(f"{path}: leads out of the folder, to {real}; put the file itself there")
     if mode is None:

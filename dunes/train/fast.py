@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -109,7 +110,10 @@ class Unit:
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
         options = _compile_options(trainer.device, draws)
-        self._compiled = torch.compile(self._steps, fullgraph=True, dynamic=False, options=options)
+        # A code object of its own: torch keeps compiled forms by it, and at most eight.
+        plain = Unit._steps
+        own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+        self._compiled = torch.compile(MethodType(own, self), fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
         start, trainer = perf_counter(), self.trainer
@@ -212,7 +216,7 @@ def _run_units(
         except (Diverged, ValueError):
             raise
         except Exception as error:  # whatever the compiler meets, before it has run anything
-            if seconds:
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # which has run nothing, either
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {str(error).splitlines()[0][:200]}")
             return chain(group, stream)

@@ -120,7 +120,12 @@ class Trainer:
         return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
 
     def _modules(self) -> dict[str, nn.Module]:
-        modules = {"": self.model, "loss": self.loss}
+        loss: Any = self.loss
+        while not isinstance(loss, nn.Module) and (
+            inner := getattr(loss, "func", getattr(loss, "__self__", None))
+        ):
+            loss = inner  # a partial, or a method of a module
+        modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
     @property
