@@ -59,6 +59,35 @@ def test_what_has_little_in_common_is_none():
     assert group_duplicates([["a"], ["a", "b"], ["ab"], ["b\n", "a"]]) == [0, 1, 1, 3], "whatever the blocks"
 
 
+def test_copies_below_the_same_licence_are_found():
+    """Whose lines would be the least hashes of all, of which few are compared."""
+    originals = [HEADER + program(i, 10) for i in range(200)]
+    copies = [t.replace(" = ", " == ", 1) for t in originals]
+    assert group_duplicates([t] for t in [*originals, *copies]) == [*range(200)] * 2
+
+
+def test_two_large_groups_are_two():
+    texts = [[program(seed) + f"last = {n}\n" for n in range(6)] for seed in range(4)]
+    rows = [Record((Turn("text", t),), "a", "text") for group in texts for t in group]
+    for learn, valid in (split_records(rows, 0.05), split_records(rows[:12], 0.05)):
+        assert len(valid) == 6
+        assert len(learn) in (18, 6)
+    assert count_leaked(rows[:6], rows[6:12]) == 0
+    assert count_leaked(rows[:6], rows[3:9]) == 3
+
+
+@pytest.mark.parametrize("split", ["tails", None])
+def test_near_duplicates_are_left_out_where_tails_are_for_validation(split, tmp_path):
+    """Else the tail of a file would be in its copy, which is trained on."""
+    text = program(0, 300)
+    (tmp_path / "a.py").write_text(text)
+    (tmp_path / "b.py").write_text(text.replace("    ", "\t") + program(1, 20))
+    corpus = gather(TrainConfig(sources=(str(tmp_path),), split=split, split_version=1))
+    assert [d.name for d in corpus.train] == ["a.py"]
+    assert "near-duplicates: 1 file left out, since tails are for validation" in corpus.notes
+    assert not any("each on one side" in note for note in corpus.notes)
+
+
 def test_a_line_that_all_have_costs_no_quadratic_time(monkeypatch):
     from dunes.data import duplicates
 

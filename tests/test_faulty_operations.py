@@ -391,6 +391,19 @@ def backward_writes_an_input(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor
     return grad * y, x.mul_(grad)
 
 
+@faulty("inputs", lambda x: 2 * x)
+def its_input_becomes_nan(x: Tensor) -> Tensor:
+    y = 2 * x
+    x.fill_(math.nan)
+    return y
+
+
+@wrong("NaN", lambda x: (x.exp(), x.sin()))
+def nan_of_the_second_gradient_is_swallowed(grads: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    first, second = grads
+    return first * x.exp() + torch.where(second.isnan(), 0.0, second) * x.cos()
+
+
 @faulty("inputs", lambda x: x + 0, lambda grad: grad)
 def a_slice_of_the_input(x: Tensor) -> Tensor:
     return x.view_as(x)
@@ -548,3 +561,17 @@ def test_a_kernel_that_refuses_sizes_or_float16_is_right():
     x = torch.randn(4, 6).requires_grad_()
     report = ops.check(op, [x], backend="aot_eager", seconds=0)
     assert {c.name for c in report.checks if c.result == "not tried"} == {"float16", "opcheck"}
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.uint8])
+def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, monkeypatch):
+    monkeypatch.setattr(check_module, "FAULTS", {"not contiguous": check_module.FAULTS["not contiguous"]})
+    reference = lambda m, x: torch.where(m.bool(), x, torch.zeros_like(x))
+
+    def where(m: Tensor, x: Tensor) -> Tensor:
+        if m.dtype != mask:
+            raise TypeError(f"expected {mask}, got {m.dtype}")
+        return reference(m, x)
+
+    op = ops.operation(f"dunes_tests::where_{str(mask)[6:]}", reference=reference, compiled="reference")(where)
+    ops.check(op, [(torch.arange(24).view(4, 6) % 2).to(mask), torch.randn(4, 6)], backend="aot_eager", seconds=0)

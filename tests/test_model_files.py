@@ -24,6 +24,7 @@ from dunes.runs.score import calibration_ids, evaluation_tokens, split_documents
 from dunes.runs.train import train
 from dunes.runs.trained_text import remember_sources, trust_sources
 from dunes.text import Tokenizer
+from dunes.text.model_file import find_file
 
 SECRET = b'{"secret": 1}'
 CONFIG = llama.Config(vocab=265, dim=16, depth=1, heads=2, kv_heads=2, head_dim=8, hidden=16, context_length=32)
@@ -117,6 +118,10 @@ def test_links_inside_of_a_folder_and_to_the_blobs_of_the_hubs_cache_are_files(m
         (snapshot / name).symlink_to(f"../../blobs/{name}")
         (model / name).rename(model / f"kept.{name}")
         (model / name).symlink_to(f"kept.{name}")
+    (home / "blobs" / "params").write_bytes(b"{}")
+    (snapshot / "original").mkdir()
+    (snapshot / "original" / "params.json").symlink_to("../../../blobs/params")
+    assert find_file(snapshot / "original", "params.json")
     for folder in (snapshot, model, tmp_path / "link"):
         (tmp_path / "link").symlink_to(model) if folder.name == "link" else None
         assert checkpoint.load(folder).require_tokenizer().extra_files["added_tokens.json"] == b"{}"

@@ -273,6 +273,19 @@ def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals
     assert f"assumed     tensors are read {note} in their names" in describe_folder(open_source(folder))
 
 
+def test_a_second_copy_with_a_prefix_does_not_fill_what_the_first_one_lacks(copy):
+    """As of a model whose file also has averaged weights."""
+    folder = copy()
+    change_weights(
+        folder,
+        lambda t: (
+            {k: v for k, v in t.items() if "layers.1." not in k}
+            | {f"ema.{k}": 2 * v for k, v in t.items() if "layers.1." in k}
+        ),
+    )
+    assert "layers.1." in refusal(folder)
+
+
 def test_several_differences_are_listed_at_once(copy):
     folder = copy()
 

@@ -205,6 +205,9 @@ def _split_examples(
     in the context are not for validation.
     """
     large = large_texts(rows, config.val_fraction)
+    if large and config.split_version:
+        rows = _without_copies(rows, large)
+        large = large_texts(rows, config.val_fraction)
     heads, tails = split_tails(write(large), config.val_fraction)
     excluded = {id(row) for row in large} if tails else set()
     heads, large = (heads, large) if tails else ([], [])
@@ -220,6 +223,13 @@ def _split_examples(
         [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)
     )
     return config, [*train, *heads], [*valid, *tails], [*val_records, *large]
+
+
+def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
+    """The rows, of large texts and their near-duplicates one each: the others would have its tail in training."""
+    hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
+    firsts = {hashes[id(row)]: row for row in reversed(large)}
+    return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
