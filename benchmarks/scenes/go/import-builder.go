@@ -1,0 +1,22 @@
+package report
+
+import (
+	"bufio"
+	"os"
+	"strings"
+)
+
+// Join reads the lines of a file and joins them by a separator.
+func Join(path, separator string) (string, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return "", err
+	}
+	defer file.Close()
+	var lines []string
+	scanner := buf▏io.NewScanner(file)▕
+	for scanner.Scan() {
+		lines = append(lines, scanner.Text())
+	}
+	return strings.Join(lines, separator), scanner.Err()
+}

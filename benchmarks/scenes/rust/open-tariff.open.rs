@@ -1,0 +1,10 @@
+pub struct Tariff {
+    pub day: f64,
+    pub night: f64,
+    pub discount: f64,
+}
+
+/// The price of so much at night.
+pub fn night_price(tariff: &Tariff, kilowatt_hours: f64) -> f64 {
+    tariff.night * kilowatt_hours * (1.0 - tariff.discount)
+}

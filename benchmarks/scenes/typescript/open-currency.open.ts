@@ -1,0 +1,4 @@
+/** An amount of cents as people write it in a locale. */
+export function formatCurrency(cents: number, locale: string): string {
+  return new Intl.NumberFormat(locale, { style: "currency", currency: "EUR" }).format(cents / 100);
+}
