@@ -17,7 +17,7 @@ func (q *Queue) Pop() string {
 	return job
 }
 
-// Length re▏turns the number of jobs.¦turns…▕
+// Length re▏turns …▕
 func (q *Queue) Length() int {
 	return len(q.jobs)
 }

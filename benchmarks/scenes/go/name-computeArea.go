@@ -6,6 +6,8 @@ func computeArea(width, height int) int {
 	return width * height
 }
 
-// Describe says how large a rectangle is.
+func describeArea(width, height int) string {
+	return fmt.Sprint(computeArea(width, height), " square metres")
+}
 
 func computeArea(▏width, height int) int {▕

@@ -8,5 +8,5 @@ import (
 
 func main() {
 	width, height := 3, 4
-	fmt.Println(util.computeAr▏ea(width, height))¦ea…▕
+	fmt.Println(util.computeAr▏ea…▕
 }

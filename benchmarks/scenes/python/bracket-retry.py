@@ -1,3 +1,4 @@
+import json
 import time
 import urllib.request
 
@@ -12,6 +13,12 @@ def fetch(address, attempts=3, pause=1.0):
             if attempt + 1 == attempts:
                 raise
             time.sleep(pause)
+
+
+def fetch_record(address, attempts=3, pause=1.0):
+    """The record that a page has as JSON."""
+    body = fetch(address, attempts, pause)
+    return json.loads(body)
 
 
 def fetch_text(address, attempts=3, pause=1.0):

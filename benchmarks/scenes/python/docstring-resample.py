@@ -19,9 +19,9 @@ def resample(signal, old_rate, new_rate):
     """Interpolate a signal at another rate.
 
     Args:
-        signal: Values, one-dimensional.
+        signal: ▏Values, one-dimensional.▕
         old_rate: Values a second in the signal.
-        new_▏rate: Values a second in the result.¦rate: Values a second…¦rate:…▕
+        new_rate: Values a second in the result.
     """
     seconds = len(signal) / old_rate
     times = np.arange(0, seconds, 1 / new_rate)

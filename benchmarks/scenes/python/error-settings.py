@@ -9,5 +9,5 @@ def check_settings(settings):
     if "port" not in settings:
         raise SettingsError("port is missing")
     if "timeout" not in settings:
-        raise SettingsError("▏timeout is missing")▕
+        raise Sett▏ingsError("…▕
     return settings

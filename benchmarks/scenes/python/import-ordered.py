@@ -4,6 +4,14 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 
+def lines_by_indent(path):
+    """The lines of a file under their indentation."""
+    found = defaultdict(list)
+    for line in path.read_text().splitlines():
+        found[len(line) - len(line.lstrip())].append(line)
+    return found
+
+
 def words_by_length(path):
     """The words of a file under their lengths, the most frequent first."""
     counts = Counter(path.read_text().split())

@@ -11,5 +11,10 @@ def monthly_balance(ledger, month, include_pending=False):
     return sum(p.amount for p in payments if include_pending or not p.pending)
 
 
-def report_january(ledger):
-    return monthly_balance(ledger, "2024-01", include_pending=False)
+def yearly_balance(ledger, year):
+    """The sum of a year's payments."""
+    total = 0
+    for number in range(1, 13):
+        month = f"{year}-{number:02}"
+        total += monthly_balance(ledger, month, include_pending=False)
+    return total

@@ -11,7 +11,7 @@ class SlugTest(unittest.TestCase):
         self.assertEqual(slugify("Red Apple Pie"), "red-apple-pie")
 
     def test_hyphens_are_kept(self):
-        self.assert▏Equal(slugify("red-apple-pie"), "red-apple-pie")¦Equal(slugify("…▕
+        self.assert▏Equal(slugify("…▕
 
 
 if __name__ == "__main__":

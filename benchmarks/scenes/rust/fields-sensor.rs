@@ -6,6 +6,15 @@ pub struct Sensor {
 }
 
 impl Sensor {
+    pub fn silent(name: String, interval: u32, calibration: f32) -> Self {
+        Self {
+            name,
+            interval,
+            calibration,
+            enabled: false,
+        }
+    }
+
     pub fn new(name: String, interval: u32, calibration: f32) -> Self {
         Self {
             name,

@@ -10,7 +10,7 @@ pub fn day_price(readings: &[Reading], tariff: &Tariff) -> f64 {
     let mut total = 0.0;
     for reading in readings {
         total += if reading.hour < 6 {
-            night_price(▏tariff, reading.kilowatt_hours)¦tariff…▕
+            night_price(▏tariff, reading.kilowatt_hours)▕
         } else {
             tariff.day * reading.kilowatt_hours
         };

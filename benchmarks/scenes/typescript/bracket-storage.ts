@@ -9,6 +9,10 @@ export function saveSettings(settings: Settings): void {
   localStorage.setItem(storageKey, JSON.stringify(settings));
 }
 
+export function forgetSettings(): void {
+  localStorage.removeItem(storageKey);
+}
+
 export function loadSettings(defaults: Settings): Settings {
   const text = localStorage.getItem(stor▏ageKey▕);
   return text === null ? defaults : { ...defaults, ...JSON.parse(text) };

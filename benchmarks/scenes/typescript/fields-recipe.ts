@@ -10,6 +10,6 @@ export function copyRecipe(recipe: Recipe): Recipe {
     title: recipe.title,
     servings: recipe.servings,
     minutes: recipe.minutes,
-    ingr▏edients: recipe.ingredients,¦edients: [...recipe.ingredients],¦edients: recipe.ingredients…▕
+    ingr▏edients: recipe.ingredients…¦edients: [...recipe.ingredients]…▕
   };
 }

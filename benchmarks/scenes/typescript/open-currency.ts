@@ -7,5 +7,5 @@ export interface CartLine {
 
 export function cartTotal(lines: CartLine[], locale: string): string {
   const cents = lines.reduce((sum, line) => sum + line.cents, 0);
-  return format▏Currency(cents, locale);¦Currency(cents…▕
+  return format▏Currency(cents, locale);▕
 }

@@ -9,5 +9,5 @@ const version: u8 = 3;
 pub fn checkHeader(bytes: []const u8) HeaderError!void {
     if (bytes.len < 5) return error.TooShort;
     if (!std.mem.eql(u8, bytes[0..4], magic)) return error.WrongMagic;
-    if (bytes[4] != version) return err▏or.WrongVersion;▕
+    if (bytes[4] != version) ret▏urn error.…▕
 }

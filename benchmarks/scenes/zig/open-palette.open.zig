@@ -9,3 +9,9 @@ test "black stays black" {
     const black = Color{ .red = 0, .green = 0, .blue = 0 };
     _ = darkenBy(black, 3);
 }
+
+/// The red of a colour after so many steps.
+pub fn redAfter(base: Color, step: u8) u8 {
+    const shade = darkenBy(base, step);
+    return shade.red;
+}
