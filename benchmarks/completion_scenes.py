@@ -9,6 +9,7 @@ open beside it; it and the scene are all that is needed. Both sides have the run
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ import torch
 import tyro
 
 SCENES = Path(__file__).parent / "scenes"
-CURSOR, END, OR, PART = "▏▕¦…"
+CURSOR, END, OR, PART = MARKS = "▏▕¦…"
+_SCENE = re.compile("(?s)(?P<before>[^▏▕¦]*)▏(?P<expected>[^▏▕\\n]*)▕(?P<after>[^▏▕¦]*)")
 SIDES = ("ours", "copying", "ours, nothing open", "copying, nothing open")
 
 
@@ -74,14 +76,16 @@ def _agrees(line: str, expected: str) -> bool:
 
 def parse_scene(path: Path) -> Scene:
     """The scene in a file. Raises ValueError if it has not one cursor and at least one text that is expected."""
-    text = path.read_text("utf-8")
-    before, *rest = text.split(CURSOR)
-    expected, *after = rest[0].split(END) if len(rest) == 1 else ()
-    texts = tuple(expected.split(OR))
-    if len(after) != 1 or not all(each.removesuffix(PART).strip() for each in texts) or OR in before + after[0]:
-        raise ValueError(f"{path}: expected one {CURSOR}, texts with {OR} between them and one {END}; see {SCENES}")
+    whole = _SCENE.fullmatch(path.read_text("utf-8"))
+    texts = tuple(whole["expected"].split(OR)) if whole else ()
+    if whole is None or not all(text.removesuffix(PART).strip() for text in texts):
+        raise ValueError(
+            f"{path}: expected one {CURSOR}, texts with {OR} between them and one {END}; see {SCENES}"
+        )
     opened = path.with_suffix(f".open{path.suffix}")
-    return Scene(path, before, after[0], texts, opened.read_text("utf-8") if opened.exists() else "")
+    return Scene(
+        path, whole["before"], whole["after"], texts, opened.read_text("utf-8") if opened.exists() else ""
+    )
 
 
 def find_scenes(folder: Path) -> list[Scene]:

@@ -17,7 +17,7 @@ func (q *Queue) Pop() string {
 	return job
 }
 
-// Length re▏turns …▕
+// Length re▏turns…▕
 func (q *Queue) Length() int {
 	return len(q.jobs)
 }

@@ -9,8 +9,9 @@ export function saveSettings(settings: Settings): void {
   localStorage.setItem(storageKey, JSON.stringify(settings));
 }
 
-export function forgetSettings(): void {
-  localStorage.removeItem(storageKey);
+export function settingsSize(): number {
+  const text = localStorage.getItem(storageKey);
+  return text === null ? 0 : text.length;
 }
 
 export function loadSettings(defaults: Settings): Settings {

@@ -8,6 +8,6 @@ export function checkUpload(file: File, maxBytes: number): void {
     throw new UploadError(`${file.name} is too large`);
   }
   if (!file.type.startsWith("image/")) {
-    thr▏ow new UploadError(`${file.name} is …▕
+    thr▏ow new UploadError(`${file.name} is…▕
   }
 }

@@ -5,6 +5,6 @@ pub fn opcodeName(opcode: Opcode) []const u8 {
         .push => "push",
         .pop => "pop",
         .add => "add",
-        .jump => ▏"jump",▕
+        .jump => "▏jump▕",
     };
 }

@@ -11,5 +11,5 @@ test "a write is counted" {
     var buffer = try RingBuffer.init(std.testing.allocator, 4);
     defer buffer.deinit();
     buffer.write(7);
-    try std.testing.exp▏ectEqual(@as(usize, …▕
+    try std.testing.exp▏ectEqual(@as(usize,…▕
 }
