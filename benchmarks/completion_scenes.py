@@ -10,7 +10,7 @@ open beside it; it and the scene are all that is needed. Both sides have the run
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from dunes import measure
 from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import first_line
-from dunes.runs.completion.protocol import LineCompleter, Suggestion
+from dunes.runs.completion.protocol import Suggestion
 from dunes.tables import print_table
 
 import torch
@@ -115,15 +115,13 @@ def file_open(completer: FolderCompleter, scene: Scene) -> Iterator[FolderComple
 
 def complete_scene(scene: Scene, completer: FolderCompleter, copier: CopyNearest) -> dict[str, Suggestion]:
     """What each side suggests."""
-    ask: Callable[[LineCompleter], Suggestion] = lambda each: each.complete(
-        scene.before, scene.after, scene.path.name
-    )
-    alone = (ask(completer), ask(copier))
+    text = scene.before, scene.after, scene.path.name
+    alone = completer.complete(*text), copier.complete(*text)
     if not scene.opened:
         return dict(zip(SIDES, alone * 2, strict=True))
-    copies = ask(CopyLonger([copier, CopyNearest.of_files([(scene.opened_name, scene.opened)])]))
+    copiers = CopyLonger([copier, CopyNearest.of_files([(scene.opened_name, scene.opened)])])
     with file_open(completer, scene):
-        return dict(zip(SIDES, (ask(completer), copies, *alone), strict=True))
+        return dict(zip(SIDES, (completer.complete(*text), copiers.complete(*text), *alone), strict=True))
 
 
 Results = Sequence[tuple[Scene, dict[str, Suggestion]]]
@@ -149,7 +147,9 @@ def report(results: Results) -> dict[str, dict[str, dict[str, int]]]:
         ours, copied = (found[side] for side in SIDES[:2])
         if not scene.is_right(ours.text):
             line = scene.before.rsplit("\n", 1)[-1].strip()
-            print(f"\n{scene.name}\n  expected {line}{CURSOR}{f' {OR} '.join(scene.expected)}")
+            print(
+                f"\n{scene.name}\n  expected {line}{CURSOR}{OR.join(scene.expected)}{END}{first_line(scene.after)}"
+            )
             print(f"  ours     {line}{CURSOR}{ours.text}  (word {ours.word:.2f}, line {ours.line:.2f})")
             print(f"  copying  {line}{CURSOR}{copied.text}{'  right' * scene.is_right(copied.text)}")
     return counts

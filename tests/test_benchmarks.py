@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dunes.runs.completion.protocol import Suggestion
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -366,6 +368,30 @@ def test_what_is_right_in_a_scene(monkeypatch, tmp_path, expected, right, wrong)
     scene = importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
     assert (scene.before, scene.after, scene.opened, scene.kind) == ("x = ", "\n", "y\n", "call")
     assert [scene.is_right(text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+
+
+def test_each_scene_is_completed_with_and_without_the_file_that_is_open(monkeypatch, tmp_path):
+    class Opened(dict):
+        update = dict.__setitem__
+
+        def complete(self, before, after, name):
+            return Suggestion(f"{before}|{after}|{name}|{self}")
+
+    monkeypatch.syspath_prepend(FOLDER)
+    scenes, opened = importlib.import_module("completion_scenes"), Opened()
+    for name, text in (
+        ("open-area.go", "f(▏x▕)\n"),
+        ("open-area.open.go", "f(x)\n"),
+        ("call-area.go", "f(▏x▕)\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    call, area = map(scenes.parse_scene, (tmp_path / "call-area.go", tmp_path / "open-area.go"))
+    copier = scenes.CopyNearest.of_files([("a.go", "g(y)\n")])
+    texts = lambda scene: [each.text for each in scenes.complete_scene(scene, opened, copier).values()]
+    without = "f(|)\n|open-area.go|{}"
+    assert texts(area) == [without.replace("{}", "{'open-area.open.go': 'f(x)\\n'}"), "x", without, "y"]
+    ours, copied, *others = texts(call)
+    assert [ours, copied] == others == ["f(|)\n|call-area.go|{'open-area.open.go': None}", "y"]
 
 
 @pytest.mark.parametrize("text", ["", "a▏b", "a▏▕", "a▏b▕c▏d▕", "a▏b¦▕", "a▏…▕", "a¦▏b▕", "▕a▏b▕", "▕a▏b"])
