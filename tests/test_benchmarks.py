@@ -4,9 +4,12 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from dunes.runs.completion.protocol import Suggestion
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -336,6 +339,78 @@ def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path
     assert picture.read_text().startswith("<?xml")
 
 
+def test_the_scenes_are_whole(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    scenes = importlib.import_module("completion_scenes")
+    found = scenes.find_scenes(scenes.SCENES)
+    languages = Counter(scene.language for scene in found)
+    assert languages == dict.fromkeys(("go", "markdown", "python", "rust", "typescript", "zig"), 10)
+    assert {*Counter(scene.kind for scene in found).values()} == {len(languages)}
+    assert all(scene.opened for scene in found if scene.kind == "open")
+    files = [path for path in scenes.SCENES.rglob("*") if path.is_file()]
+    assert len(files) == len(found) + sum(bool(scene.opened) for scene in found), "each is a scene or open in one"
+    for scene in found:
+        whole = scene.before + scene.expected[0].removesuffix(scenes.PART) + scene.after
+        assert not {*whole, *scene.opened} & {*scenes.MARKS}, scene.name
+        assert 10 <= whole.count("\n") <= 60, scene.name
+        assert scene.after, f"{scene.name}: a file ends in a line end"
+        for text in scene.expected:
+            assert text == text.rstrip(), scene.name
+            assert not {*"\t\n"} & {*text}, scene.name
+            assert scene.is_right(text.removesuffix(scenes.PART)), scene.name
+        assert not scene.is_right(""), scene.name
+
+
+@pytest.mark.parametrize(
+    ("expected", "right", "wrong"),
+    [
+        ("a(b)", ("a(b)", "a(b) ", "a(b)\nc"), ("a(b", "a(b))", "")),
+        ("ea…", ("ea", "ea(b"), ("each", "ea1", "e", "")),
+        ("a(…", ("a(b", "a("), ("a", "ab")),
+        ("a¦b", ("a", "b"), ("ab", "c")),
+    ],
+)
+def test_what_is_right_in_a_scene(monkeypatch, tmp_path, expected, right, wrong):
+    monkeypatch.syspath_prepend(FOLDER)
+    (tmp_path / "call-area.go").write_text(f"x = ▏{expected}▕\n")
+    (tmp_path / "call-area.open.go").write_text("y\n")
+    scene = importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
+    assert (scene.before, scene.after, scene.opened, scene.kind) == ("x = ", "\n", "y\n", "call")
+    assert [scene.is_right(text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+
+
+def test_each_scene_is_completed_with_and_without_the_file_that_is_open(monkeypatch, tmp_path):
+    class Opened(dict):
+        update = dict.__setitem__
+
+        def complete(self, before, after, name):
+            return Suggestion(f"{before}|{after}|{name}|{self}")
+
+    monkeypatch.syspath_prepend(FOLDER)
+    scenes, opened = importlib.import_module("completion_scenes"), Opened()
+    for name, text in (
+        ("open-area.go", "f(▏x▕)\n"),
+        ("open-area.open.go", "f(x)\n"),
+        ("call-area.go", "f(▏x▕)\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    call, area = map(scenes.parse_scene, (tmp_path / "call-area.go", tmp_path / "open-area.go"))
+    copier = scenes.CopyNearest.of_files([("a.go", "g(y)\n")])
+    texts = lambda scene: [each.text for each in scenes.complete_scene(scene, opened, copier).values()]
+    without = "f(|)\n|open-area.go|{}"
+    assert texts(area) == [without.replace("{}", "{'open-area.open.go': 'f(x)\\n'}"), "x", without, "y"]
+    ours, copied, *others = texts(call)
+    assert [ours, copied] == others == ["f(|)\n|call-area.go|{'open-area.open.go': None}", "y"]
+
+
+@pytest.mark.parametrize("text", ["", "a▏b", "a▏▕", "a▏b▕c▏d▕", "a▏b¦▕", "a▏…▕", "a¦▏b▕", "▕a▏b▕", "▕a▏b"])
+def test_what_is_no_scene_is_refused(monkeypatch, tmp_path, text):
+    monkeypatch.syspath_prepend(FOLDER)
+    (tmp_path / "call-area.go").write_text(text)
+    with pytest.raises(ValueError, match=r"call-area\.go: expected one ▏"):
+        importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
+
+
 @pytest.mark.slow
 def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     out, corpus = tmp_path / "out", tmp_path / "corpus"
@@ -355,6 +430,11 @@ def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     exact = last_line("completion_ablations.py", out / "run", test, "--cuts", 2, "--others", out / "run")["exact"]
     assert exact["copy nearest alone"] > 0
     assert exact[str(out / "run")] == exact["all"], "the same run beside itself"
+    scenes = last_line("completion_scenes.py", out / "run")
+    assert scenes["language"]["all"]["scenes"] == scenes["kind"]["all"]["scenes"] == 60
+    assert scenes["language"]["all"]["ours"] == 60 - len(scenes["missed"])
+    opened = scenes["kind"]["open"]
+    assert opened["copying"] > opened["copying, nothing open"], "it copies from the open file"
     timed = last_line("completion_latency.py", out / "run", corpus / "shapes_0.py", "--keys", 5, "--widths", 1, 2)
     rows = timed["widths"].values()
     assert all(row["warm"][0] > 0 and row["all"] > 0 for row in rows)
