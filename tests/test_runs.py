@@ -210,6 +210,7 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
 
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
+    monkeypatch.setattr(run_module, "CLOSING", 0.1)
     looks = itertools.count()
     for module in (loop_module, timings_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
@@ -223,6 +224,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
 
 def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
     """Two sessions of one run by the clock, which counts looks."""
+    monkeypatch.setattr(run_module, "CLOSING", 0.1)
     looks = itertools.count()
     for module in (loop_module, timings_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)

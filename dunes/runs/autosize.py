@@ -108,11 +108,13 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
     """Choose every open option for `size` bytes of training text; return the config and a few lines of reasons.
 
-    A complete config of a resumed run is returned unchanged, and nothing is measured. If it is not complete, since
-    options are measured again, what was once left open stays so.
+    Nothing is measured for a complete config. If that of a resumed run is not complete, since options are measured
+    again, what was once left open stays so.
     """
-    if resumed and config.dtype and config.threads and config.size and config.batch and config.context_length:
-        return config, []
+    given = config.dtype and config.threads and config.size and config.batch and config.context_length
+    regular = not config.complete or None not in (config.dropout, config.weight_decay)
+    if given and (resumed or regular):
+        return config if resumed else with_hardware(config), []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
     repeated = full.complete and expected.epochs > FEW_EPOCHS

@@ -10,7 +10,14 @@ from dunes import checkpoint
 from dunes.checkpoint.loading import is_adapter
 from dunes.parts import Decoder
 from dunes.runs.augment import resolve_new
-from dunes.runs.autosize import CONTEXT, describe_machine, estimate_memory, seconds_per_token, with_machine
+from dunes.runs.autosize import (
+    CONTEXT,
+    describe_machine,
+    estimate_memory,
+    seconds_per_token,
+    with_hardware,
+    with_machine,
+)
 from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.memory import Build, describe_memory
 from dunes.runs.progress import Display
@@ -39,8 +46,8 @@ def choose_options(
     config: TrainConfig, base: checkpoint.LoadedModel, resumed: bool = False
 ) -> tuple[TrainConfig, list[str]]:
     """The config with every open option chosen, and a few lines about them; that of a resumed run is complete."""
-    if resumed and config.dtype and config.threads and config.batch and config.context_length and config.lr:
-        return config, []
+    if config.dtype and config.threads and config.batch and config.context_length and config.lr:
+        return config if resumed else with_hardware(config), []
     config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
     config = replace(config, rate=1 / seconds_per_token(base.model, config, machine))
     return config, [describe_machine(machine), memory_advice(config, base)]
