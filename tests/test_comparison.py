@@ -264,6 +264,7 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     calls = []
     monkeypatch.setattr("dunes.measure.use_best_threads", lambda: calls.append("threads"))
     monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.runs.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
     augment.quantize(str(run), tmp_path / "in 4 bits", kind="int4", method="rtn")
     printed = capsys.readouterr()
