@@ -3,6 +3,7 @@
 import itertools
 import math
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(mod
 @pytest.mark.parametrize("chunk", [3, 7, 2048])
 def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
     monkeypatch.setattr(prefix_cache, "CHUNK", chunk)
-    model.eval()
+    model = deepcopy(model).eval().double()  # float32 rounds differently in products of other sizes
     rows = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
     cache = PrefixCache(model, 2)
     cache.reserve(30)
@@ -73,7 +74,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
         got = cache.logits(texts, {0: last, 1: last})
         got = torch.cat([*got.values()]) if isinstance(got, dict) else got
         want = torch.cat([model(torch.tensor([ids]))[0, -last:] for ids in texts.values()])
-        assert (got - want).abs().max() <= 1e-5
+        assert (got - want).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])

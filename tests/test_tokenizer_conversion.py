@@ -431,6 +431,9 @@ UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0]], "
 CHARMAP = base64.b64encode((40).to_bytes(4, "little") + b"xx").decode()
 
 
+WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##"}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -443,7 +446,7 @@ CHARMAP = base64.b64encode((40).to_bytes(4, "little") + b"xx").decode()
         ({"model": PAIRS | {"vocab": {"a": -1}}}, r"model.vocab\['a'\] is -1; expected an id"),
         ({"model": PAIRS | {"dropout": "x"}}, "its model BPE: a setting is missing, or not what"),
         ({"model": None}, "model is None; expected an object"),
-        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "its model WordPiece: has no max_input_chars_per_word"),
+        ({"model": WORD_PIECE}, "its model WordPiece: has no max_input_chars_per_word"),
         ({"model": UNIGRAM | {"unk_id": 7}}, "model.unk_id is 7; expected an id below 2"),
         ({"model": UNIGRAM | {"vocab": [["a", 0.0], ["b"]]}}, r"model.vocab\[1\] is \['b'\]; expected a token and its"),
         ({"added_tokens": [{"id": 3}]}, r"added_tokens\[0\].content is missing; expected a text"),

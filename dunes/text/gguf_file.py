@@ -97,7 +97,7 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
 def _read_part(path: Path) -> Header:
     try:
         with open_file(path) as file:
-            require_content(path, file)
+            require_content(path, file, SUFFIX)  # a staged file has another name
             return _Reader(file, path.stat().st_size).header()
     except ValueError as error:
         raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None

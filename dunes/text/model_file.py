@@ -103,11 +103,11 @@ def open_file(path: Path) -> BinaryIO:
         raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
-def require_content(path: Path, file: BinaryIO) -> None:
-    """Raise ValueError for a file, open at its beginning, that is something else than its name says."""
+def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
+    """Raise ValueError for a file, open at its beginning, that is not what its name, or `suffix`, says."""
     head = file.read(HEAD)
     file.seek(0)
-    if reason := stand_in(head) or _other_content(path.suffix, head):
+    if reason := stand_in(head) or _other_content(suffix or path.suffix, head):
         raise ValueError(f"{path}: {reason}")
 
 
