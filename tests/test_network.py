@@ -237,7 +237,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
         checkpoint.load_weights(Rows(), tmp_path / "gone")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no card of a network"):
+    with pytest.raises(ValueError, match="empty is not a model folder: it holds no files"):
         checkpoint.load_weights(Rows(), tmp_path / "empty")
     file = tmp_path / "w" / "model.safetensors"
     data = bytearray(file.read_bytes())

@@ -96,7 +96,7 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
     yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
-    for note in source.assumed:
+    for note in source.assumed if verdict.built else source.notes:
         yield f"assumed     {note}"
     differences = source.comparison[1] if verdict.built else []
     for difference in differences[:SHOWN]:
