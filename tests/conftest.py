@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dunes.ops.float32_products import repeat_choice
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -49,6 +50,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("dunes.measure.use_best_threads", lambda: None)
     yield
     torch.set_num_threads(1)
+    repeat_choice(None)
 
 
 @pytest.fixture(autouse=True)
