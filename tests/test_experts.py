@@ -19,6 +19,7 @@ from dunes.parts.gate import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.runs.export import export
 from dunes.runs.score import calibration_ids
+from dunes.runs.trained_text import remember_sources
 from dunes.text import Tokenizer
 from dunes.train import adamw
 from test_upcycle import IDS, dense
@@ -376,6 +377,7 @@ def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
     tokenizer = Tokenizer.train("chars", [text], 0)
     play = str(tmp_path / "play.txt")
     trained = {"trained": {"sources": [play], "split": "tails"}}
+    remember_sources((play,), False)
     checkpoint.save(dense(hidden=96), tmp_path / "dense", tokenizer, 32, trained)
     loaded = checkpoint.load(tmp_path / "dense")
     ids = calibration_ids(loaded)
