@@ -497,7 +497,7 @@ def training(code: Path, folder: Path) -> subprocess.Popen[bytes]:
 def outcome(folder: Path):
     """Everything that must be the same: weights, optimizer, counters, best weights, losses as hex."""
     state = checkpoint.load_state(checkpoint.latest_state(folder))
-    state.pop("elapsed"), state.pop("timings")
+    state.pop("elapsed"), state.pop("timings"), state.pop("begin")
     lines = [
         (r["step"], r["loss_hex"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
         for r in read_metrics(folder / "metrics.jsonl")
