@@ -549,6 +549,10 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     )
 
 
+TIMED = {"seconds": 0.0}
+"""How long a measurement took is no part of what it measured."""
+
+
 def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp_path):
     """Left behind by a run that ended while it changed its base."""
     finetuned(asked(base, examples, steps=1), tmp_path / "right")
@@ -556,7 +560,7 @@ def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp
     (tmp_path / "run" / "state").mkdir(parents=True)
     (tmp_path / "run" / "state" / "baseline.json").write_text(json.dumps(right | {"score": [1.0, 2, 3]}))
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "state" / "baseline.json").read_text()) == right
+    assert json.loads((tmp_path / "run" / "state" / "baseline.json").read_text()) | TIMED == right | TIMED
 
 
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
@@ -587,7 +591,7 @@ def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    assert card["finetuned"]["seconds"] == pytest.approx(3.0, rel=0.1)
+    assert 2.2 < card["finetuned"]["seconds"] < 3.1, "a quarter at most is kept for the last measurements"
 
 
 @pytest.mark.parametrize("kind", ["completion", "messages", "text"])
@@ -821,7 +825,7 @@ def test_a_damaged_note_of_what_the_base_could_do_is_made_anew(base, examples, t
     said = finetuned(FinetuneConfig(), tmp_path / "run", resume=True)
     assert f"warning: {note}: not JSON" in said
     assert "evaluating the base model" in said
-    assert json.loads(note.read_text()) == whole
+    assert json.loads(note.read_text()) | TIMED == whole | TIMED
 
 
 def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examples, tmp_path, monkeypatch):

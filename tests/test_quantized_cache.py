@@ -282,7 +282,7 @@ def test_the_bytes_are_those_of_the_formula(bits, dtype):
 def test_proposals_and_rollbacks_write_the_same_text():
     model, prompt = made(), [1, 2, 3, 4, 5, 6, 7] * 6
     format = CacheFormat(4, group=8, residual=8)
-    options = {"limit": 50, "context_length": 128}
+    options = {"max_tokens": 50, "context_length": 128}
     want = [t.id for t in generate(model, prompt, cache=PrefixCache(model, format=format), **options)]
     cache = PrefixCache(model, format=format)
     got = [t.id for t in generate(model, prompt, cache=cache, proposer=look_up, **options)]
@@ -298,7 +298,7 @@ def test_proposals_and_rollbacks_write_the_same_text():
 def test_long_proposals_that_fail_leave_no_trace(right, wrong):
     """However many ids are proposed, no more are evaluated than the cache drops without a trace."""
     model, prompt = made(), [*range(1, 22), *range(20, 0, -1)]
-    options = {"limit": 60, "context_length": 160}
+    options = {"max_tokens": 60, "context_length": 160}
     format = CacheFormat(2, group=8, residual=5)
     want = [t.id for t in generate(model, prompt, cache=PrefixCache(model, format=format), **options)]
 

@@ -134,12 +134,12 @@ def decode(subject: Subject, setting: Setting) -> Work:
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model, form=form)
 
 
-def _compiled_step(model: Decoder, compile: bool) -> CompiledStep | None:
+def _compiled_step(model: Decoder, anew: bool) -> CompiledStep | None:
     dtype = next(model.parameters()).dtype
     if measure.device().type != "cpu":
         return None
     try:
-        return make_step(model, dtype, "" if compile else made_form(model, dtype))
+        return make_step(model, dtype, "" if anew else made_form(model, dtype))
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without a compiled step", stacklevel=2)
         return None

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, models
 
+from dunes.units import plural
+
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
@@ -100,7 +102,7 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
             raise ValueError(f"{place}[{i}] is {shown(pair)}; expected two tokens")
         for token in (*parts, parts[0] + parts[1][prefix:]):
             if token not in vocab:
-                known = f"none of the vocabulary's {len(vocab):,} tokens"
+                known = f"none of the vocabulary's {plural(len(vocab), 'token')}"
                 raise ValueError(f"{place}[{i}] is {shown(pair)}: {shown(token)} is {known}")
 
 
