@@ -13,8 +13,9 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-SPLIT_VERSION = 1
-"""How texts are divided into training and validation: 0 by the hash of each, 1 keeps near-duplicates together."""
+SPLIT_VERSION = 2
+"""How texts are divided into training and validation: 0 by the hash of each, 1 keeps near-duplicates together, 2
+holds out a share of the text instead of the files, of each kind and size."""
 
 LARGE = 0.2
 """A group of near-duplicates with more than this part of the texts is held out last, so that it does not replace

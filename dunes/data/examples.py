@@ -473,7 +473,7 @@ RECORD_FORMATS = {
 
 
 def split_records(
-    rows: Sequence[Record], share: float = 0.05, split_version: int = SPLIT_VERSION
+    rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
 ) -> tuple[list[Record], list[Record]]:
     """Records for training and for validation: about `share` of them, of several at least one, never all.
 

@@ -104,6 +104,15 @@ class Walk:
             yield SourceFile(path, name, False)
 
 
+def file_size(path: Path) -> int:
+    """The size of a plain file in bytes; 0 of anything else, or if it cannot be known."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
 def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
     """The number of skipped files by reason, with a hint on how to follow links."""
     counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])

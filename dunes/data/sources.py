@@ -1,25 +1,32 @@
 """A corpus: the text in some files and folders.
 
 Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
-reason. Files for validation are selected by a hash of their path, so that the split is the same on every machine
-and after edits to other files, and near-duplicates of a file follow it; records for validation are selected by
+reason. Files for validation are selected by a hash of their path among those of their kind and size, so that the
+split is the same on every machine, and near-duplicates of a file follow it; records for validation are selected by
 their own hash.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from dunes.data.document import Document, header_name, plain_document
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
-from dunes.data.files import SourceFile, Walk, skipped_line
+from dunes.data.files import SourceFile, Walk, file_size, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
-from dunes.units import plural
+from dunes.units import format_bytes, plural
 
-SHARE = 0.05
-"""The share of the files that are for validation, and of those for a test."""
+SHARE, LEAST, MOST = 0.1, 80_000, 0.2
+"""The share of the text that is for validation, the fewest bytes of it (some 20,000 tokens), and the most."""
+TESTED = 0.05
+"""The share of the text that is for a test. Up to version 1 of the split it is that of the files, and so is that
+for validation."""
 SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""
 
@@ -34,7 +41,7 @@ class Corpus:
 
     `notes` describe which records were read and skipped. `split` is how validation data is selected: whole `files`
     and records, or the `tails` of all. `duplicates` maps the digest of each near-duplicate of another file to that
-    of the one which its group follows.
+    of the one which its group follows. `share` is that of the text which is for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -44,16 +51,22 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
     split: Literal["files", "tails"] = "files"
     duplicates: dict[str, str] = field(default_factory=dict)
+    share: float = SHARE
 
     def __repr__(self) -> str:
         return f"Corpus({self.report()})"
 
     def report(self) -> str:
         """One line: the amount of text and the number of skipped files."""
-        size = sum(d.size for d in self.documents) / 1e6
         tested = f", {len(self.test)} for the test" if self.test else ""
-        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation{tested}"
-        return f"{files}, {size:.1f} MB; {skipped_line(self.skipped)}"
+        held = f" ({format_bytes(sum(d.size for d in self.valid))})" if self.valid else ""
+        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation{held}{tested}"
+        return f"{files}, {self.size / 1e6:.1f} MB; {skipped_line(self.skipped)}"
+
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(d.size for d in self.documents)
 
     @property
     def documents(self) -> list[Document]:
@@ -63,7 +76,7 @@ class Corpus:
 
 def collect_corpus(
     sources: Sequence[str | Path],
-    share: float = SHARE,
+    share: float | None = None,
     *,
     follow_links: bool = False,
     text_field: Sequence[str] = (),
@@ -71,9 +84,10 @@ def collect_corpus(
 ) -> Corpus:
     """The corpus of some files and folders; `stdlib` is the standard library of the running Python.
 
-    About `share` of the files, of several at least one but never all, are for validation; for files of records,
-    about `share` of the records. Near-duplicates of a file are on its side, but with `split_version` 0, that of
-    earlier trainings. Links to files outside the sources are only followed with `follow_links`. Of records only
+    Files with about `share` of the text, by default `validation_share`, of several at least one but never all, are
+    for validation; for files of records, about `share` of the records. Near-duplicates of a file are on its side,
+    but with `split_version` 0; with 0 and 1, those of earlier trainings, files are chosen by hash alone. Links to
+    files outside the sources are only followed with `follow_links`. Of records only
     the fields in `text_field` are read, if any. Raises ValueError if a source is missing, if a file of records
     that the user named cannot be read, if there is no text, or for an unknown version.
     """
@@ -83,8 +97,11 @@ def collect_corpus(
         )
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
-    documents: dict[str, Document] = {}
-    for file in walk.files():
+    documents, found = dict[str, Document](), [*walk.files()]
+    if share is None:
+        share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in found))
+    corpus.share = share if split_version > 1 else SHARE
+    for file in found:
         new = _documents(file, share, text_field, corpus.notes)
         if isinstance(new, str):
             walk.skip(new, file.name)
@@ -102,19 +119,29 @@ def collect_corpus(
     corpus.notes[:0] = describe_records([*documents.values()])
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
-    _divide(corpus, [*documents.values()], share)
+    _divide(corpus, [*documents.values()], share, split_version)
     return corpus
 
 
-def hold_out_test(corpus: Corpus, share: float = SHARE) -> Corpus:
-    """The corpus with about `share` of its files for a test, which neither training nor validation reads.
+def validation_share(size: float, least: float = LEAST) -> float:
+    """The share for validation of a text of this size: a tenth, or what makes `least` of it, at most a fifth."""
+    return min(MOST, max(SHARE, least / max(1.0, size)))
 
-    They are training files whose hashes are in [share, 2 * share): of three or more files at least one, never all.
-    Near-duplicates are on one side. Files are then in the order of their paths. Records are not divided again.
+
+def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
+    """The corpus with about `share` of its text for a test, which neither training nor validation reads.
+
+    They are training files: of three or more at least one, never all. Near-duplicates are on one side. Files are
+    then in the order of their paths. Records are not divided again. Up to version 1 of the split, it is those
+    whose hashes are in [share, 2 * share).
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
-    count = max(sum(g.split_hash < 2 * share for g in groups), len(_files(corpus.documents)) > 2)
+    if split_version > 1:
+        groups, count = _held_out_first(groups, share)
+    else:
+        count = sum(g.split_hash < 2 * share for g in groups)
+    count = max(count, len(_files(corpus.documents)) > 2)
     records = any(isinstance(d, RecordDocument) for d in corpus.train)
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
     tested = {d.digest for d in test}
@@ -150,6 +177,11 @@ class _Group:
     files: list[Document]
     split_hash: float
 
+    @property
+    def size(self) -> int:
+        """Bytes of text."""
+        return sum(d.size for d in self.files)
+
 
 def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
     """Set the corpus's near-duplicates, and note them. A group follows its file with the shortest path."""
@@ -177,15 +209,43 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
     size, count = LARGE * sum(d.size for d in files), LARGE * len(files)
     large = {k for k, g in groups.items() if len(g) > 1 and (len(g) > count or sum(d.size for d in g) > size)}
     hashed = [_Group(group, group[0].split_hash + (key in large)) for key, group in groups.items()]
-    return sorted(hashed, key=lambda group: (group.split_hash, group.files[0].name))
+    return sorted(hashed, key=_group_order)
 
 
-def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
+def _held_out_first(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
+    """The groups in the order in which they are held out, and how many of them have about `share` of the text.
+
+    Of those that follow each other by kind and size, one in so many is held out, by its hash; then the others
+    by their hashes. Groups that have half of that share alone are last.
+    """
+    size = sum(g.size for g in groups)
+    kinds = Counter(g.files[0].path.suffix for g in groups)
+    order = sorted(groups, key=lambda g: (-kinds[(s := g.files[0].path.suffix)], s, g.size, g.files[0].name))
+    large = [g for g in order if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 2]
+    order = [g for g in order if g not in large]
+    bounds = np.linspace(0, len(order), max(1, round(share * len(order))) + 1).astype(int)
+    parts = [sorted(order[a:b], key=_group_order) for a, b in pairwise(bounds)]
+    others = sorted((g for part in parts for g in part[1:]), key=_group_order)
+    order = [*(part[0] for part in parts if part), *others, *sorted(large, key=_group_order)]
+    held = np.cumsum([g.size for g in order])
+    count = max(len(parts), int(np.searchsorted(held, share * size)) + 1) if len(others) else 0
+    return order, min(count, int(np.searchsorted(held, MOST * size, "right")))
+
+
+def _group_order(group: _Group) -> tuple[float, str]:
+    return group.split_hash, group.files[0].name
+
+
+def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_version: int) -> None:
     """Split the documents: files by their hashes, at least one of several unless records are for validation."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
-    count = max(0, min(max(sum(g.split_hash < share for g in groups), not valid), len(groups) - 1))
+    if split_version > 1:
+        groups, count = _held_out_first(groups, share)
+    else:
+        count = sum(g.split_hash < share for g in groups)
+    count = max(0, min(max(count, not valid), len(groups) - 1))
     name = attrgetter("name")
     corpus.valid = sorted([*(d for g in groups[:count] for d in g.files), *valid], key=name)
     train = [d for g in groups[count:] for d in g.files]

@@ -29,13 +29,15 @@ from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.trained_text import remember_sources
 from dunes.text import Tokenizer, library
-from dunes.units import plural
+from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on; more hardly changes it."""
 
-TAIL = 0.1
-"""Fraction of a text that is its validation split with --split tails."""
+FEWEST = 5
+"""Files for validation, at least; where fewer would be held out, the tails of all are for validation instead."""
+LITTLE = 20_000
+"""Bytes of text for validation below which it is little: a loss on 5,000 tokens is uncertain by some percent."""
 
 
 Side = tuple[TokenIds, NDArray[np.int64]]
@@ -60,12 +62,25 @@ def gather(config: TrainConfig) -> Corpus:
     if config.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file, or near-duplicates of one; "
-            "add files, or validate on the last tenth of each with --split tails"
+            "add files, or validate on the end of each with --split tails"
         )
-    if config.split == "files" or (config.split is None and corpus.valid):
+    corpus = _divided(config, corpus)
+    held = corpus.share * corpus.size if corpus.split == "tails" else sum(d.size for d in corpus.valid)
+    if held < LITTLE:
+        corpus.notes.append(
+            f"warning: {format_bytes(held)} of text for validation say little about other text; add files"
+        )
+    return corpus
+
+
+def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
+    """The corpus with whole files for validation, or with the tails of all, as asked or where there are few."""
+    few = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
+    if config.split == "files" or (config.split is None and corpus.valid and not few):
         return corpus
     if config.split is None:
-        corpus.notes.append(f"a single text, or near-duplicates of one: its last {TAIL:.0%} is for validation")
+        reason = "few files" if corpus.valid else "a single text, or near-duplicates of one"
+        corpus.notes.append(f"{reason}: the last {corpus.share:.0%} of each is for validation")
     return without_files(corpus)
 
 
@@ -83,7 +98,8 @@ def without_files(corpus: Corpus) -> Corpus:
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
     """The corpus with files for a test, if the config trains completion and whole files are for validation."""
-    return hold_out_test(corpus) if config.complete and corpus.split == "files" else corpus
+    hold_out = config.complete and corpus.split == "files"
+    return hold_out_test(corpus, split_version=config.split_version) if hold_out else corpus
 
 
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
@@ -126,7 +142,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     # A document begins with its BOS, or the EOS of the one before it.
     before = 0 if tokenizer.text_start else 1
     whole: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
-    sides = _tails(shards[0]) if corpus.split == "tails" else whole
+    sides = _tails(shards[0], corpus.share) if corpus.split == "tails" else whole
     separate = config.separate_documents
     train, valid = (PackedText(*side, tokenizer.eos) if separate else side[0] for side in sides)
     for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
@@ -195,10 +211,10 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool, d
     return token_shard(documents, tokenizer, progress=report, headers=headers)
 
 
-def _tails(shard: Shard) -> list[Side]:
-    """The texts without their last tenths, and the last tenths."""
+def _tails(shard: Shard, share: float) -> list[Side]:
+    """The texts without their tails, and the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
-    cuts = [(start, tail_start(start, stop), stop) for start, stop in pairwise(bounds)]
+    cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]
 
 
@@ -207,6 +223,6 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
     return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
 
 
-def tail_start(start: int, stop: int) -> int:
-    """The index at which the last tenth of a text begins; its tokens, EOS included, are `start` to `stop`."""
-    return stop - round((stop - start) * TAIL)
+def tail_start(start: int, stop: int, share: float) -> int:
+    """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
+    return stop - round((stop - start) * share)

@@ -29,6 +29,7 @@ from dunes.data.examples import (
 )
 from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
+from dunes.data.sources import validation_share
 from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.parts import Decoder
 from dunes.runs.autosize import with_hardware
@@ -204,11 +205,14 @@ def _split_examples(
     Records are split by their hash, and the ends of large texts are used for validation. Examples without a target
     in the context are not for validation.
     """
-    large = large_texts(rows, config.val_fraction)
+    share = config.val_fraction
+    if share is None:
+        share = validation_share(sum(len(turn.full_text) for row in rows for turn in row.turns))
+    large = large_texts(rows, share)
     if large and config.split_version:
         rows = _without_copies(rows, large)
-        large = large_texts(rows, config.val_fraction)
-    heads, tails = split_tails(write(large), config.val_fraction)
+        large = large_texts(rows, share)
+    heads, tails = split_tails(write(large), share)
     excluded = {id(row) for row in large} if tails else set()
     heads, large = (heads, large) if tails else ([], [])
     rest = [row for row in rows if id(row) not in excluded]
@@ -217,7 +221,7 @@ def _split_examples(
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
     for candidates in (usable, rest) if config.split_version else (rest,):  # all if too few have: reported then
-        val_records = val_records or split_records(candidates, config.val_fraction, config.split_version)[1]
+        val_records = val_records or split_records(candidates, share, config.split_version)[1]
     held = {id(row) for row in val_records}
     train, valid = (
         [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)

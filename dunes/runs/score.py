@@ -49,17 +49,17 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
         corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, whatever its sides
-        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained), len(corpus.documents)
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"
     documents = corpus.train if tails else corpus.valid
-    return _ids(tokenizer, documents, "tail" if tails else "all", trained), len(documents)
+    return _ids(tokenizer, documents, "tail" if tails else "all", trained, corpus.share), len(documents)
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
     """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
 
-    With a `split` of tails, all are for training, and their last tenths for validation. `card` is the model's
+    With a `split` of tails, all are for training, and their tails for validation. `card` is the model's
     card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
     the documents, or if the sources are gone.
     """
@@ -75,11 +75,13 @@ def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     require_own_sources(trained)
     recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
     corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
-    return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus
+    if not (trained.get("complete") and trained.get("split") == "files"):
+        return corpus
+    return hold_out_test(corpus, split_version=trained.get("split_version", 0))
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
-    """Ids (sequences, tokens) of the context length, spread evenly over the documents but their last tenths.
+    """Ids (sequences, tokens) of the context length, spread evenly over the documents but their tails.
 
     They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
     training split that the card records; of the source `self`, the model writes them. Raises ValueError if it
@@ -101,9 +103,9 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.documents if tails else corpus.train or corpus.valid
-    # Of documents that the user names, the last tenths may be what is scored.
+    # Of documents that the user names, the tails may be what is scored.
     part: Literal["all", "head"] = "head" if sources or tails else "all"
-    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}))
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}, corpus.share))
     if (last := len(ids) - width) < 0:
         raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
     starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
@@ -120,7 +122,7 @@ def calibration_sources(card: Mapping[str, Any], sources: Sequence[str]) -> tupl
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
     """Raises ValueError if a text of the calibration sources is among those that are scored.
 
-    A file and a record with the same text are equal, whatever their white space. Where the last tenth of each
+    A file and a record with the same text are equal, whatever their white space. Where the tail of each
     document is scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
@@ -151,8 +153,9 @@ def _ids(
     documents: Sequence[Document],
     part: Literal["all", "head", "tail"],
     trained: Mapping[str, Any],
+    share: float,
 ) -> TokenIds:
-    """The token ids of the documents, of their last tenths (`tail`) as in training, or of the rest (`head`).
+    """The token ids of the documents, of their tails of this share, as in training, or of the rest (`head`).
 
     They are joined as in the training that is recorded in `trained`: plain text if that is empty.
     """
@@ -162,7 +165,7 @@ def _ids(
         header = file_header(document, tokenizer) if headers else []
         pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
         ids = np.concatenate([np.array([*begin, *header], np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
-        tail = tail_start(0, len(ids))
+        tail = tail_start(0, len(ids), share)
         parts.append(ids if part == "all" else ids[tail:].copy() if part == "tail" else ids[:tail].copy())
     ids, starts = join_texts(parts or [np.array([], np.int32)])
     starts[1:] -= part == "all" and not begin

@@ -27,8 +27,9 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import plural
 
-INDEXED, GATE_FROM = 0.88, 0.91
-"""Of a text whose last tenth is for validation: what is copied from, and from where the gate is fitted."""
+BEFORE, BEHIND = 1.2, 0.9
+"""Of texts whose tails are for validation: where what is copied from ends, and where what the gate is fitted on
+begins, in lengths of the tail before the text's end."""
 PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
@@ -40,10 +41,12 @@ ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """The index of a run's training files, and the names and texts that the gate is fitted on."""
+    """The index of a run's training files, the names and texts that the gate is fitted on, and those of all files,
+    which are indexed when the run ends."""
 
     index: TextIndex
     gate: Sequence[NamedText]
+    whole: Sequence[NamedText]
 
 
 def prepare_completion(
@@ -56,13 +59,14 @@ def prepare_completion(
     """
     if not config.complete:
         return None
-    documents, tails = first_documents(corpus.train), corpus.split == "tails"
-    texts = named_texts(documents, 0, INDEXED if tails else 1)
-    gate = named_texts(documents, GATE_FROM) if tails else named_texts(first_documents(corpus.valid))
+    documents, tail = first_documents(corpus.train), corpus.share if corpus.split == "tails" else 0.0
+    texts, whole = named_texts(documents, 0, 1 - BEFORE * tail), named_texts(documents)
+    held = first_documents(corpus.valid) if corpus.valid else ()
+    gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(held)
     if left := len(corpus.train) - len(texts):
         display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
-    index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers), [d.digest for d in corpus.train])
-    return CompletionFiles(index, gate)
+    index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers))
+    return CompletionFiles(index, gate, whole if tail else [*whole, *gate])
 
 
 def begin_completion(run: Path, files: CompletionFiles) -> str:
@@ -73,7 +77,8 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
-    """Fit the gate and the thresholds on files that neither the model nor the index has, and write both.
+    """Fit the gate and the thresholds on files that neither the model nor the index has, write both, and add these
+    files to the index.
 
     `seconds` is the time of the run, of which this takes a few percent. Returns a line for the user.
     """
@@ -96,6 +101,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     typed = typed_files(engine, _others(texts), _scaled(LINES, seconds))
     facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
     write_gate(run, gate, facts)
+    write_index(run, index_texts(files.whole, engine.files))
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
         f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"

@@ -19,10 +19,9 @@ SHORT = 4_000
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file in an index: its path in its source, its digest, and where its ids and its bytes begin."""
+    """A file in an index: its path in its source, and where its ids and its bytes begin."""
 
     name: str
-    digest: str
     start: int
     first_byte: int
 
@@ -41,7 +40,7 @@ class TextIndex:
         names = {name for name in names if name}
         if not any(file.name in names for file in self.files):
             return Far([self.ids], [TextSource(self.text, self.contexts)])
-        ends = [*self.files, IndexedFile("", "", len(self.ids), len(self.text))]
+        ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
         hidden = [(a, b) for a, b in pairwise(ends) if a.name in names]
         ids = self.ids.without([(a.start, b.start) for a, b in hidden])
         contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in hidden])
@@ -89,13 +88,11 @@ def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
         done += len(data)
 
 
-def index_texts(
-    texts: Sequence[tuple[str, str]], files: FileTokenizer, digests: Sequence[str] | None = None
-) -> TextIndex:
-    """The index of files by their paths and texts, with their digests, if these are known."""
+def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
+    """The index of files by their paths and texts."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
-    for (name, text), digest in zip(texts, digests or [""] * len(texts), strict=False):
-        indexed.append(IndexedFile(name, digest, len(ids), len(data)))
+    for name, text in texts:
+        indexed.append(IndexedFile(name, len(ids), len(data)))
         ids += [*files.tokenize(text, name).ids, files.end]
         data += text.encode() + b"\0"
     dtype = np.uint16 if len(files.pieces) <= 1 << 16 else np.uint32

@@ -1,8 +1,8 @@
 """What a run keeps to complete with, in RUN/completion: the training text with its indexes, the gate, thresholds.
 
 `index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` says which
-file is where, with its digest; both are there seconds after a run has begun. `gate.safetensors` and `gate.json`
-follow at its end.
+file is where; both are there seconds after a run has begun. `gate.safetensors` and `gate.json` follow at its end,
+when the index gets the validation files, too.
 """
 
 import json
@@ -38,7 +38,7 @@ def write_index(run: Path, index: TextIndex) -> None:
     tensors = {"ids": index.ids.items, "order": index.ids.order}
     tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
     write_file(folder / "index.safetensors", save({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
-    files = [[f.name, f.digest, f.start, f.first_byte] for f in index.files]
+    files = [[f.name, f.start, f.first_byte] for f in index.files]
     write_file(folder / "files.json", json.dumps({"format": INDEX_FORMAT, "files": files}).encode())
 
 
@@ -53,7 +53,7 @@ def read_index(run: Path) -> TextIndex | None:
         tensors = load_file(folder / "index.safetensors")
         ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
         contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
-        files = [IndexedFile(str(a), str(b), int(c), int(d)) for a, b, c, d in content["files"]]
+        files = [IndexedFile(str(name), *map(int, places[-2:])) for name, *places in content["files"]]
         bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
         if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
             raise ValueError("files that overlap")
