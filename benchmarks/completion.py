@@ -1,17 +1,19 @@
 """Completion of lines of unseen files, by a model trained a few minutes on the rest of a repository.
 
     python benchmarks/completion.py OUT [--corpus stdlib|zig|dunes|FOLDER] [--minutes 15] [--steps N] [--seed 0]
+    python benchmarks/completion.py OUT --repositories FILE --folders FOLDER [--minutes 3]
 
 The corpus is split by files: those with sha1(path) % 10 == 0 are for the evaluation, of the others, in the order
 of their hashes, about 5 MB for training (and half a megabyte that the run keeps for its gate and its own test).
 Near-duplicate files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the
 library in the package ziglang. Both sides of a comparison see the file above the cursor and the training files.
-OUT gets the corpus, the run and a page of examples.
+OUT gets the corpus, the run, a page of examples, and at last result.json. With --repositories, each one of a list
+has a folder there (completion_repositories.py); of such a one, all files are for training but one in seven.
 """
 
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from hashlib import sha1
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,13 +21,15 @@ from pathlib import Path
 import dunes
 from dunes import measure
 from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import CompletionOptions
+from dunes.runs.completion.score import COPY, CompletionOptions
 from dunes.runs.progress import Display
+from dunes.runs.score import score_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
 import torch
 import tyro
+from completion_repositories import report, score_repositories
 
 TRAINING_BYTES = 5_550_000
 SMALLEST, LARGEST, SIMILAR = 200, 400_000, 0.8
@@ -49,12 +53,17 @@ def corpus_folder(name: str) -> Path:
     return Path(name)
 
 
-def source_files(root: Path, suffix: str) -> Iterator[tuple[str, str]]:
+def source_files(root: Path, suffix: str, left_out: Set[str] = LEFT_OUT) -> Iterator[tuple[str, str]]:
     """The paths and texts of the files of a corpus, without near-duplicates of earlier ones."""
     kept: list[frozenset[str]] = []
     for path in sorted(root.rglob(f"*{suffix}")):
         name = path.relative_to(root)
-        if LEFT_OUT & {*name.parts} or not path.is_file() or not SMALLEST <= path.stat().st_size <= LARGEST:
+        if (
+            left_out & {*name.parts}
+            or path.is_symlink()
+            or not path.is_file()
+            or not SMALLEST <= path.stat().st_size <= LARGEST
+        ):
             continue
         try:
             text = path.read_text("utf-8")
@@ -66,12 +75,17 @@ def source_files(root: Path, suffix: str) -> Iterator[tuple[str, str]]:
             yield name.as_posix(), text
 
 
-def write_split(root: Path, suffix: str, out: Path) -> dict[str, int]:
-    """Write the two parts of a corpus to OUT/train and OUT/test; returns how many files each has."""
-    counts, size = {"train": 0, "test": 0}, 0
+def write_split(root: Path, suffix: str, out: Path, all_files: bool = False) -> dict[str, int]:
+    """Write the parts of a corpus to OUT/train and OUT/test; returns how many files each has.
+
+    With `all_files` one in seven of those of every kind is held out; those without the suffix in OUT/other.
+    """
+    counts, size = {"train": 0, "test": 0, "other": 0}, 0
     number = lambda file: int(sha1(file[0].encode()).hexdigest(), 16)
-    for file in sorted(source_files(root, suffix), key=number):
-        part = "test" if number(file) % 10 == 0 else "train"
+    parts = 7 if all_files else 10
+    for file in sorted(source_files(root, *(("", set()) if all_files else (suffix,))), key=number):
+        held = "test" if file[0].endswith(suffix) else "other"
+        part = held if number(file) % parts == 0 else "train"
         if part == "train" and size > TRAINING_BYTES:
             continue
         size += len(file[1].encode()) if part == "train" else 0
@@ -93,6 +107,9 @@ def main(
     cuts: int = 60,
     lines: int = 12,
     all_lines: bool = False,
+    all_files: bool = False,
+    repositories: Path | None = None,
+    folders: Path = Path(),
 ) -> None:
     """Train on a part of a corpus, complete lines of the rest, and print the figures.
 
@@ -107,8 +124,15 @@ def main(
         cuts: Cursors in each file.
         lines: Lines of each file that are typed.
         all_lines: Also complete lines like one of the training.
+        all_files: Train on the files of every kind; one in seven is held out, and scored if it has the suffix.
+        repositories: A list of repositories in JSON; each is done instead of a corpus.
+        folders: The folder that has a folder of each repository.
     """
-    counts = write_split(corpus_folder(corpus), suffix or SUFFIXES.get(corpus, ".py"), out / "corpus")
+    if repositories is not None:
+        asked = [f"--minutes={minutes}", f"--seed={seed}", f"--cuts={cuts}", f"--lines={lines}"]
+        asked += [f"--steps={steps}"] * (steps is not None) + [f"--size={size}"] * bool(size)
+        return report(score_repositories(repositories, folders, out, asked))
+    counts = write_split(corpus_folder(corpus), suffix or SUFFIXES.get(corpus, ".py"), out / "corpus", all_files)
     config = TrainConfig(
         sources=(str(out / "corpus" / "train"),), minutes=minutes, steps=steps, size=size, seed=seed, complete=True
     )
@@ -131,7 +155,24 @@ def main(
     facts = {
         key: card["trained"][key] for key in ("steps", "size", "batch", "context_length", "matmul", "seconds")
     }
-    print(json.dumps({"corpus": corpus, "files": counts, **facts, "machine": measure.fingerprint(), "rows": rows}))
+    held = [str(folder) for folder in (out / "corpus" / "test", out / "corpus" / "other") if folder.is_dir()]
+    ours, copy = scores[0], next(score for score in scores if score.name == COPY)
+    result = {
+        "corpus": corpus,
+        "files": counts,
+        **facts,
+        "machine": measure.fingerprint(),
+        "rows": {
+            "model" if score is ours else name: row
+            for score, (name, row) in zip(scores, rows.items(), strict=True)
+        },
+        "differences": (ours.means("exact") - copy.means("exact")).tolist(),
+        "validated": card["measured"]["bits_per_byte"],
+        "held_out": score_folder(out / "run", held)[0].bits_per_byte,
+    }
+    (out / "result.json").write_text(json.dumps(result))
+    print(json.dumps(result))
+    return None
 
 
 if __name__ == "__main__":
