@@ -58,12 +58,9 @@ def source_files(root: Path, suffix: str, left_out: Set[str] = LEFT_OUT) -> Iter
     kept: list[frozenset[str]] = []
     for path in sorted(root.rglob(f"*{suffix}")):
         name = path.relative_to(root)
-        if (
-            left_out & {*name.parts}
-            or path.is_symlink()
-            or not path.is_file()
-            or not SMALLEST <= path.stat().st_size <= LARGEST
-        ):
+        if left_out & {*name.parts} or path.is_symlink() or not path.is_file():
+            continue
+        if not SMALLEST <= path.stat().st_size <= LARGEST:
             continue
         try:
             text = path.read_text("utf-8")
@@ -162,10 +159,7 @@ def main(
         "files": counts,
         **facts,
         "machine": measure.fingerprint(),
-        "rows": {
-            "model" if score is ours else name: row
-            for score, (name, row) in zip(scores, rows.items(), strict=True)
-        },
+        "rows": {"model" if name == ours.name else name: row for name, row in rows.items()},
         "differences": (ours.means("exact") - copy.means("exact")).tolist(),
         "validated": card["measured"]["bits_per_byte"],
         "held_out": score_folder(out / "run", held)[0].bits_per_byte,

@@ -81,9 +81,8 @@ def report(results: list[dict[str, Any]]) -> None:
     columns += ["keys saved by words %", "copying", "validation bits/byte", "held out", "apart %"]
     print_table("Whole files that were held out, means over files with 95 % intervals", columns, rows)
     differences = np.array([np.mean(r["differences"]) for r in results])
-    keys = np.array(
-        [r["rows"]["model"]["keys_by_words"] - r["rows"]["copy nearest"]["keys_by_words"] for r in results]
-    )
+    sides = [(r["rows"]["model"], r["rows"]["copy nearest"]) for r in results]
+    keys = np.array([ours["keys_by_words"] - copy["keys_by_words"] for ours, copy in sides])
     apart = np.array([r["validated"] / r["held_out"] - 1 for r in results])
     print(f"exact match minus copying, mean over repositories: {interval(differences).percent('+')}")
     print(f"keys saved by words minus copying: {interval(keys).percent('+')}")
