@@ -295,7 +295,7 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete the current line of code or text, whatever is in the rest of it; lines below are looked at, too.
+    """Complete the current line of code or text up to what stands behind the cursor; lines below are looked at, too.
 
     A run that is still in training completes by copying from the training files.
 
@@ -308,14 +308,12 @@ def complete(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.runs.completion.completer import find_completer, name_in_sources
-        from dunes.runs.completion.cuts import first_line
         from dunes.runs.write import text_around_cursor
         from dunes.text.lines import decode_text
 
     path, after = None, ""
     if place:
         path, before, after = text_around_cursor(place)
-        after = after[len(first_line(after)) :]  # the rest of the line is what is asked for
     else:
         before = decode_text(sys.stdin.buffer.read(), "standard input")
     measure.keep_freed_memory()

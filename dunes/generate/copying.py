@@ -101,15 +101,16 @@ def _kind(piece: bytes) -> list[float]:
     kinds = [
         piece[:1] in (b" ", b"\t"),
         b"\n" in piece,
-        _is_word(text[:1]),
-        _is_word(piece[-1:]),
+        is_word(text[:1]),
+        is_word(piece[-1:]),
         text[:1].isdigit(),
         not text,
     ]
     return [*map(float, kinds), float(piece[-1:] in (b"(", b"[", b"{")), math.log2(1 + len(piece))]
 
 
-def _is_word(character: bytes) -> bool:
+def is_word(character: bytes) -> bool:
+    """Whether this byte is a part of an identifier; none is not."""
     return character.isalnum() or character == b"_" or character >= b"\x80"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dunes.generate.context_index import ContextIndex, Match
 from dunes.generate.copying import TextSource
-from dunes.runs.completion.cuts import first_word
+from dunes.runs.completion.cuts import first_line, first_word
 from dunes.runs.completion.protocol import LineCompleter, Suggestion
 from dunes.runs.completion.text import without_overlap
 
@@ -60,7 +60,8 @@ class CopyNearest:
         matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
         (length, positions), text = max(matches, key=lambda each: each[0][0])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
-        rest = without_overlap(line[0].decode(errors="ignore"), after) if line else ""
+        typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
+        rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""
         return Suggestion(rest, length / (length + 32), length / (length + 32))
 
     def match_length(self, before: str) -> int:

@@ -86,9 +86,9 @@ def first_line(text: str) -> str:
 
 
 def whole_words(text: str) -> str:
-    """The text without its last identifier or character, which may be a part; all of a text of one."""
+    """The text without its last identifier or character, which may be a part."""
     *_, last = 0, *(token.start() for token in _TOKEN.finditer(text))
-    return text[:last] if last else text
+    return text[:last]
 
 
 def first_word(text: str) -> str:

@@ -13,7 +13,7 @@ from functools import partial
 
 from dunes.checkpoint import LoadedModel
 from dunes.generate.beam import Beam, beam_search
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, is_word
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion.cuts import first_word, whole_words
@@ -111,7 +111,7 @@ class CompletionEngine:
             rest = whole_words(rest).rstrip("\r\n")
         rest = without_overlap(rest, after, before[max(before.rfind("\n"), before.rfind("\r")) + 1 :])
         rest = rest if rest.strip() else ""
-        word = self._until(best, typed, first_word(rest)) if rest else best.total
+        word = self._until(best, prompt, self._mixture_of(options.width), first_word(rest)) if rest else best.total
         return Suggestion(rest, math.exp(min(word, 0.0)), math.exp(min(best.total, 0.0)))
 
     def bits(self, text: str, name: str = "") -> float:
@@ -195,7 +195,8 @@ class CompletionEngine:
         if not beams or ends(beams[0].ids):
             return beams[0] if beams else Beam()
         if self._hopeless(mixture, prompt, beams):  # a user may take the first word
-            return max(beams, key=partial(self._word_logprob, mixture.copies.typed))
+            best = max(beams, key=partial(self._word_logprob, prompt, mixture))
+            return self._decode(mixture, prompt, best, limit, ends)
         finished = [beam for beam in beams if ends(beam.ids)]
         return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
 
@@ -231,33 +232,36 @@ class CompletionEngine:
         limit: int,
         ends: Callable[..., bool],
     ) -> Beam:
-        """The beam with the most probable ids one by one, until it `ends` or has no prospect."""
-        while len(beam.ids) < limit:
-            room = limit - len(beam.ids) - 1
-            best = mixture.after_one([*prompt, *beam.ids], room).max(-1)
+        """The beam with the most probable ids one by one, until it `ends`, or has a whole word and no prospect."""
+        while len(beam.ids) < limit and not (beam.ids and ends(beam.ids)):
+            text = self._text(mixture.copies.typed, beam.ids)
+            if first_word(text) != text and self._hopeless(mixture, prompt, [beam]):
+                break
+            best = mixture.after_one([*prompt, *beam.ids], limit - len(beam.ids) - 1).max(-1)
             if not float(best.values) > -math.inf:
                 break
             beam = beam.grown(int(best.indices), float(best.values))
-            if ends(beam.ids) or self._hopeless(mixture, prompt, [beam]):
-                break
         return beam
 
     def _text(self, typed: bytes, ids: Sequence[int]) -> str:
         """The text of these ids without what is typed."""
         return b"".join(self.files.pieces[i] for i in ids)[len(typed) :].decode(errors="ignore")
 
-    def _until(self, beam: Beam, typed: bytes, text: str) -> float:
-        """The log-probability of the ids that have all of this text behind what is typed."""
-        total, size, end = 0.0, 0, len(typed) + len(text.encode())
+    def _until(self, beam: Beam, prompt: Sequence[int], mixture: Mixture, text: str) -> float:
+        """The log-probability of the ids that have all of this text behind what is typed, and that it ends there,
+        if it ends in an identifier."""
+        total, size, end, ids = 0.0, 0, len(mixture.copies.typed) + len(text.encode()), [*prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
-            if size < end:
-                total, size = total + logprob, size + len(self.files.pieces[id])
-        return total
+            if size >= end:
+                break
+            total, size, ids = total + logprob, size + len(self.files.pieces[id]), [*ids, id]
+        ends_word = size == end and is_word(text.encode()[-1:])
+        return total + (mixture.word_end_logprob(ids) if ends_word else 0.0)
 
-    def _word_logprob(self, typed: bytes, beam: Beam) -> float:
+    def _word_logprob(self, prompt: Sequence[int], mixture: Mixture, beam: Beam) -> float:
         """The log-probability of the first word; -inf without one."""
-        word = first_word(self._text(typed, beam.ids))
-        return self._until(beam, typed, word) if word.strip() else -math.inf
+        word = first_word(self._text(mixture.copies.typed, beam.ids))
+        return self._until(beam, prompt, mixture, word) if word.strip() else -math.inf
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

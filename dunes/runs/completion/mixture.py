@@ -63,6 +63,12 @@ class Mixture:
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0
 
+    def word_end_logprob(self, text: Sequence[int]) -> float:
+        """The log-probability that an identifier at the end of this text goes no further; 0 if this request has not
+        looked behind it."""
+        mixed = self._asked.get(tuple(text))
+        return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
+
     def _typed_prob(self, text: tuple[int, ...]) -> float:
         rest = self.copies.rest(text)
         if not rest:

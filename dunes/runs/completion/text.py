@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dunes.checkpoint import LoadedModel
 from dunes.data.fim import FILE
+from dunes.generate.copying import is_word
 from dunes.runs.completion.cuts import first_line
 from dunes.runs.trained_text import trained_text
 from dunes.text import Tokenizer
@@ -23,6 +24,8 @@ FORMS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
 """Sentinels of fill-in-the-middle as Qwen and StarCoder spell them."""
+BRACKETS, QUOTES = {"(": ")", "[": "]", "{": "}"}, "\"'`"
+"""What an editor closes by itself."""
 CACHED_LINES = 1 << 16
 """Lines whose ids are remembered: after a keystroke, all but one are the same."""
 
@@ -40,6 +43,7 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
+        self.ends_word = torch.tensor([not is_word(piece[:1]) for piece in self.pieces])
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
         self._allowed = lru_cache(256)(self._find_allowed)
@@ -166,16 +170,46 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     """The suggestion without an end that stands behind the cursor; empty if all of it is what follows the line.
 
     `typed` is what the line has before the cursor: the line with it is what may follow. Where something stands
-    behind the cursor in its line, only the first line is suggested.
+    behind the cursor in its line, only the first line is suggested, up to where it would close a bracket or a quote
+    that it did not open and that what stands behind closes.
     """
     if (rest := first_line(after).rstrip()).strip():
-        line = first_line(suggestion)
+        line = _before_closed(first_line(suggestion), rest, typed)
         sizes = range(min(len(line), len(rest)), 0, -1)
-        size = next((n for n in sizes if line.endswith(rest[:n])), 0)
-        return line[: len(line) - size]
+        return line[: len(line) - next((n for n in sizes if _overlaps(line, rest[:n])), 0)]
     lines = [line.strip() for line in split_lines(typed + suggestion) if line.strip()]
     following = split_lines(after[len(first_line(after)) :].lstrip("\r\n"))
     return "" if lines == [line.strip() for line in following[: len(lines)]] else suggestion
+
+
+def _before_closed(line: str, rest: str, typed: str) -> str:
+    """The line up to a bracket or a quote that is open before the cursor, if the rest behind it closes that."""
+    (_, ours), (_, theirs) = unmatched(line), unmatched(rest)
+    if ours is not None and theirs is not None and line[ours] == rest[theirs]:
+        line = line[:ours]
+    quote = rest.lstrip()[:1]
+    if quote and quote in QUOTES and typed.count(quote) % 2:
+        line = line.partition(quote)[0]
+    return line
+
+
+def _overlaps(line: str, part: str) -> bool:
+    """Whether the line ends with this part, which closes nothing that the line opens before it."""
+    return line.endswith(part) and not (unmatched(part)[1] is not None and unmatched(line[: -len(part)])[0])
+
+
+def unmatched(text: str) -> tuple[str, int | None]:
+    """What closes the brackets that a text leaves open, the innermost first, and the place of the first bracket
+    that closes none of it."""
+    closing = ""
+    for place, character in enumerate(text):
+        if character in BRACKETS:
+            closing = BRACKETS[character] + closing
+        elif character in BRACKETS.values():
+            if not closing:
+                return "", place
+            closing = closing[1:]
+    return closing, None
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
