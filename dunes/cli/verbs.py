@@ -295,7 +295,7 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete the current line of code or text up to what stands behind the cursor; lines below are looked at, too.
+    """Complete a line of code or text, up to what stands behind the cursor; lines below are looked at, too.
 
     A run that is still in training completes by copying from the training files.
 

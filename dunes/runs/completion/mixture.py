@@ -64,8 +64,8 @@ class Mixture:
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """The log-probability that an identifier at the end of this text goes no further; 0 if this request has not
-        looked behind it."""
+        """The log-probability that an identifier at the end of this text goes no further; 0 if this request has
+        not looked behind it."""
         mixed = self._asked.get(tuple(text))
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 

@@ -170,8 +170,8 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     """The suggestion without an end that stands behind the cursor; empty if all of it is what follows the line.
 
     `typed` is what the line has before the cursor: the line with it is what may follow. Where something stands
-    behind the cursor in its line, only the first line is suggested, up to where it would close a bracket or a quote
-    that it did not open and that what stands behind closes.
+    behind the cursor in its line, only the first line is suggested, up to where it would close a bracket or a
+    quote that it did not open and that what stands behind closes.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closed(first_line(suggestion), rest, typed)
