@@ -127,7 +127,7 @@ def test_what_is_set_by_hand_holds_from_the_next_step_on(make):
         assert not close(weights(decayed), weights(changed(lambda trainer: None, OPTIMIZERS[make])[0]))
 
 
-@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, -1.0, math.inf, None])
 def test_a_rate_that_is_none_is_refused_before_the_next_step(value):
     model = build()
     trainer = Trainer(model, train.sgd(model), squared)

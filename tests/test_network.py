@@ -88,6 +88,18 @@ def test_a_network_and_its_function_are_one_folder(tmp_path):
     assert same(fresh.state_dict(), network.state_dict())
 
 
+def test_a_prefix_in_a_folder_is_removed_and_told(tmp_path):
+    network = other(lambda: ConvNet(classes=3))
+    checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(ConvNet, classes=3))
+    file = tmp_path / "net" / "model.safetensors"
+    save_file({f"_orig_mod.{k}": v for k, v in network.state_dict().items()}, file)
+    card = tmp_path / "net" / "dunes.json"
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"files": {}}))
+    with pytest.warns(UserWarning, match="tensors are read without '_orig_mod.' in their names"):
+        loaded = checkpoint.load_network(tmp_path / "net", build=ConvNet)
+    assert same(loaded.state_dict(), network.state_dict())
+
+
 def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "strange.py").write_text(

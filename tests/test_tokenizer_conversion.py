@@ -434,6 +434,11 @@ CHARMAP = base64.b64encode((40).to_bytes(4, "little") + b"xx").decode()
 WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##"}
 
 
+MARK = {"SpecialToken": {"id": "x", "type_id": 0}}
+SECOND = {"Sequence": {"id": "B", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -457,6 +462,9 @@ WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continu
         ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARMAP}}, "its .*charsmap has 6 bytes, of 44 or more"),
         ({"pre_tokenizer": {"type": "Split"}}, "its pre_tokenizer Split: has no pattern"),
         ({"post_processor": {"type": "TemplateProcessing"}}, "its post_processor TemplateProcessing: a setting is missing"),
+        ({"post_processor": TEMPLATE | {"single": [MARK]}}, "its post_processor has 'x' in single, but not in special_tok"),
+        ({"post_processor": TEMPLATE | {"pair": [MARK]}}, "its post_processor has 'x' in pair, but not in special_tokens"),
+        ({"post_processor": TEMPLATE | {"single": [SECOND]}}, "its post_processor has the second text, B, in single"),
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_json_is_named_by_key_and_index(changes, said, tmp_path, capfd):
@@ -464,6 +472,19 @@ def test_a_damaged_tokenizer_json_is_named_by_key_and_index(changes, said, tmp_p
         Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({}, **{"model": PAIRS} | changes)))
     assert "\n" not in str(caught.value)
     assert "panicked" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
+def test_a_tokenizer_json_in_another_encoding_is_told(encoding, tmp_path):
+    folder(tmp_path, "tokenizer.json", '{"é": 1}'.encode(encoding))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not JSON: byte \d+ is not UTF-8; save it in UTF-8"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_json_with_a_byte_order_mark_is_read(tmp_path):
+    path = folder(tmp_path, "tokenizer.json", simple({}, model=PAIRS)) / "tokenizer.json"
+    path.write_bytes(path.read_text().encode("utf-8-sig"))
+    assert Tokenizer.load(tmp_path).vocab == 3
 
 
 RAW = "object|untagged|extract|range end|out of range|Error\\b|line 1 column \\d+$|expected (u32|struct|a map)|subscript|codec"

@@ -17,7 +17,7 @@ from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, nativ
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
-from dunes.checkpoint.state_dict_diff import Difference, compare, summarize
+from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
@@ -145,7 +145,9 @@ class Source:
         if self.own is not None:
             _ = self.expected  # raises before a far too large model is built
             outline, path = self.outline(), self.folder / cards.CARD
-            return dict(self.files), compare_structure(outline, self.own, self.card, self.files, path), ""
+            prefix = Prefix.of(self.files, self.expected)
+            files = prefix.without(self.files)
+            return files, compare_structure(outline, self.own, self.card, files, path), prefix.note
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
@@ -159,6 +161,7 @@ class Source:
             remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
             raise ValueError(
                 f"{self.folder}: {self.own.family} builds a different model from the saved one: {listed}{remedy}"
+                f"{'; ' * bool(prefix)}{prefix}"
             )
         if differences:
             raise ValueError(f"{self.folder}: {summarize(differences)}{'; ' * bool(prefix)}{prefix}")
@@ -305,25 +308,36 @@ def _open_gguf(path: Path) -> Source:
 
 def _open_native(folder: Path) -> Source:
     params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
-    shards = _consolidated(folder)
+    shards, prefix = _without_prefix(_consolidated(folder))
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
-    rows = heads or [s["tok_embeddings.weight"].shape for s in shards if "tok_embeddings.weight" in s]
+    rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]
     if not rows or any(len(shape) != 2 for shape in rows):
-        raise ValueError(
-            f"{folder}: neither output.weight nor tok_embeddings.weight is a matrix in consolidated.*"
-        )
+        raise ValueError(f"{folder}: neither output.weight nor {native.EMBEDDING} is a matrix in consolidated.*")
     replicated = rows[0][0] == params.get("vocab_size") or not heads
     with _naming_errors(folder / native.PARAMS):
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
-    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, tuple(notes))
+    unnamed = Source(
+        folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *filter(None, [prefix]))
+    )
     unnamed._check_size(w for s in shards for w in s.values())
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
     conversions, _ = to_theirs(names, expected)
     shapes = {key: tensor.shape for key, tensor in renamed(conversions, expected).items()}
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
+
+
+def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], str]:
+    """The tensors of native files without what all names begin with, and a note of it; empty if there is none."""
+    leading = next(
+        (name.removesuffix(native.EMBEDDING) for s in shards for name in s if name.endswith(native.EMBEDDING)), ""
+    )
+    if not leading.endswith(".") or not all(name.startswith(leading) for s in shards for name in s):
+        return shards, ""
+    plain = [{name.removeprefix(leading): tensor for name, tensor in s.items()} for s in shards]
+    return plain, f"tensors are read without {leading!a} in their names"
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:

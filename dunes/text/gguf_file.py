@@ -95,12 +95,12 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _read_part(path: Path) -> Header:
-    try:
-        with open_file(path) as file:
-            require_content(path, file, SUFFIX)  # a staged file has another name
+    with open_file(path) as file:
+        require_content(path, file, SUFFIX)  # a staged file has another name
+        try:
             return _Reader(file, path.stat().st_size).header()
-    except ValueError as error:
-        raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: not a GGUF file that can be read: {error}; fetch it again") from None
 
 
 class _Reader:

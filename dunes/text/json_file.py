@@ -36,7 +36,9 @@ def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > most:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {most:,}")
     try:
-        content = json.loads(text, object_pairs_hook=unique_keys)
+        content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not JSON: byte {error.start} is not UTF-8; save it in UTF-8") from None
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply") from None
     except ValueError as error:

@@ -373,7 +373,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
     content = json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS)
     # Limits come first, since building a tokenizer normalizes its added tokens.
-    inner = library.parse_untrusted(content, data.decode(), tokenizer_limits.check_expansion)
+    inner = library.parse_untrusted(content, data.decode("utf-8-sig"), tokenizer_limits.check_expansion)
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(

@@ -122,13 +122,18 @@ def _size(text: str) -> int:
 
 
 def _check_templates(steps: Sequence[Step]) -> None:
-    """Raise ValueError for templates that repeat a text, or add too many special ids."""
+    """Raise ValueError for templates that repeat a text, add too many special ids, or make the library panic."""
     ids = 1
     for step in steps:
         special = {name: len(mark["ids"]) for name, mark in step.get("special_tokens", {}).items()}
         for name in ("single", "pair"):
             parts = step.get(name) or []
-            marks = sum(special.get(part["SpecialToken"]["id"], 0) for part in parts if "SpecialToken" in part)
+            marked = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
+            if unknown := next((mark for mark in marked if mark not in special), None):
+                raise ValueError(f"its post_processor has {unknown[:60]!a} in {name}, but not in special_tokens")
+            if name == "single" and any(part.get("Sequence", {}).get("id") == "B" for part in parts):
+                raise ValueError("its post_processor has the second text, B, in single, the template of one text")
+            marks = sum(special[mark] for mark in marked)
             ids = max(ids, marks + ids * sum("Sequence" in part for part in parts))
         if ids > MAX_SPECIAL_IDS:
             raise ValueError(f"its post_processor makes {ids:,} ids of one; {MAX_SPECIAL_IDS:,} is the limit")

@@ -104,10 +104,10 @@ class Trainer:
 
     def learning_rates(self) -> list[float]:
         """The groups' own learning rates as they are now, without lr_scale. Raises ValueError for invalid ones."""
-        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        if not all(0 <= lr < math.inf for lr in rates):
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if not all(hasattr(lr, "__float__") and 0 <= float(lr) < math.inf for lr in rates):
             raise ValueError(f"the optimizer's learning rates are {rates}; expected numbers from 0")
-        return rates
+        return [float(lr) for lr in rates]
 
     def parameters(self) -> list[Tensor]:
         """The parameters of the model, of a loss that is a module, and of the optimizer's groups, each once."""

@@ -16,7 +16,7 @@ from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, combine
 from dunes.models.config_values import check_supported, number, quotient, size
 from dunes.models.names import Layout, Names, identity, name
 
-PARAMS = "params.json"
+PARAMS, EMBEDDING = "params.json", "tok_embeddings.weight"
 KNOWN = (
     *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "ffn_dim_multiplier"),
     *("norm_eps", "vocab_size", "tied_embeddings", "rope_theta", "max_seq_len"),
@@ -146,7 +146,7 @@ def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
 
     attention, attn = "layers.{i}.attention", "blocks.{i}.attn"
     return [
-        name("tok_embeddings.weight", "embed.token.weight"),
+        name(EMBEDDING, "embed.token.weight"),
         name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
         name(f"{attention}.wq.weight", f"{attn}.q.weight", load=permute(config["num_attention_heads"])),
         name(f"{attention}.wk.weight", f"{attn}.k.weight", load=permute(config["num_key_value_heads"])),
