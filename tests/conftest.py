@@ -6,6 +6,7 @@ import os
 # Else MKL's kernels on AMD depend on alignment and shape, and equal products differ in their last bits.
 os.environ.setdefault("MKL_CBWR", "AVX2")
 
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from dunes.ops.float32_products import repeat_choice
 from dunes.runs.progress import Display
 from dunes.runs.train_config import TrainConfig
+from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 
 torch.set_num_threads(1)
@@ -51,6 +53,12 @@ def _threads(monkeypatch: pytest.MonkeyPatch):
     yield
     torch.set_num_threads(1)
     repeat_choice(None)
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch: pytest.MonkeyPatch):
+    """Samples of a run take a second of each, with 120 tokens."""
+    monkeypatch.setattr("dunes.runs.train.sample_text", partial(sample_text, max_tokens=8))
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from dunes.data.examples import read_records, split_records
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
+from dunes.runs import finetune_task as task_module
 from dunes.runs import loop as loop_module
 from dunes.runs import timings as timings_module
 from dunes.runs.augment import augment_folder, history
@@ -72,6 +73,14 @@ def examples(tmp_path_factory):
 def asked(base, examples, **changes):
     fixed = {"steps": 6, "batch": 4, "rank": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
     return FinetuneConfig(model=str(base), data=str(examples), **fixed | changes)
+
+
+@pytest.fixture(autouse=True)
+def _quick(request, monkeypatch):
+    """Short answers, and no estimate of memory but where that is the subject: they take most of a small run."""
+    monkeypatch.setattr(task_module, "ANSWER_TOKENS", 8)
+    if not re.search("memory|cannot_be", request.node.name):
+        monkeypatch.setattr(lesson_module, "memory", lambda data: {"weights": 1e6})
 
 
 def finetuned(config, folder, **how):
