@@ -433,9 +433,33 @@ def test_text_before_a_sentinel_is_not_matched():
     assert Copies(sources)._context([*below, *above], b"t") == b"width * heightret"
 
 
+@pytest.mark.parametrize(
+    ("typed", "suggested", "behind", "shown"),
+    [
+        ("def task(value, limit=50", "):", ")", ""),
+        ("def task(", "value, limit=50):", "value, limit=50):", ""),
+        ("def task(", "value, limit=50):", ")", "value, limit=50"),
+        ("def task(", "value, limit=50):", "", "value, limit=50):"),
+        ("f(a[", "i], b)", "])", "i"),
+        ("f(", "a[i], {b: c})", ")", "a[i], {b: c}"),
+        ("f(", "g(a), h()", ")", "g(a), h()"),
+        ("if (a) {", " return b }", " }", " return b"),
+        ("x = [", "1, 2) + [3]", ")", "1, 2"),
+        ('say("', 'hello")', '")', "hello"),
+        ("say(", '"hello")', ")", '"hello"'),
+        ("say(", '"hello")', '"x")', '"hello"'),
+        ("a = '", "b'", "'", "b"),
+        ("f(a", ", b)  # c", ")  # d", ", b"),
+    ],
+)
+def test_what_the_editor_has_closed_is_not_closed_again(typed, suggested, behind, shown):
+    for after in (behind, behind + "\nnext line\n"):
+        assert without_overlap(suggested, after, typed) == shown
+
+
 def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("height)", ")") == "height"
-    assert without_overlap("height) + 1", ")") == "height) + 1"
+    assert without_overlap("height) + 1", ")") == "height", "the editor has closed it"
     assert without_overlap("a = 1", "\r\n  a = 1\r\nb\r\n") == ""
     assert without_overlap("a = 1", "") == "a = 1"
     assert without_overlap("a(b", "b c\nx") == "a("

@@ -496,12 +496,12 @@ def test_lines_of_a_character_alone_have_no_cursor():
     ("text", "whole"),
     [
         ("", ""),
-        ("ab", "ab"),
+        ("ab", ""),
         ("ab cd", "ab"),
         ("ab(c", "ab("),
         ("ab)", "ab"),
         ("ab\ncd.e", "ab\ncd."),
-        ("  ", "  "),
+        ("  ", ""),
     ],
 )
 def test_a_part_of_a_line_ends_with_a_whole_word(text, whole):

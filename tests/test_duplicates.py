@@ -14,6 +14,7 @@ from dunes.runs.score import split_documents
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text.templates import Turn
+from dunes.units import format_bytes
 
 
 def program(seed, lines=30):
@@ -164,13 +165,15 @@ def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path
     assert "near-duplicates: 40 files, each on one side" in " ".join(out.getvalue().split())
     assert train(toy(source, steps=2), run, display()[0]) == 0
     plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
-    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == 1
-    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=1)))
+    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == 2
+    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=2)))
     del card["trained"]["split_version"]  # as of a model from before there were versions
     old = sides(split_documents(card))
     assert old == sides(gather(toy(source))) != sides(gather(toy(source, split_version=1)))
+    card["trained"]["split_version"] = 1
+    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=1)))
     with pytest.raises(ValueError, match="divided by another version of dunes"):
-        split_documents({"trained": card["trained"] | {"split_version": 2}})
+        split_documents({"trained": card["trained"] | {"split_version": 3}})
     assert (
         TrainConfig.of(
             {k: v for k, v in json.loads(plan.read_text()).items() if k not in ("format", "split_version")}
@@ -198,3 +201,46 @@ def test_texts_to_finetune_on_are_on_one_side_with_their_like():
     swallowed = split_records(texts(*[program(0) + f"x = {i}\n" for i in range(60)], *originals[1:20]), 0.3)[1]
     assert swallowed
     assert all(int(r.place[4:]) >= 60 for r in swallowed)
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "share"), [(60, 20_000, 0.1), (60, 5_000, 0.2), (400, 1_500, 80_000 / 600_000)]
+)
+def test_the_validation_part_has_its_share_of_the_text_of_each_kind_and_size(files, size, share, tmp_path):
+    """A tenth, or what makes 80 kB, at most a fifth; of other files of the same kinds it says the truth."""
+    for i in range(files):
+        suffix, factor = (".py", ".go", ".md")[i % 3], (1, 3, 9)[i // 3 % 3] / 4.333
+        text = "".join(f"line {i} {n} {suffix}\n" for n in range(size))
+        (tmp_path / f"file_{i}{suffix}").write_text(text[: int(size * factor)])
+    corpus = collect_corpus([tmp_path])
+    total, held = corpus.size, sum(d.size for d in corpus.valid)
+    assert held / total == pytest.approx(share, rel=0.15)
+    for suffix in (".py", ".go", ".md"):
+        parts = [sum(d.size for d in side if d.name.endswith(suffix)) for side in (corpus.train, corpus.valid)]
+        assert 0.5 * share < parts[1] / sum(parts) < 2 * share
+    assert f"{len(corpus.valid)} for validation ({format_bytes(held)})" in corpus.report()
+    tested = hold_out_test(corpus)
+    assert sum(d.size for d in tested.test) / total == pytest.approx(0.05, rel=0.5)
+    assert not {d.name for d in tested.test} & {d.name for d in corpus.valid}
+    sizes = [d.size for d in corpus.valid]
+    assert len({*sizes}) == 3, "small ones and large ones"
+
+
+def test_a_file_that_is_a_quarter_of_the_share_is_learned(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" * 1_000)
+    (tmp_path / "huge.py").write_text("".join(f"y = {i}\n" for i in range(20_000)))
+    corpus = collect_corpus([tmp_path])
+    assert "huge.py" in {d.name for d in corpus.train}
+    assert len(corpus.valid) > 5
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_of_few_files_the_tails_are_for_validation(count, tmp_path):
+    for i in range(count):
+        (tmp_path / f"{i}.py").write_text(program(i))
+    corpus = gather(toy(tmp_path, split_version=2))
+    assert (corpus.split, corpus.share) == ("tails", 0.2)
+    assert "few files: the last 20% of each is for validation" in corpus.notes
+    assert gather(toy(tmp_path, split_version=2, split="files")).split == "files"
+    assert gather(toy(tmp_path, split_version=1)).split == "files"

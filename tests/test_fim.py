@@ -363,11 +363,13 @@ def test_of_three_or_more_files_at_least_one_is_for_a_test_and_never_all(count, 
     assert lists[0]
     assert len(lists[2]) == tested if tested is not None else 3 < len(lists[2]) < 20
     if tested is None:
-        assert all(0.05 <= d.split_hash < 0.1 for d in corpus.test)
-        assert all(d.split_hash >= 0.1 for d in corpus.train)
+        assert 25 < len(corpus.valid) < 50, "a fifth, of a short text"
+        old = hold_out_test(collect_corpus([tmp_path / "code"], split_version=1), split_version=1)
+        assert all(0.05 <= d.split_hash < 0.1 for d in old.test)
+        assert all(d.split_hash >= 0.1 for d in old.train)
         assert f"{len(corpus.train)} training files, {len(corpus.valid)} for validation" in corpus.report()
     assert (f", {len(corpus.test)} for the test, " in corpus.report()) == bool(corpus.test)
-    assert len(hold_out_test(before, 0.6).train) == 1, "also where all hashes are low enough"
+    assert len(hold_out_test(before, 0.6, split_version=1).train) == 1, "also where all hashes are low enough"
 
 
 def test_files_of_several_sources_are_not_mixed(tmp_path):
@@ -455,7 +457,10 @@ def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     assert "completion of lines: on" in " ".join(out.getvalue().split())
     loaded = checkpoint.load_with_tokenizer(folder)
     corpus = split_documents(loaded.card)
-    assert corpus == with_test_files(TrainConfig(**vars(toy(code)) | {"complete": True}), gather(toy(code)))
+    asked = toy(code, split_version=2)
+    expected = with_test_files(TrainConfig(**vars(asked) | {"complete": True}), gather(asked))
+    assert replace(corpus, notes=expected.notes) == expected
+    assert expected.notes == ["warning: 5.96 kB of text for validation say little about other text; add files"]
     assert corpus.test
     score, files = score_folder(folder)
     assert files == len(corpus.valid)
@@ -493,7 +498,8 @@ def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
     assert isinstance(next(TrainTask(replace(config, complete=True), on, None, ()).batches(0)), tuple)
 
 
-def test_a_run_from_before_there_was_a_choice_goes_on_as_it_was(code, tmp_path):
+def test_a_run_from_before_there_was_a_choice_goes_on_as_it_was(code, tmp_path, monkeypatch):
+    monkeypatch.setattr("dunes.runs.loop.SPLIT_VERSION", 0)
     run, names = tmp_path / "run", ("complete", "fim_rate", "file_headers", "split_version")
     assert train(toy(code, complete=False, steps=4), run, display()[0]) == 0
     plan = json.loads((run / "state" / "plan.json").read_text())

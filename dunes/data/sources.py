@@ -9,12 +9,9 @@ their own hash.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
 
 from dunes.data.document import Document, header_name, plain_document
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
@@ -27,6 +24,8 @@ SHARE, LEAST, MOST = 0.1, 80_000, 0.2
 TESTED = 0.05
 """The share of the text that is for a test. Up to version 1 of the split it is that of the files, and so is that
 for validation."""
+COMMON = 20
+"""Files of a kind, at least, for a share of its own."""
 SHOWN = 5
 """The number of unreadable files of records that are named; the others are counted."""
 
@@ -182,6 +181,11 @@ class _Group:
         """Bytes of text."""
         return sum(d.size for d in self.files)
 
+    @property
+    def kind(self) -> str:
+        """The suffix of its first file."""
+        return self.files[0].path.suffix
+
 
 def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
     """Set the corpus's near-duplicates, and note them. A group follows its file with the shortest path."""
@@ -215,21 +219,23 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 def _held_out_first(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
     """The groups in the order in which they are held out, and how many of them have about `share` of the text.
 
-    Of those that follow each other by kind and size, one in so many is held out, by its hash; then the others
-    by their hashes. Groups that have half of that share alone are last.
+    Of the text of each kind and size it is about that share, by the hashes of its files. What files are too large
+    for is made up for by smaller ones. Groups that alone have a quarter of the share are last.
     """
-    size = sum(g.size for g in groups)
-    kinds = Counter(g.files[0].path.suffix for g in groups)
-    order = sorted(groups, key=lambda g: (-kinds[(s := g.files[0].path.suffix)], s, g.size, g.files[0].name))
-    large = [g for g in order if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 2]
-    order = [g for g in order if g not in large]
-    bounds = np.linspace(0, len(order), max(1, round(share * len(order))) + 1).astype(int)
-    parts = [sorted(order[a:b], key=_group_order) for a, b in pairwise(bounds)]
-    others = sorted((g for part in parts for g in part[1:]), key=_group_order)
-    order = [*(part[0] for part in parts if part), *others, *sorted(large, key=_group_order)]
-    held = np.cumsum([g.size for g in order])
-    count = max(len(parts), int(np.searchsorted(held, share * size)) + 1) if len(others) else 0
-    return order, min(count, int(np.searchsorted(held, MOST * size, "right")))
+    size, kinds = sum(g.size for g in groups), Counter(g.kind for g in groups)
+    large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
+    strata: dict[tuple[int, str], list[_Group]] = {}
+    for group in sorted(groups, key=_group_order):
+        kind = group.kind if kinds[group.kind] >= COMMON else ""
+        strata.setdefault((-group.size.bit_length() // 2, kind), []).append(group)
+    held, others, due, done = list[_Group](), list[_Group](), 0.0, 0.0
+    for _, stratum in sorted(strata.items()):
+        due += share * sum(g.size for g in stratum)
+        for group in stratum:
+            takes = id(group) not in large and done + group.size / 2 <= due
+            (held if takes else others).append(group)
+            done += group.size * takes
+    return [*held, *sorted(others, key=lambda g: (id(g) in large, *_group_order(g)))], len(held)
 
 
 def _group_order(group: _Group) -> tuple[float, str]:

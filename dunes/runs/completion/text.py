@@ -195,7 +195,11 @@ def _before_closed(line: str, rest: str, typed: str) -> str:
 
 def _overlaps(line: str, part: str) -> bool:
     """Whether the line ends with this part, which closes nothing that the line opens before it."""
-    return line.endswith(part) and not (unmatched(part)[1] is not None and unmatched(line[: -len(part)])[0])
+    if not line.endswith(part):
+        return False
+    before = line[: -len(part)]
+    closes_quote = any(part.count(quote) % 2 and before.count(quote) % 2 for quote in QUOTES)
+    return not (closes_quote or (unmatched(part)[1] is not None and unmatched(before)[0]))
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
