@@ -203,9 +203,7 @@ def test_texts_to_finetune_on_are_on_one_side_with_their_like():
     assert all(int(r.place[4:]) >= 60 for r in swallowed)
 
 
-@pytest.mark.parametrize(
-    ("files", "size", "share"), [(60, 20_000, 0.1), (60, 5_000, 0.2), (400, 1_500, 80_000 / 600_000)]
-)
+@pytest.mark.parametrize(("files", "size", "share"), [(240, 5_000, 0.1), (60, 5_000, 0.2), (400, 1_500, 80 / 600)])
 def test_the_validation_part_has_its_share_of_the_text_of_each_kind_and_size(files, size, share, tmp_path):
     """A tenth, or what makes 80 kB, at most a fifth; of other files of the same kinds it says the truth."""
     for i in range(files):
