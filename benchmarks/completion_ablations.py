@@ -17,11 +17,12 @@ from dunes.generate.copying import LEAST, Candidates, Gate
 from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import cut_points, first_line
-from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.keystrokes import FileSuggestions
 from dunes.runs.completion.metrics import agreement, interval
 from dunes.runs.completion.protocol import LineCompleter, Suggestion
 from dunes.runs.completion.score import CompleterScore, Point
+from dunes.runs.completion.search import CompleteOptions
 from dunes.runs.completion.sources import ScoredFile, document_texts, scored_files
 from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display

@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 from dunes import measure
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import file_lines
-from dunes.runs.completion.engine import LIMIT, CompleteOptions
+from dunes.runs.completion.search import LIMIT, CompleteOptions
 from dunes.runs.completion.text import near_text, window
 from dunes.tables import print_table
 

@@ -22,9 +22,10 @@ from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from dunes.runs.completion import fit as completion_fit
 from dunes.runs.completion import index as completion_index
 from dunes.runs.completion.completer import CopyCompleter, name_in_sources
-from dunes.runs.completion.engine import CompleteOptions, CompletionEngine
+from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.fit import fit_mixture, typed_files
 from dunes.runs.completion.gate import (
     Places,
@@ -38,8 +39,10 @@ from dunes.runs.completion.gate import (
 from dunes.runs.completion.index import index_texts, named_texts
 from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Cancelled, Suggestion
+from dunes.runs.completion.search import DEFAULTS, CompleteOptions, LineSearch
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
+from dunes.runs.score import split_documents
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
@@ -183,10 +186,19 @@ def test_a_cancelled_request_leaves_an_engine_that_answers(width):
     assert asked > 1
 
 
+def search_at(engine, prompt, copies, options=DEFAULTS):
+    """The search at a cursor."""
+    mixture = engine._mixture_of(options.width)
+    search = LineSearch(mixture, prompt, options, engine.loaded.context_length - len(prompt))
+    mixture.begin(copies, engine.gate, len(prompt) + search.limit, options.cancelled)
+    return search
+
+
 def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     engine, asked = engine_of([("a.py", CODE)]), []
-    monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", 1.0)
-    monkeypatch.setattr(engine, "_word_logprob", lambda typed, beam: asked.append(beam) or -beam.total)
+    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", 1.0)
+    monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: asked.append(beam) or -beam.total)
     suggestion = engine.complete(CODE + "    result = wid", "", "b.py")
     assert len(asked) > 1
     assert suggestion.line == pytest.approx(math.exp(min(beam.total for beam in asked)))
@@ -197,13 +209,16 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     id_of = engine.files.pieces.index
     part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
-    monkeypatch.setattr("dunes.runs.completion.engine.beam_search", lambda *_, **__: [part])
-    monkeypatch.setattr(engine, "_decode", lambda mixture, prompt, beam, limit, ends: line)
-    prompt = [id_of(b"a")]
+    monkeypatch.setattr("dunes.runs.completion.search.beam_search", lambda *_, **__: [part])
+    monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: line)
+    monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
+    prompt, hopeless = [id_of(b"a")], []
     copies = Copies(engine.sources_above("", []), b"re", 1)
-    assert engine._search(prompt, copies, CompleteOptions()) == line
+    assert search_at(engine, prompt, copies).beams() == [line]
+    assert not hopeless
     whole = Copies(engine.sources_above("", []), b"r", 1)
-    assert engine._search(prompt, whole, CompleteOptions()) == part
+    assert search_at(engine, prompt, whole).beams() == [line]
+    assert hopeless == [part]
 
 
 @pytest.mark.parametrize("typed", [b"re", b"ret", b" wid", b"x"])
@@ -247,7 +262,7 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
     suggestions = []
     for logprob in (0.0, math.log(0.25)):
         monkeypatch.setattr(Mixture, "typed_logprob", lambda *_, logprob=logprob: logprob)
-        monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", -math.inf)
+        monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
         suggestions.append(engine.complete(CODE + "    re", "", "b.py", options))
     whole, given = suggestions
     assert given.text == whole.text != ""
@@ -258,27 +273,27 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
 def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
-    mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
-    mixture.begin(Copies(engine.sources_above("", []), b"x", 1), engine.gate, 9, lambda: False)
-    assert engine._hopeless(mixture, [70], beams)
+    search = search_at(engine, [70], Copies(engine.sources_above("", []), b"x", 1))
+    assert search._hopeless(beams)
     monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -2.0)
-    assert not engine._hopeless(mixture, [70], beams)
+    assert not search._hopeless(beams)
 
 
 def test_a_line_without_a_word_is_the_last_choice():
     engine = engine_of([("a.py", CODE)])
     beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
-    assert engine._word_logprob(b"", beam(b"a", b"x")) == -2
-    assert engine._word_logprob(b"a", beam(b"a", b"x")) == -2
-    assert engine._word_logprob(b"", beam(b"a", b"(", b"x")) == -1
+    search = lambda typed: search_at(engine, [70], Copies(engine.sources_above("", []), typed, 1))
+    assert search(b"")._word_logprob(beam(b"a", b"x")) == -2
+    assert search(b"a")._word_logprob(beam(b"a", b"x")) == -2
+    assert search(b"")._word_logprob(beam(b"a", b"(", b"x")) == -1
     for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", beam(b"\xe6"))]:
-        assert engine._word_logprob(typed, empty) == -math.inf
-    assert engine._word_logprob(b"", Beam((engine.files.end,), (-1.0,))) == -math.inf
+        assert search(typed)._word_logprob(empty) == -math.inf
+    assert search(b"")._word_logprob(Beam((engine.files.end,), (-1.0,))) == -math.inf
 
 
-def test_an_empty_suggestion_is_as_probable_as_its_line():
+def test_an_empty_suggestion_is_as_probable_as_its_line(monkeypatch):
     engine = engine_of([("a.py", CODE)])
-    engine._search = lambda *_: Beam((engine.files.end,), (-1.0,))
+    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam((engine.files.end,), (-1.0,))])
     assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1))
 
 
@@ -381,35 +396,68 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
 
 def test_a_suggestion_ends_within_its_limit(monkeypatch):
     engine, asked = engine_of([("a.py", "x" * 500)], loaded=model_for(BPE, 256, **TRAINED)), []
-    monkeypatch.setattr("dunes.runs.completion.engine.LIMIT", 5)
-    found = engine._search
-    monkeypatch.setattr(engine, "_search", lambda *args: asked.append(found(*args)) or asked[-1])
+    monkeypatch.setattr("dunes.runs.completion.search.LIMIT", 5)
+    found = LineSearch.beams
+    monkeypatch.setattr(LineSearch, "beams", lambda self: asked.extend(found(self)) or asked[-1:])
     engine.complete("xxxxxxxx", options=CompleteOptions(width=2))
+    engine.complete("xxxxxxxx", options=CompleteOptions(width=2, max_tokens=2))
     assert len(asked[0].ids) <= 5
+    assert len(asked[1].ids) <= 2
 
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
-    monkeypatch.setattr("dunes.runs.completion.engine.BEAMED", 2)
-    monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", -math.inf)
+    monkeypatch.setattr("dunes.runs.completion.search.BEAMED", 2)
+    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
     whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
-    monkeypatch.setattr("dunes.runs.completion.engine.HOPELESS", 0.0)
+    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", 0.0)
     parts = [engine.complete(before, "", name, options) for before, _, name in CUTS]
     same_line = [full.text.startswith(part.text.rstrip()) for full, part in zip(whole, parts, strict=True)]
     assert all(same_line) or width > 1, "of several lines, that of the most probable first word"
     assert sum(len(part.text) for part in parts) < 0.7 * sum(len(full.text) for full in whole)
 
 
+def test_alternatives_are_different_and_the_best_is_the_suggestion():
+    engine, counts = engine_of([("a.py", CODE)]), []
+    for before, _, name in CUTS:
+        best = engine.complete(before, "", name)
+        found = engine.alternatives(before, "", name, CompleteOptions(alternatives=3))
+        assert close(found[0], best)
+        assert len({each.text for each in found}) == len(found) <= 3
+        assert all(each.text for each in found[1:])
+        counts.append(len(found))
+    assert max(counts) > 1
+
+
+@pytest.mark.parametrize("options", [{"alternatives": 4}, {"max_tokens": 0}, {"width": 0}, {"lines": 0}])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match="all must be at least 1, and alternatives at most width"):
+        CompleteOptions(**options)
+    with pytest.raises(ValueError, match="stop has an empty string"):
+        CompleteOptions(stop=["a", ""])
+
+
+def test_a_suggestion_ends_before_a_string_to_stop_at():
+    engine = engine_of([("a.py", CODE)])
+    before = CODE + "def area_9("
+    whole = engine.complete(before, "", "b.py").text
+    assert len(whole) > 4
+    for stop in (whole[3:5], whole[2]):
+        found = engine.complete(before, "", "b.py", CompleteOptions(stop=("no such text", stop))).text
+        assert found == whole[: whole.index(stop)]
+
+
 @pytest.mark.parametrize("lines", [1, 3])
-def test_white_space_alone_is_no_suggestion_and_no_line_end_ends_one(lines):
+def test_white_space_alone_is_no_suggestion_and_no_line_end_ends_one(lines, monkeypatch):
     engine = engine_of([("a.py", "x = 1   \ny = 2\n\n\n" * 9)])
     space, end = (engine.files.line(text)[0] for text in (" ", "\n"))
     for ids in [(space,), (space, end), (end, end), (end, space, end)]:
-        engine._search = lambda *_, ids=ids: Beam(ids, (-1.0,) * len(ids))
+        monkeypatch.setattr(LineSearch, "beams", lambda self, ids=ids: [Beam(ids, (-1.0,) * len(ids))])
         assert engine.complete("x = 1", options=CompleteOptions(lines=lines)).text == ""
     word = engine.files.line("y")
-    engine._search = lambda *_: Beam((*word, end, end, *word), (-1.0,) * (len(word) * 2 + 2))
+    ids = (*word, end, end, *word)
+    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam(ids, (-1.0,) * len(ids))])
     assert engine.complete("x = 1", options=CompleteOptions(lines=lines)).text == "y"
 
 
@@ -673,7 +721,7 @@ def test_places_are_of_all_texts():
 @pytest.fixture
 def stored(tmp_path):
     files = FileTokenizer(BPE, True)
-    index = index_texts([("a.py", CODE), ("empty.py", ""), ("ö b.py", OTHER)], files, ["1", "2", "3"])
+    index = index_texts([("a.py", CODE), ("empty.py", ""), ("ö b.py", OTHER)], files)
     write_index(tmp_path, index)
     write_gate(tmp_path, copying_gate(), {"thresholds": {"word": [[0.35, 0.5]], "line": []}})
     return tmp_path, index
@@ -747,7 +795,7 @@ BROKEN_INDEX = {
     "no UTF-8": change_tensor("text", set_item(5, 255)),
     "overlap": change_json("files.json", with_files(lambda f: [f[0], [*f[2]], [*f[1]]])),
     "past the end": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:2], 10**9, 10**9]])),
-    "inside a file": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:3], f[2][3] + 2]])),
+    "inside a file": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:2], f[2][2] + 2]])),
     "no start": change_json("files.json", with_files(lambda f: f[1:])),
     "no numbers": change_json("files.json", with_files(lambda f: [["a", "b", None, []]])),
     "infinite": change_json("files.json", with_files(lambda f: [["a", "b", math.inf, 0]])),
@@ -840,6 +888,10 @@ def train_to(folder, source, **changes):
     return out.getvalue()
 
 
+def checkpoint_test_files(run):
+    return split_documents(json.loads((run / "dunes.json").read_text())).test
+
+
 def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     run = tmp_path / "run"
     out = train_to(run, programs, vocab_size=330)
@@ -848,7 +900,8 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert {*facts["thresholds"]} == {"word", "line"}
     assert facts["mixed_loss"] < facts["loss"]
     names = {name for name, _ in index.texts()}
-    assert 5 < len(names) < 12
+    tested = len(checkpoint_test_files(run))
+    assert len(names) == 12 - tested < 12, "those of the validation part, too, once the run has ended"
     assert all((programs / name).read_text() == text for name, text in index.texts())
     draft = programs / "draft.py"
     draft.write_text("x = 1\n    return val")
@@ -908,16 +961,22 @@ def test_what_cannot_be_completed_is_refused_in_one_line(programs, tmp_path, sto
         verbs.complete(run)
 
 
-def test_a_run_of_one_file_copies_from_its_beginning_and_fits_on_its_end(programs, tmp_path, capsys):
+def test_a_run_of_one_file_copies_from_its_beginning_and_fits_on_its_end(programs, tmp_path, monkeypatch):
     file, run = tmp_path / "one.py", tmp_path / "run"
     file.write_text("".join(p.read_text() for p in sorted(programs.rglob("*.py"))))
+    seen = []
+    fit = completion_fit.fit_mixture
+    monkeypatch.setattr(
+        completion_fit, "fit_mixture", lambda engine, *args: seen.append(engine) or fit(engine, *args)
+    )
     train_to(run, file)
     text = file.read_text()
-    ((name, indexed),) = read_index(run).texts()
+    ((name, indexed),) = seen[0].index.texts()
     assert name == "one.py"
     assert text.startswith(indexed)
-    assert 0.8 * len(text) < len(indexed) < 0.9 * len(text)
+    assert 0.7 * len(text) < len(indexed) < 0.8 * len(text), "a fifth of a short text is for validation"
     assert read_gate(run) is not None
+    assert read_index(run).texts() == [("one.py", text)], "all of it, once the run has ended"
 
 
 # copying alone

@@ -236,7 +236,7 @@ def test_a_file_that_is_a_quarter_of_the_share_is_learned(tmp_path):
 @pytest.mark.parametrize("count", [2, 12])
 def test_of_few_files_the_tails_are_for_validation(count, tmp_path):
     for i in range(count):
-        (tmp_path / f"{i}.py").write_text(program(i))
+        (tmp_path / f"{i}.py").write_text("".join(f"x_{i}_{n} = {n}\n" for n in range(400)))
     corpus = gather(toy(tmp_path, split_version=2))
     assert (corpus.split, corpus.share) == ("tails", 0.2)
     assert "few files: the last 20% of each is for validation" in corpus.notes

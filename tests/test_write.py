@@ -23,6 +23,7 @@ from dunes.runs import text_generator
 from dunes.runs.completion import completer
 from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.search import LineSearch
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.write import describe_rates, text_before_cursor
@@ -121,13 +122,14 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
-def test_the_rest_of_a_line_is_without_its_end(end):
+def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
+    monkeypatch.setattr("dunes.generate.remembered.RememberedLogits.begin", lambda self, length: None)
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
         engine, ids = (
             CompletionEngine(LoadedModel(None, tokenizer, 64)),
             [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos],
         )
-        engine._search = lambda *asked, ids=ids: Beam(tuple(ids), (0.0,) * len(ids))
+        monkeypatch.setattr(LineSearch, "beams", lambda self, ids=ids: [Beam(tuple(ids), (0.0,) * len(ids))])
         assert engine.complete("x = ").text == "a\x0cb;"
 
 

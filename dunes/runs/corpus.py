@@ -34,8 +34,9 @@ from dunes.units import format_bytes, plural
 SAMPLE = 2_000_000
 """Bytes of text that a tokenizer is trained on; more hardly changes it."""
 
-FEWEST = 5
-"""Files for validation, at least; where fewer would be held out, the tails of all are for validation instead."""
+FEWEST, LONG = 5, 4_000
+"""Files for validation, at least: where fewer would be held out, the tails of all are for validation instead, if
+they have so many bytes on average."""
 LITTLE = 20_000
 """Bytes of text for validation below which it is little: a loss on 5,000 tokens is uncertain by some percent."""
 
@@ -76,6 +77,7 @@ def gather(config: TrainConfig) -> Corpus:
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
     """The corpus with whole files for validation, or with the tails of all, as asked or where there are few."""
     few = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
+    few = few and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few):
         return corpus
     if config.split is None:

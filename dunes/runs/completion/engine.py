@@ -7,20 +7,19 @@ character costs about one id.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate.beam import Beam, beam_search
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, is_word
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
-from dunes.runs.completion.cuts import first_word, whole_words
+from dunes.runs.completion.cuts import first_word
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.runs.completion.text import (
     BELOW,
     FileTokenizer,
@@ -31,31 +30,9 @@ from dunes.runs.completion.text import (
     without_overlap,
 )
 from dunes.runs.trained_text import trained_text
-from dunes.text.lines import split_lines
 
-LIMIT = 48
-"""Tokens of a suggestion at most."""
-WIDTH = 3
-"""Beams."""
-BEAMED, LEAD = 5, 1.5
-"""Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
-HOPELESS = -3.0
-"""Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
-
-
-@dataclass(frozen=True)
-class CompleteOptions:
-    """The number of `lines`, and of beams (`width`; 1 is greedy). `cancelled` is asked between two forwards."""
-
-    lines: int = 1
-    width: int = WIDTH
-    cancelled: Callable[[], bool] = lambda: False
-
-    def __post_init__(self) -> None:
-        if self.lines < 1 or self.width < 1:
-            raise ValueError(f"lines is {self.lines} and width is {self.width}; both must be at least 1")
 
 
 class CompletionEngine:
@@ -94,25 +71,37 @@ class CompletionEngine:
         before: str,
         after: str = "",
         name: str = "",
-        options: CompleteOptions = CompleteOptions(),
+        options: CompleteOptions = DEFAULTS,
     ) -> Suggestion:
         """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
+        return self.alternatives(before, after, name, options)[0]
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The most probable suggestions, the best first, as many as `options` say at most; the first may be empty.
+
+        Raises Cancelled where the options say so.
+        """
         after, name = valid_text(after[:BELOW]), valid_text(name)
         text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
         below = self.files.plain(after)
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
+        mixture = self._mixture_of(options.width)
+        search = LineSearch(mixture, prompt, options, self.loaded.context_length - len(prompt))
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
-        best = self._search(prompt, copies, options)
-        data = self._text(typed, best.ids)
-        rest = "".join(split_lines(data)[: options.lines]).rstrip("\r\n")
-        if best.ids and not self._ends(typed, options.lines, best.ids):
-            rest = whole_words(rest).rstrip("\r\n")
-        rest = without_overlap(rest, after, before[max(before.rfind("\n"), before.rfind("\r")) + 1 :])
-        rest = rest if rest.strip() else ""
-        word = self._until(best, prompt, self._mixture_of(options.width), first_word(rest)) if rest else best.total
-        return Suggestion(rest, math.exp(min(word, 0.0)), math.exp(min(best.total, 0.0)))
+        mixture.begin(copies, self.gate, len(prompt) + search.limit, options.cancelled)
+        start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
+        found: dict[str, Suggestion] = {}
+        for beam in search.beams():
+            rest = without_overlap(search.text(beam), after, start)
+            rest = rest if rest.strip() else ""
+            word = search.logprob(beam, first_word(rest)) if rest else beam.total
+            found.setdefault(rest, Suggestion(rest, *(math.exp(min(p, 0.0)) for p in (word, beam.total))))
+        best, *others = found.values()
+        return [best, *(suggestion for suggestion in others if suggestion.text)]
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -163,58 +152,6 @@ class CompletionEngine:
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))
 
-    def _ends(self, typed: bytes, lines: int, ids: Sequence[int]) -> bool:
-        """Whether these ids have so many line ends, or end the text."""
-        data = b"".join(self.files.pieces[i] for i in ids)[len(typed) :]
-        return len(split_lines(data.decode(errors="replace"))) > lines or not self.files.pieces[ids[-1]]
-
-    def _search(self, prompt: Sequence[int], copies: Copies, options: CompleteOptions) -> Beam:
-        """The most probable ids up to the lines' end, with their probabilities given what is typed."""
-        ends = partial(self._ends, copies.typed, options.lines)
-        limit = min(LIMIT * options.lines, self.loaded.context_length - len(prompt))
-        mixture = self._mixture_of(options.width)
-        mixture.begin(copies, self.gate, len(prompt) + limit, options.cancelled)
-        best = self._best(mixture, prompt, options.width, limit, ends)
-        has_typed = best.ids and not copies.rest([*prompt, *best.ids])
-        return best.given(mixture.typed_logprob(prompt)) if has_typed else best
-
-    def _best(
-        self, mixture: Mixture, prompt: Sequence[int], width: int, limit: int, ends: Callable[..., bool]
-    ) -> Beam:
-        """The most probable ids, by one beam or by several up to where one goes on alone."""
-        if width == 1:
-            return self._decode(mixture, prompt, Beam(), limit, ends)
-        beams = beam_search(
-            mixture.after,
-            prompt,
-            width=width,
-            max_tokens=min(limit, BEAMED),
-            ends=ends,
-            decided=partial(self._decided, mixture, prompt),
-        )
-        if not beams or ends(beams[0].ids):
-            return beams[0] if beams else Beam()
-        if self._hopeless(mixture, prompt, beams):  # a user may take the first word
-            best = max(beams, key=partial(self._word_logprob, prompt, mixture))
-            return self._decode(mixture, prompt, best, limit, ends)
-        finished = [beam for beam in beams if ends(beam.ids)]
-        return max([self._decode(mixture, prompt, beams[0], limit, ends), *finished], key=lambda b: b.total)
-
-    def _decided(self, mixture: Mixture, prompt: Sequence[int], beams: Sequence[Beam]) -> bool:
-        """Whether the first beam is far more probable than the next, or hopeless.
-
-        Those without all of what is typed are not comparable: they have yet to lose what others have lost.
-        """
-        lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
-        has_typed = not any(mixture.copies.rest([*prompt, *beam.ids]) for beam in beams)
-        return has_typed and (lead >= LEAD or self._hopeless(mixture, prompt, beams))
-
-    def _hopeless(self, mixture: Mixture, prompt: Sequence[int], beams: Sequence[Beam]) -> bool:
-        """Whether the first of some beams has no prospect, given what is typed, which all have."""
-        if any(mixture.copies.rest([*prompt, *beam.ids]) for beam in beams):
-            return False
-        return beams[0].total < HOPELESS and beams[0].total - mixture.typed_logprob(prompt) < HOPELESS
-
     def _mixture_of(self, width: int) -> Mixture:
         """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
         step = self._find_step() if width == 1 else None
@@ -223,45 +160,6 @@ class CompletionEngine:
             mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
             self._mixtures[width] = mixture
         return mixture
-
-    def _decode(
-        self,
-        mixture: Mixture,
-        prompt: Sequence[int],
-        beam: Beam,
-        limit: int,
-        ends: Callable[..., bool],
-    ) -> Beam:
-        """The beam with the most probable ids one by one, until it `ends`, or has a whole word and no prospect."""
-        while len(beam.ids) < limit and not (beam.ids and ends(beam.ids)):
-            text = self._text(mixture.copies.typed, beam.ids)
-            if first_word(text) != text and self._hopeless(mixture, prompt, [beam]):
-                break
-            best = mixture.after_one([*prompt, *beam.ids], limit - len(beam.ids) - 1).max(-1)
-            if not float(best.values) > -math.inf:
-                break
-            beam = beam.grown(int(best.indices), float(best.values))
-        return beam
-
-    def _text(self, typed: bytes, ids: Sequence[int]) -> str:
-        """The text of these ids without what is typed."""
-        return b"".join(self.files.pieces[i] for i in ids)[len(typed) :].decode(errors="ignore")
-
-    def _until(self, beam: Beam, prompt: Sequence[int], mixture: Mixture, text: str) -> float:
-        """The log-probability of the ids that have all of this text behind what is typed, and that it ends there,
-        if it ends in an identifier."""
-        total, size, end, ids = 0.0, 0, len(mixture.copies.typed) + len(text.encode()), [*prompt]
-        for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
-            if size >= end:
-                break
-            total, size, ids = total + logprob, size + len(self.files.pieces[id]), [*ids, id]
-        ends_word = size == end and is_word(text.encode()[-1:])
-        return total + (mixture.word_end_logprob(ids) if ends_word else 0.0)
-
-    def _word_logprob(self, prompt: Sequence[int], mixture: Mixture, beam: Beam) -> float:
-        """The log-probability of the first word; -inf without one."""
-        word = first_word(self._text(mixture.copies.typed, beam.ids))
-        return self._until(beam, prompt, mixture, word) if word.strip() else -math.inf
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

@@ -176,7 +176,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closed(first_line(suggestion), rest, typed)
         sizes = range(min(len(line), len(rest)), 0, -1)
-        return line[: len(line) - next((n for n in sizes if _overlaps(line, rest[:n])), 0)]
+        return line[: len(line) - next((n for n in sizes if _overlaps(line, rest[:n], typed)), 0)]
     lines = [line.strip() for line in split_lines(typed + suggestion) if line.strip()]
     following = split_lines(after[len(first_line(after)) :].lstrip("\r\n"))
     return "" if lines == [line.strip() for line in following[: len(lines)]] else suggestion
@@ -193,13 +193,14 @@ def _before_closed(line: str, rest: str, typed: str) -> str:
     return line
 
 
-def _overlaps(line: str, part: str) -> bool:
-    """Whether the line ends with this part, which closes nothing that the line opens before it."""
+def _overlaps(line: str, part: str, typed: str) -> bool:
+    """Whether the line ends with this part; what the typed line opened is not taken to be closed by it."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
     closes_quote = any(part.count(quote) % 2 and before.count(quote) % 2 for quote in QUOTES)
-    return not (closes_quote or (unmatched(part)[1] is not None and unmatched(before)[0]))
+    closes_bracket = unmatched(part)[1] is not None and unmatched(before)[0] and unmatched(typed)[0]
+    return not (closes_quote or closes_bracket)
 
 
 def unmatched(text: str) -> tuple[str, int | None]:

@@ -1,0 +1,156 @@
+"""The search for the rest of a line: what is most probable by the mixture of model and copies."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dunes.generate.beam import Beam, beam_search
+from dunes.generate.copying import is_word
+from dunes.runs.completion.cuts import first_word, whole_words
+from dunes.runs.completion.mixture import Mixture
+from dunes.text.lines import split_lines
+
+LIMIT = 48
+"""Tokens of a line at most."""
+WIDTH = 3
+"""Beams."""
+BEAMED, LEAD = 5, 1.5
+"""Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
+HOPELESS = -3.0
+"""Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
+
+
+@dataclass(frozen=True)
+class CompleteOptions:
+    """The number of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
+
+    They end before a string of `stop`, and after `max_tokens`. `cancelled` is asked between two forwards.
+    """
+
+    lines: int = 1
+    width: int = WIDTH
+    alternatives: int = 1
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    cancelled: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        least = min(self.lines, self.width, self.alternatives, 1 if self.max_tokens is None else self.max_tokens)
+        if least < 1 or self.alternatives > self.width:
+            raise ValueError(
+                f"lines is {self.lines}, width {self.width}, alternatives {self.alternatives} and max_tokens "
+                f"{self.max_tokens}; all must be at least 1, and alternatives at most width"
+            )
+        if "" in self.stop:
+            raise ValueError("stop has an empty string, with which every text begins")
+
+
+DEFAULTS = CompleteOptions()
+
+
+class LineSearch:
+    """The search at a cursor behind a prompt and what is typed since. At most `room` ids fit behind the prompt."""
+
+    def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
+        self.mixture, self.prompt, self.options = mixture, prompt, options
+        self.pieces = mixture.files.pieces
+        self.limit = min(options.max_tokens or LIMIT * options.lines, room)
+
+    @property
+    def typed(self) -> bytes:
+        """The bytes that the ids have to begin with."""
+        return self.mixture.copies.typed
+
+    def beams(self) -> list[Beam]:
+        """The most probable ids up to the lines' end, with their probabilities given what is typed."""
+        count = self.options.alternatives
+        found = [Beam()] if self.options.width == 1 else self._side_by_side()
+        if found and not self._ends(found[0]) and self._hopeless(found):  # a user may take the first word
+            found.sort(key=self._word_logprob, reverse=True)
+            best = [self._decoded(beam) for beam in found[:count]]
+        else:
+            finished = [beam for beam in found if self._ends(beam)]
+            best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
+        return [self._given(beam) for beam in best] or [Beam()]
+
+    def text(self, beam: Beam) -> str:
+        """The lines of these ids without what is typed, and without a word at their end that may be a part."""
+        text = "".join(split_lines(self._data(beam).decode(errors="ignore"))[: self.options.lines])
+        places = [place for stop in self.options.stop if (place := text.find(stop)) >= 0]
+        if places:
+            text = text[: min(places)]
+        elif not self._ends(beam):
+            text = whole_words(text.rstrip("\r\n"))
+        return text.rstrip("\r\n")
+
+    def logprob(self, beam: Beam, text: str) -> float:
+        """The log-probability of the ids that have all of this text behind what is typed, and that an identifier
+        at its end goes no further."""
+        total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
+        for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
+            if size >= end:
+                break
+            total, size, ids = total + logprob, size + len(self.pieces[id]), [*ids, id]
+        ends_word = size == end and is_word(text.encode()[-1:])
+        return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
+
+    def _side_by_side(self) -> list[Beam]:
+        return beam_search(
+            self.mixture.after,
+            self.prompt,
+            width=self.options.width,
+            max_tokens=min(self.limit, BEAMED),
+            ends=lambda ids: self._ends(Beam(tuple(ids))),
+            decided=self._decided,
+        )
+
+    def _decoded(self, beam: Beam) -> Beam:
+        """The beam with the most probable ids one by one, until it ends, or has a whole word and no prospect."""
+        while len(beam.ids) < self.limit and not self._ends(beam):
+            text = self._data(beam).decode(errors="ignore")
+            if first_word(text) != text and self._hopeless([beam]):
+                break
+            room = self.limit - len(beam.ids) - 1
+            best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
+            if not float(best.values) > -math.inf:
+                break
+            beam = beam.grown(int(best.indices), float(best.values))
+        return beam
+
+    def _given(self, beam: Beam) -> Beam:
+        has_typed = beam.ids and not self._rest(beam)
+        return beam.given(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
+
+    def _ends(self, beam: Beam) -> bool:
+        """Whether these ids have so many line ends, a string to stop at, or the end of the text."""
+        text = self._data(beam).decode(errors="replace")
+        if len(split_lines(text)) > self.options.lines or any(stop in text for stop in self.options.stop):
+            return True
+        return bool(beam.ids) and not self.pieces[beam.ids[-1]]
+
+    def _decided(self, beams: Sequence[Beam]) -> bool:
+        """Whether the first beam is far more probable than the next, or hopeless.
+
+        Those without all of what is typed are not comparable: they have yet to lose what others have lost.
+        """
+        lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
+        return not any(map(self._rest, beams)) and (lead >= LEAD or self._hopeless(beams))
+
+    def _hopeless(self, beams: Sequence[Beam]) -> bool:
+        """Whether the first of some beams has no prospect, given what is typed, which all have."""
+        if any(map(self._rest, beams)):
+            return False
+        return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
+
+    def _rest(self, beam: Beam) -> bytes:
+        """The typed bytes that a beam does not have yet."""
+        return self.mixture.copies.rest([*self.prompt, *beam.ids])
+
+    def _data(self, beam: Beam) -> bytes:
+        """The bytes of the ids without what is typed."""
+        return b"".join(self.pieces[i] for i in beam.ids)[len(self.typed) :]
+
+    def _word_logprob(self, beam: Beam) -> float:
+        """The log-probability of the first word; -inf without one."""
+        word = first_word(self._data(beam).decode(errors="ignore"))
+        return self.logprob(beam, word) if word.strip() else -math.inf
