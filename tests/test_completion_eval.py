@@ -66,7 +66,8 @@ def test_cursors_stand_behind_and_before_a_character_of_a_line():
     assert {c.rest for c in cuts if c.kind == "line start"} == set(whole.values())
     assert {rest for _, rest in inside} >= {"b = 1", " = 1", "= 1", " 1", "1", ")", "ä)"}
     assert all(text[offset:].startswith(rest) and rest and offset not in whole for offset, rest in inside)
-    assert all(text[c.offset : c.end].rstrip() == c.rest and text[c.end] in "\r\n" for c in cuts)
+    assert all(text[c.offset : c.end].rstrip() == c.rest or c.behind for c in cuts)
+    assert all(text[c.end] in "\r\n" for c in cuts)
     assert {c.rest for c in cuts if c.mid_identifier and c.offset < 5} == {"b = 1"}
 
 
@@ -506,6 +507,22 @@ def test_lines_of_a_character_alone_have_no_cursor():
 )
 def test_a_part_of_a_line_ends_with_a_whole_word(text, whole):
     assert whole_words(text) == whole
+
+
+def test_cursors_inside_of_brackets_come_a_second_time_with_what_an_editor_closes():
+    text = "x = 1\nprint(value, [a, b])  # c\ndef task(value, limit=50):\n    return (a +\n            b)\n" * 20
+    cuts = cut_points("a.py", text, file_lines(text))
+    closed = [cut for cut in cuts if cut.kind == "closed"]
+    assert len(closed) > 8
+    inside = {cut.offset: cut for cut in cuts if cut.kind == "character"}
+    for cut in closed:
+        whole = inside[cut.offset].rest
+        assert text[cut.offset :].startswith(cut.rest)
+        assert whole.startswith(cut.rest)
+        assert whole[len(cut.rest) :].lstrip().startswith(cut.behind[0])
+        assert set(cut.behind) <= set(")]")
+    assert {cut.behind for cut in closed} == {")", "])"}
+    assert not any("return" in text[cut.offset - 20 : cut.offset] for cut in closed), "closed in another line"
 
 
 def test_long_lines_are_not_typed():

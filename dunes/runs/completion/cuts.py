@@ -6,7 +6,7 @@ same and a new file moves no position in another.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -20,6 +20,8 @@ line ends before it as well.
 https://github.com/github/copilot.vim (AcceptWord)"""
 _TOKEN = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
 """An identifier or one other character, with the spaces before it."""
+BRACKETS, QUOTES = {"(": ")", "[": "]", "{": "}"}, "\"'`"
+"""What an editor closes by itself."""
 LONGEST = 200
 """Characters of a line that is typed, at most: nobody types longer ones, and each is a request."""
 _IDENTIFIER = re.compile(r"\w\w")
@@ -39,13 +41,15 @@ class Line:
 @dataclass(frozen=True)
 class CutPoint:
     """A cursor in a line of a file. `offset` and `end` (of the line) are in characters from the start of the file,
-    `rest` is what stands between them, without trailing white space and never empty."""
+    `rest` is what stands between them, without trailing white space and never empty. `behind` is what an editor
+    has put behind the cursor: of this kind, the rest ends before it."""
 
     offset: int
     end: int
     rest: str
-    kind: Literal["character", "line start"]
+    kind: Literal["character", "line start", "closed"]
     mid_identifier: bool
+    behind: str = ""
 
 
 def file_lines(text: str) -> list[Line]:
@@ -61,6 +65,7 @@ def file_lines(text: str) -> list[Line]:
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
     """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
+    Those inside of brackets that the line closes later come a second time, with these brackets behind them.
 
     A line is drawn first, each at most once, and then one of its characters: a cursor is behind at least one
     character that is no indentation, and before at least one. Long lines have no more cursors than short ones.
@@ -70,7 +75,8 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     drawn = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
     cuts = [_cut(text, line, int(random.integers(1, len(line.text))), "character") for line in drawn]
     starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
-    return cuts + [_cut(text, lines[i], 0, "line start") for i in starts]
+    closed = [other for cut in cuts if (other := _closed(text, cut))]
+    return cuts + [_cut(text, lines[i], 0, "line start") for i in starts] + closed
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
@@ -83,6 +89,20 @@ def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, cou
 def first_line(text: str) -> str:
     """The text up to its first line end."""
     return _LINE_END.split(text, maxsplit=1)[0]
+
+
+def unmatched(text: str) -> tuple[str, int | None]:
+    """What closes the brackets that a text leaves open, the innermost first, and the place of the first bracket
+    that closes none of it."""
+    closing = ""
+    for place, character in enumerate(text):
+        if character in BRACKETS:
+            closing = BRACKETS[character] + closing
+        elif character in BRACKETS.values():
+            if not closing:
+                return "", place
+            closing = closing[1:]
+    return closing, None
 
 
 def whole_words(text: str) -> str:
@@ -101,6 +121,15 @@ def _cut(text: str, line: Line, column: int, kind: Literal["character", "line st
     offset = line.start + column
     inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
     return CutPoint(offset, line.end, line.text[column:], kind, inside)
+
+
+def _closed(text: str, cut: CutPoint) -> CutPoint | None:
+    """The cursor with the brackets behind it that are open there, if the line closes the innermost later."""
+    typed = split_lines(text[: cut.offset])[-1]
+    behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
+    if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():
+        return None
+    return replace(cut, rest=cut.rest[:place].rstrip(), kind="closed", behind=behind)
 
 
 def _generator(name: str, text: str, seed: int) -> np.random.Generator:

@@ -14,7 +14,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
-from dunes.runs.completion.cuts import first_word
+from dunes.runs.completion.cuts import first_line, first_word
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
@@ -87,7 +87,10 @@ class CompletionEngine:
         text = self.files.tokenize(near_text(before), name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
-        below = self.files.plain(after)
+        # With nothing below its line, the text is taken to go on in a way that is not known.
+        below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
+        ].strip()  # else the text does not end with the line: it is unknown
+        below = self.files.plain(after) if is_below else []
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         mixture = self._mixture_of(options.width)
         search = LineSearch(mixture, prompt, options, self.loaded.context_length - len(prompt))

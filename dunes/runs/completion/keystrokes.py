@@ -71,20 +71,23 @@ class FileSuggestions:
         self.cold: list[float] = []
         self.warm: list[float] = []
         self._completer, self._below = completer, below
-        self._known: dict[int, Suggestion] = {}
+        self._known: dict[tuple[int, str], Suggestion] = {}
 
-    def ask(self, end: int, offset: int, warm: bool = False) -> Suggestion:
-        """The suggestion at an offset of a line that ends at `end`, both in characters of the file."""
-        if offset not in self._known:
-            after = self.text[end:] if self._below else ""
+    def ask(self, end: int, offset: int, warm: bool = False, behind: str = "") -> Suggestion:
+        """The suggestion at an offset of a line that ends at `end`, both in characters of the file.
+
+        `behind` stands behind the cursor instead of the line's rest.
+        """
+        if (offset, behind) not in self._known:
+            after = behind + (self.text[end:] if self._below else "")
             start = perf_counter()
-            self._known[offset] = self._completer.complete(self.text[:offset], after, self.name)
+            self._known[offset, behind] = self._completer.complete(self.text[:offset], after, self.name)
             seconds = perf_counter() - start
             if warm:
                 self.warm.append(seconds)
             elif not self.cold:
                 self.cold.append(seconds)
-        return self._known[offset]
+        return self._known[offset, behind]
 
     def in_line(self, line: Line, column: int) -> Suggestion:
         """The suggestion after `column` characters of a line."""

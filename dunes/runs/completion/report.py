@@ -161,6 +161,7 @@ def summary(scores: Sequence[CompleterScore]) -> Table:
 def kinds(scores: Sequence[CompleterScore], lengths: Sequence[int]) -> Table:
     """Exact match by the place of the cursor, and by how many of the 64 characters before it were trained on."""
     points = scores[0].points
+    closed = {(p.file, p.cut.offset) for p in points if p.cut.kind == "closed"}
     matched = {(p.file, p.cut.offset): length for p, length in zip(points, lengths, strict=True)}
 
     def length(point: Point) -> int:
@@ -169,7 +170,9 @@ def kinds(scores: Sequence[CompleterScore], lengths: Sequence[int]) -> Table:
     groups: dict[str, Callable[[Point], bool]] = {
         "inside a line": is_inside,
         "inside an identifier": lambda p: is_inside(p) and p.cut.mid_identifier,
-        "line start": lambda p: not is_inside(p),
+        "line start": lambda p: p.cut.kind == "line start",
+        "inside of brackets": lambda p: is_inside(p) and (p.file, p.cut.offset) in closed,
+        "which the editor has closed": lambda p: p.cut.kind == "closed",
         "match < 16": lambda p: is_inside(p) and length(p) < 16,
         "match 16-32": lambda p: is_inside(p) and 16 <= length(p) <= 32,
         "match > 32": lambda p: is_inside(p) and length(p) > 32,

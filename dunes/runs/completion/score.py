@@ -133,7 +133,7 @@ def score_completer(
         show(f"{name}: {file.name}", number / len(files))
         suggestions = FileSuggestions(completer, file.name, file.text, options.below)
         for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
-            text = first_line(suggestions.ask(cut.end, cut.offset).text)
+            text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
             score.points.append(Point(number, cut, text, agreement(text, cut.rest)))
         typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
         for policy in POLICIES:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dunes.checkpoint import LoadedModel
 from dunes.data.fim import FILE
 from dunes.generate.copying import is_word
-from dunes.runs.completion.cuts import first_line
+from dunes.runs.completion.cuts import QUOTES, first_line, unmatched
 from dunes.runs.trained_text import trained_text
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
@@ -24,8 +24,6 @@ FORMS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
 """Sentinels of fill-in-the-middle as Qwen and StarCoder spell them."""
-BRACKETS, QUOTES = {"(": ")", "[": "]", "{": "}"}, "\"'`"
-"""What an editor closes by itself."""
 CACHED_LINES = 1 << 16
 """Lines whose ids are remembered: after a keystroke, all but one are the same."""
 
@@ -201,20 +199,6 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
     closes_quote = any(part.count(quote) % 2 and before.count(quote) % 2 for quote in QUOTES)
     closes_bracket = unmatched(part)[1] is not None and unmatched(before)[0] and unmatched(typed)[0]
     return not (closes_quote or closes_bracket)
-
-
-def unmatched(text: str) -> tuple[str, int | None]:
-    """What closes the brackets that a text leaves open, the innermost first, and the place of the first bracket
-    that closes none of it."""
-    closing = ""
-    for place, character in enumerate(text):
-        if character in BRACKETS:
-            closing = BRACKETS[character] + closing
-        elif character in BRACKETS.values():
-            if not closing:
-                return "", place
-            closing = closing[1:]
-    return closing, None
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
