@@ -89,8 +89,6 @@ class CompletionEngine:
         kept, typed = self.files.split_typed(line)
         # With nothing below its line, the text is taken to go on in a way that is not known.
         below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
-        ].strip()  # else the text does not end with the line: it is unknown
-        below = self.files.plain(after) if is_below else []
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         mixture = self._mixture_of(options.width)
         search = LineSearch(mixture, prompt, options, self.loaded.context_length - len(prompt))
