@@ -159,7 +159,7 @@ def main(
         "files": counts,
         **facts,
         "machine": measure.fingerprint(),
-        "rows": {"model" if name == ours.name else name: row for name, row in rows.items()},
+        "rows": rows,
         "differences": (ours.means("exact") - copy.means("exact")).tolist(),
         "validated": card["measured"]["bits_per_byte"],
         "held_out": score_folder(out / "run", held)[0].bits_per_byte,

@@ -69,7 +69,7 @@ def report(results: list[dict[str, Any]]) -> None:
     """Print a row of each repository, and the means with intervals over repositories."""
     rows = []
     for r in results:
-        ours, copy = r["rows"]["model"], r["rows"]["copy nearest"]
+        ours, copy = r["rows"]["run"], r["rows"]["copy nearest"]
         error = np.std(r["differences"], ddof=1) / len(r["differences"]) ** 0.5 if len(r["differences"]) > 1 else 0
         rows.append([
             r["name"], str(r["files"]["test"]), str(r["steps"]), f"{100 * ours['exact']:.1f}",
@@ -81,7 +81,7 @@ def report(results: list[dict[str, Any]]) -> None:
     columns += ["keys saved by words %", "copying", "validation bits/byte", "held out", "apart %"]
     print_table("Whole files that were held out, means over files with 95 % intervals", columns, rows)
     differences = np.array([np.mean(r["differences"]) for r in results])
-    sides = [(r["rows"]["model"], r["rows"]["copy nearest"]) for r in results]
+    sides = [(r["rows"]["run"], r["rows"]["copy nearest"]) for r in results]
     keys = np.array([ours["keys_by_words"] - copy["keys_by_words"] for ours, copy in sides])
     apart = np.array([r["validated"] / r["held_out"] - 1 for r in results])
     print(f"exact match minus copying, mean over repositories: {interval(differences).percent('+')}")

@@ -411,6 +411,69 @@ def test_what_is_no_scene_is_refused(monkeypatch, tmp_path, text):
         importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
 
 
+def made_repository(folder):
+    """A repository of shapes, and a link and a text of another kind, with its entry in a list."""
+    for i in range(60):
+        path = folder / "made" / f"part_{i % 4}" / f"shapes_{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        body = "".join(f"def area_{i}_{n}(width, height):\n    return width * height + {n}\n\n" for n in range(9))
+        path.write_text(body)
+        (folder / "made" / f"notes_{i}.md").write_text(f"# Notes {i}\n\n" + f"The area of {i} is a product.\n" * 9)
+    (folder / "made" / "link.py").symlink_to(path)
+    return {"name": "made", "address": "https://made.up", "commit": "0" * 40, "suffix": ".py"}
+
+
+def test_repositories_are_those_of_the_list_or_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    lists = importlib.import_module("completion_repositories")
+    entry = made_repository(tmp_path)
+    entry["sha256"] = lists.digest(tmp_path / "made")
+    file = tmp_path / "list.json"
+    file.write_text(json.dumps([entry]))
+    assert lists.read_repositories(file, tmp_path) == [lists.Repository(**entry)]
+    with pytest.raises(ValueError, match=r"no such folder; put the files of https://made\.up at 0000"):
+        lists.read_repositories(file, tmp_path / "elsewhere")
+    (tmp_path / "made" / "notes_1.md").write_text("another")
+    with pytest.raises(ValueError, match="made: its files have the SHA-256"):
+        lists.read_repositories(file, tmp_path)
+
+
+@pytest.mark.slow
+def test_repositories_are_scored_once_each_and_go_on_after_a_kill(tmp_path, monkeypatch, capfd):
+    monkeypatch.syspath_prepend(FOLDER)
+    lists = importlib.import_module("completion_repositories")
+    entry = made_repository(tmp_path)
+    entry["sha256"] = lists.digest(tmp_path / "made")
+    file, out = tmp_path / "list.json", tmp_path / "out"
+    file.write_text(json.dumps([entry]))
+    (out / "made" / "run").mkdir(parents=True)  # as a process that was killed leaves it
+    options = [
+        "--repositories",
+        file,
+        "--folders",
+        tmp_path,
+        "--steps",
+        6,
+        "--size",
+        "60k",
+        "--cuts",
+        3,
+        "--lines",
+        1,
+    ]
+    command = [sys.executable, FOLDER / "completion.py", out, *options]
+    for _ in range(2):
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "exact match minus copying, mean over repositories:" in done.stdout
+        times = [path.stat().st_mtime_ns for path in sorted(out.rglob("*")) if path.is_file()]
+    result = json.loads((out / "made" / "result.json").read_text())
+    assert times == [path.stat().st_mtime_ns for path in sorted(out.rglob("*")) if path.is_file()], "done once"
+    assert 3 < result["files"]["test"] < 20 > result["files"]["other"] > 1
+    assert len(result["differences"]) == result["files"]["test"]
+    assert result["validated"] > 0 < result["held_out"]
+
+
 @pytest.mark.slow
 def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     out, corpus = tmp_path / "out", tmp_path / "corpus"
