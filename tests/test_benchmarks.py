@@ -88,6 +88,7 @@ def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_loading_is_measured_beside_transformers():
     row = last_line("load.py", "--rounds", "1", "--layers", "1")
     assert row["bytes"] > 3e8

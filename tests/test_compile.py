@@ -131,7 +131,9 @@ def test_inductor_gives_what_eager_gives():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f == "gpt2" else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
+)
 def test_inductor_gives_what_eager_gives_for_every_family(family):
     model = build(family, depth=2)
     assert_compiles(model, "inductor")
@@ -139,6 +141,7 @@ def test_inductor_gives_what_eager_gives_for_every_family(family):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_gives_what_eager_gives_where_every_size_is_open():

@@ -364,7 +364,10 @@ def built(family, adapted):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("family", "adapted"), [("arcee", False), ("llama", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("family", "adapted"),
+    [("arcee", False), ("llama", True), pytest.param("mixtral", False, marks=pytest.mark.long)],
+)
 def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     torch.compiler.reset()
@@ -408,7 +411,12 @@ def test_a_run_changes_over_to_inductors_code(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", torch.float32), ("llama", torch.bfloat16), ("mixtral", torch.float32)]
+    ("family", "dtype"),
+    [
+        ("llama", torch.float32),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.long),
+        pytest.param("mixtral", torch.float32, marks=pytest.mark.long),
+    ],
 )
 def test_gradients_of_two_threads_have_the_same_bits(family, dtype):
     torch.compiler.reset()

@@ -26,6 +26,7 @@ SETTINGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_loss_rises_by_what_is_documented(characters):
     loaded = checkpoint.load_with_tokenizer(characters, torch.device("cpu"))
