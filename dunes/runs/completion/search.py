@@ -16,8 +16,9 @@ WIDTH = 3
 """Beams."""
 BEAMED, LEAD = 5, 1.5
 """Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
-HOPELESS = -3.0
-"""Log-probability (nats) of a line below which it is not written to its end: a user would not be shown it."""
+HOPELESS, LIKELY = -2.3, -1.9
+"""Log-probability (nats) of a line below which it is not written to its end, but copied, and that of its first
+word from which on it stays."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class LineSearch:
         else:
             finished = [beam for beam in found if self._ends(beam)]
             best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
-        return [self._given(beam) for beam in best] or [Beam()]
+        return [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
 
     def text(self, beam: Beam) -> str:
         """The lines of these ids without what is typed, and without a word at their end that may be a part."""
@@ -116,6 +117,22 @@ class LineSearch:
                 break
             beam = beam.grown(int(best.indices), float(best.values))
         return beam
+
+    def _or_copied(self, beam: Beam) -> Beam:
+        """The beam; if it has no prospect, the line behind the longest match of the text, unless its first word is
+        another one than the beam's, which is probable enough."""
+        if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._rest(beam))):
+            return beam
+        ids = self.mixture.copies.propose(self.prompt, self.limit)
+        if not ids or max(ids) >= len(self.pieces) or not self._ends(Beam(tuple(ids))):
+            return beam
+        copied = Beam()
+        for id in ids:
+            room = self.limit - len(copied.ids)
+            copied = copied.grown(id, float(self.mixture.after_one([*self.prompt, *copied.ids], room)[id]))
+        words = [first_word(self._data(each).decode(errors="ignore")) for each in (beam, copied)]
+        is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
+        return beam if is_likely else self._given(copied)
 
     def _given(self, beam: Beam) -> Beam:
         has_typed = beam.ids and not self._rest(beam)
