@@ -198,6 +198,7 @@ def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     engine, asked = engine_of([("a.py", CODE)]), []
     monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", 1.0)
     monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: asked.append(beam) or -beam.total)
     suggestion = engine.complete(CODE + "    result = wid", "", "b.py")
     assert len(asked) > 1
@@ -211,6 +212,7 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
     monkeypatch.setattr("dunes.runs.completion.search.beam_search", lambda *_, **__: [part])
     monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: line)
+    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
     prompt, hopeless = [id_of(b"a")], []
     copies = Copies(engine.sources_above("", []), b"re", 1)
@@ -219,6 +221,26 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     whole = Copies(engine.sources_above("", []), b"r", 1)
     assert search_at(engine, prompt, whole).beams() == [line]
     assert hopeless == [part]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width, monkeypatch):
+    """What the untrained model writes is improbable; the copy stands behind the longest match."""
+    options = CompleteOptions(width=width)
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    before = CODE + "    other = 1\n    result = wid"
+    found = {}
+    for likely in (0.0, -math.inf):
+        monkeypatch.setattr("dunes.runs.completion.search.LIKELY", likely)
+        found[likely] = engine.complete(before, "", "b.py", options)
+    assert "th * height" in found[0.0].text != found[-math.inf].text
+    assert found[0.0].line < 0.05
+    assert found[0.0].word >= found[0.0].line
+    engine.gate = None
+    assert engine.complete(before, "", "b.py", options).text != found[0.0].text, "the model is alone"
+    engine.gate = zero_gate()
+    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
+    assert engine.complete(before, "", "b.py", options).text != found[0.0].text
 
 
 @pytest.mark.parametrize("typed", [b"re", b"ret", b" wid", b"x"])
@@ -275,7 +297,7 @@ def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
     beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
     search = search_at(engine, [70], Copies(engine.sources_above("", []), b"x", 1))
     assert search._hopeless(beams)
-    monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -2.0)
+    monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -3.0)
     assert not search._hopeless(beams)
 
 
@@ -408,6 +430,7 @@ def test_a_suggestion_ends_within_its_limit(monkeypatch):
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
+    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr("dunes.runs.completion.search.BEAMED", 2)
     monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
     whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
