@@ -59,7 +59,7 @@ def test_each_side_of_the_training_race_runs(side):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["train", "decode"])
+@pytest.mark.parametrize("task", [pytest.param("train", marks=pytest.mark.long), "decode"])
 def test_work_beside_busy_processes_is_compared_with_the_fair_time(task):
     row = last_line("busy.py", "--tasks", task, "--busy", 0, 1, "--rounds", 1, "--seconds", 0.1, "--threads", 1)
     assert row["threads"] == 1
@@ -67,6 +67,7 @@ def test_work_beside_busy_processes_is_compared_with_the_fair_time(task):
     assert all(row[f"{task} busy={busy} spins=1000: ms"] > 0 for busy in (0, 1))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_our_side_of_shakespeare_learns(tmp_path):
     words = "The quality of mercy is not strained, it droppeth as the gentle rain.\n"
@@ -167,6 +168,7 @@ def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(c
     assert len(out.read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_finetuning_by_lora_holds_less_and_by_qlora_least():
     rows = last_line("lora_memory.py", "--batch", 1)["rows"]
@@ -240,6 +242,7 @@ def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(m
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_side_with_other_output_gets_no_ratio(tmp_path):
     (tmp_path / "liar_side.py").write_text(LIAR)

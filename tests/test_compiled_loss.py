@@ -366,7 +366,11 @@ def built(family, adapted):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "adapted"),
-    [("arcee", False), ("llama", True), pytest.param("mixtral", False, marks=pytest.mark.long)],
+    [
+        ("arcee", False),
+        pytest.param("llama", True, marks=pytest.mark.long),
+        pytest.param("mixtral", False, marks=pytest.mark.long),
+    ],
 )
 def test_the_other_process_leaves_the_code_that_this_one_loads(family, adapted, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))

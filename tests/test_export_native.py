@@ -526,6 +526,7 @@ def without(out, name):
     return {key: value for key, value in files.items() if key != name}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rolling_cache_and_int8_layers(build, packages, tmp_path):
     """Windows of all layers, which a text outgrows; prompts are then read by other code than in Python."""

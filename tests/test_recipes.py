@@ -60,6 +60,7 @@ def test_shakespeare(tmp_path, capsys):
     assert "step 100" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_shakespeare_itself_learns_what_the_field_expects(tmp_path):
@@ -193,7 +194,9 @@ def test_an_lstm_reads_digits_by_rows():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("network", "least"), [("mlp", 0.95), ("conv_net", 0.975)])
+@pytest.mark.parametrize(
+    ("network", "least"), [("mlp", 0.95), pytest.param("conv_net", 0.975, marks=pytest.mark.long)]
+)
 def test_mnist_itself(network, least, tmp_path):
     runs = [recipe("mnist").main(str(data("mnist")), network, out=str(tmp_path), seed=seed) for seed in range(3)]
     assert sum(runs) / 3 >= least

@@ -404,6 +404,7 @@ def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike(no_compi
     assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_ids_and_positions_do_not_end_the_process_in_native_code(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
@@ -509,7 +510,7 @@ def test_the_exported_step_of_texts_gives_the_models_logits(name):
 
 
 COMPILED = sorted({*MODELS} - {"lora", "int8", "int3"})  # as dora and int4
-COMPILED = [n if n in ("llama", "int8 activations") else pytest.param(n, marks=pytest.mark.long) for n in COMPILED]
+COMPILED = [n if n == "llama" else pytest.param(n, marks=pytest.mark.long) for n in COMPILED]
 
 
 @needs_compiler
