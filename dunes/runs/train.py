@@ -180,7 +180,7 @@ class TrainTask:
 
     @property
     def closing_seconds(self) -> float:
-        return closing_seconds(self.config.seconds) if self.completion is not None else 0.0
+        return closing_seconds(self.completion, self.config.seconds) if self.completion is not None else 0.0
 
     @property
     def _seconds(self) -> float:

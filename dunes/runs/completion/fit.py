@@ -33,8 +33,8 @@ begins, in lengths of the tail before the text's end."""
 PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
 """Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
 the fewest and the most."""
-PLACE_SECONDS, LINE_SECONDS = 2e-3, 0.75
-"""What one of them takes, at 4M parameters with one thread."""
+PLACE_SECONDS, LINE_SECONDS, BYTE_SECONDS = 2e-3, 0.75, 1.5e-6
+"""What one of them takes, at 4M parameters with one thread, and a byte that is indexed."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """The shares of shown suggestions to be accepted, for which thresholds are fitted."""
 
@@ -108,9 +108,10 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     )
 
 
-def closing_seconds(seconds: float) -> float:
+def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     """About how long `finish_completion` takes at the end of a run of so many seconds."""
-    return PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
+    fitted = PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
+    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
 
 
 def _thresholds(typed: Sequence[TypedFile], policy: Policy) -> list[tuple[float, float]]:
