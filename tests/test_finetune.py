@@ -546,7 +546,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     page = (folder / "samples.md").read_text()
     assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
     assert (folder / "samples.md").read_text() == page, "the table is written once"
-    _, held = split_records(read_records(examples).rows)
+    _, held = split_records(read_records(examples).rows, 0.2)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "baseline.json").read_text())["answers"]
@@ -637,7 +637,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     asked_for = [t for e in data.train for t in e.ids[1:].tolist()]
     held = [t for e in data.valid for t in e.ids[1:].tolist()]
     assert asked_for + held == ids[1:]
-    assert len(held) == pytest.approx(0.05 * len(ids), abs=1)
+    assert len(held) == pytest.approx(0.2 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
     epoch = [
         t for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch)) for t in targets[targets >= 0].tolist()

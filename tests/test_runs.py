@@ -467,7 +467,7 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
     with monkeypatch.context() as patch:
         stopping_at(3, patch)
         assert train(config, run, show) == 130
-    assert ("its last 10% is for validation" in out.getvalue()) == (split is None)
+    assert ("the last 20% of each is for validation" in out.getvalue()) == (split is None)
     assert train(TrainConfig(), run, display()[0], resume=True, asked={}) == 0
     card = checkpoint.load(run).card
     assert card["trained"]["split"] == "tails"
