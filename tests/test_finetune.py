@@ -644,7 +644,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     ]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
-    assert "0 for validation" not in out
+    assert " 0 for validation" not in out
     assert f"{len(ids) - len(held)} tokens, {len(asked_for)} of them targets" in out
     card = checkpoint.load(tmp_path / "run").card
     assert card["measured"]["tokens"] == len(held)
