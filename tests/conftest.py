@@ -32,7 +32,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests are skipped, with their names, unless they are asked for."""
+    """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time: they compile."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(900))
     if "long" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("long"):

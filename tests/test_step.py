@@ -928,6 +928,7 @@ def test_a_process_that_compiles_can_be_forgotten(tmp_path):
             time.sleep(0.01)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
