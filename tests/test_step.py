@@ -981,6 +981,7 @@ class WrongForFew(nn.Module):
         return self.inner(x) * (2.0 if few else 1.0)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
@@ -992,6 +993,7 @@ def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(monkeypatch, tmp
     assert ids_of(model, step) == ids_of(model)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
@@ -1078,6 +1080,7 @@ class Tempered(nn.Module):
         return a.out(y.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_folder_with_spaces_holds_packages(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "my 'own' folder"))
@@ -1085,6 +1088,7 @@ def test_a_folder_with_spaces_holds_packages(monkeypatch, tmp_path):
     assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
@@ -1102,6 +1106,7 @@ def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, 
         assert load_step(models[1], torch.float32) is None
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_zero_row_of_the_embedding_can_be_compiled(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
