@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time, to compile."""
+    """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time."""
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
