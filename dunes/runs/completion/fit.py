@@ -60,7 +60,8 @@ def prepare_completion(
     if not config.complete:
         return None
     documents, tail = first_documents(corpus.train), corpus.share if corpus.split == "tails" else 0.0
-    texts, whole = named_texts(documents, 0, 1 - BEFORE * tail), named_texts(documents)
+    whole = named_texts(documents)
+    texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else whole
     held = first_documents(corpus.valid) if corpus.valid else ()
     gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(held)
     if left := len(corpus.train) - len(texts):
