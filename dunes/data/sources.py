@@ -87,8 +87,8 @@ def collect_corpus(
     for validation; for files of records, about `share` of the records. Near-duplicates of a file are on its side,
     but with `split_version` 0; with 0 and 1, those of earlier trainings, files are chosen by hash alone. Links to
     files outside the sources are only followed with `follow_links`. Of records only the fields in `text_field` are
-    read, if any. Raises ValueError if a source is missing, if a file of records that the user named cannot be read,
-    if there is no text, or for an unknown version.
+    read, if any. Raises ValueError if a source is missing, if a file of records that the user named cannot be
+    read, if there is no text, or for an unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
