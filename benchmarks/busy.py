@@ -1,11 +1,11 @@
 """Training and decoding on a machine that does something else, by how threads wait for each other.
 
-    python benchmarks/busy.py --policies -1 1000 --busy 0 1 2 4 --rounds 3
+    python benchmarks/busy.py --policies -1 -2 --busy 0 1 2 4 --rounds 3
 
 It makes its own load: so many processes that only count. Each policy is a value of GOMP_SPINCOUNT, -1 for OpenMP's
-own, 0 for OMP_WAIT_POLICY=PASSIVE; each measurement is a process, and policies take turns. `fair` is the median
-time over the idle machine's (of the first policy) times max(1, (threads + busy processes) / cores), which a
-process would take that got its fair share: 1.0 is perfect.
+own, 0 for OMP_WAIT_POLICY=PASSIVE, -2 for what dunes does (`dunes.cores`); each measurement is a process, and
+policies take turns. `fair` is the median time over the idle machine's (of the first policy) times
+max(1, (threads + busy processes) / cores), which a process would take that got its fair share: 1.0 is perfect.
 """
 
 import json
@@ -20,7 +20,7 @@ import tyro
 from sides import print_results, run
 
 TASKS = ("train", "decode")
-VARIABLES = {-1: {"GOMP_SPINCOUNT": "300000"}, 0: {"OMP_WAIT_POLICY": "PASSIVE"}}
+VARIABLES = {-2: {}, -1: {"GOMP_SPINCOUNT": "300000"}, 0: {"OMP_WAIT_POLICY": "PASSIVE"}}
 """OpenMP's own count, where there is a core for each thread (libgomp's documentation), and passive waiting."""
 
 
@@ -85,7 +85,7 @@ def measured(task: str, policy: int, threads: int, busy: int, seconds: float) ->
 
 
 def main(
-    policies: tuple[int, ...] = (-1, 1000),
+    policies: tuple[int, ...] = (-1, -2),
     busy: tuple[int, ...] = (0, 1, 2, 4),
     rounds: int = 3,
     threads: int = 0,
@@ -96,7 +96,7 @@ def main(
     """Measure.
 
     Args:
-        policies: Spin counts; -1 is OpenMP's own, 0 passive waiting.
+        policies: Spin counts; -1 is OpenMP's own, 0 passive waiting, -2 what dunes does.
         busy: Numbers of other processes; 0 comes first.
         rounds: Rounds of each policy.
         threads: Threads; 0 for those that dunes would choose.

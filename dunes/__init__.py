@@ -9,16 +9,17 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dunes.cores import OWN_CHOICE, waits_are_told
+
 __version__ = "0.1.0"
 _ROOMS = (
     "augment", "bench", "checkpoint", "data", "generate", "measure", "models", "ops", "parts", "runs", "text",
     "train", "tree",
 )  # fmt: skip
 
-# Threads that wait for each other spin, and where other programs use the cores they spin instead of those that
-# they wait for: a step of training took 25 times as long beside two programs (LOG.md, "A machine that does
-# something else"). After so many spins they sleep. OpenMP reads this once, when torch is loaded.
-if "torch" not in sys.modules and not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+# Where `share_cores` cannot tell whether other programs want the cores, waiting threads always sleep soon. OpenMP
+# reads this once, when torch is loaded.
+if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not waits_are_told():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 
 if not TYPE_CHECKING:  # else a type checker would take any name for one of the package

@@ -2,6 +2,7 @@
 
 import json
 import os
+import string
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 LIMIT = 1e-4
 CONTEXT = 48
+LIKELIEST = string.ascii_letters + string.digits + " \n_().,:=*+"  # one of them is
 LONG = "".join(f"def task_{i}(value, limit={i}):\n    return value * {i} + limit\n\n" for i in range(9))
 
 TASKS = {
@@ -66,6 +68,7 @@ DOCUMENTS = {
         {"text": LONG + "\ndef task_9(", "choices": ["A", "B", "C", "D"], "right": 3},
         {"text": LONG[:CONTEXT], "choices": [LONG[60:80], "\n\n"], "right": 1},
         {"text": "def task_1_1(value, limit=1", "choices": ["):\n    return ", "x"], "right": 0},
+        {"text": "def task_1_1(value, limit=1", "choices": list(LIKELIEST), "right": 0},
     ],
     "texts": [{"text": t} for t in (LONG, "x", "naïve café\n", LONG[:47], "<|endoftext|>" + LONG[:90])],
     "lines": [

@@ -4,11 +4,15 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
+from itertools import count
+from time import perf_counter, sleep
 
 import pytest
 import torch
 
-from dunes import measure
+from dunes import cores, measure
+from dunes.cores import share_cores
 from dunes.measure import rates
 
 
@@ -84,18 +88,59 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     assert kept(busy) == 10.0, "a folder that cannot be written to"
 
 
-def test_threads_that_wait_go_to_sleep_where_the_user_says_nothing_else():
-    def variables(**given):
-        code = "import os, {}; print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
-        unset = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-        first = given.pop("first", "dunes")
-        result = subprocess.run([sys.executable, "-c", code.format(first)], env=unset | given, capture_output=True)
-        return result.stdout.decode().split()
+@pytest.mark.skipif(not cores.waits_are_told(), reason="the kernel does not count how long threads wait")
+def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
+    """libgomp has more threads than processors exactly while this process waits for cores."""
+    monkeypatch.setattr(cores, "SECONDS", 0.02)
+    monkeypatch.setattr(cores, "_watcher", None)
+    for name in cores.OWN_CHOICE:
+        monkeypatch.delenv(name, raising=False)
+    wanted, waited = threading.Event(), count(step=10**9)
+    last = [0]
 
-    assert variables() == ["3000", "None"]
-    assert variables(first="dunes.cli.main") == ["3000", "None"]
-    assert variables(GOMP_SPINCOUNT="7") == ["7", "None"]
-    assert variables(OMP_WAIT_POLICY="ACTIVE") == ["None", "ACTIVE"]
+    def waits():
+        if wanted.is_set():
+            last[0] = next(waited)
+        return last[0]
+
+    monkeypatch.setattr(cores, "_waited", waits)
+    threads = lambda: len(os.listdir("/proc/self/task"))
+    torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own
+    share_cores()
+    share_cores()
+    before = threads()
+    for _ in range(2):
+        wanted.set()
+        until(lambda: threads() >= before + 1 + len(os.sched_getaffinity(0)))
+        assert [t.name for t in threading.enumerate()].count("dunes-team") == 1
+        wanted.clear()
+        until(lambda: threads() == before)
+
+
+def until(true, seconds=20):
+    end = perf_counter() + seconds
+    while not true():
+        assert perf_counter() < end
+        sleep(0.01)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_users_own_choice_of_waiting_is_respected(told):
+    """Threads are only watched where the user says nothing and the kernel tells how long they wait."""
+
+    def chosen(**given):
+        code = (
+            "import os, pathlib, threading; pathlib.Path.exists = lambda path: {}; import dunes.cores as cores; "
+        )
+        code += "cores.share_cores(); print(threading.active_count(), "
+        code += "os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
+        unset = {k: v for k, v in os.environ.items() if k not in cores.OWN_CHOICE}
+        command = [sys.executable, "-c", code.format(told)]
+        return subprocess.run(command, env=unset | given, capture_output=True, check=True).stdout.decode().split()
+
+    assert chosen() == (["2", "None", "None"] if told else ["1", "3000", "None"])
+    assert chosen(GOMP_SPINCOUNT="7") == ["1", "7", "None"]
+    assert chosen(OMP_WAIT_POLICY="ACTIVE") == ["1", "None", "ACTIVE"]
 
 
 def test_a_matmul_rate_is_operations_over_time(monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from dunes import __version__
 from dunes.cli.trust import with_trust
+from dunes.cores import share_cores
 
 VERBS = (
     "train", "finetune", "generate", "chat", "complete", "eval",
@@ -49,6 +50,7 @@ def _main() -> int:
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     """Exit with the status that `work` returns (None: 0); 2 and one line for a user error, 130 after Ctrl-C."""
+    share_cores()
     try:
         status = work() or 0
         sys.stdout.flush()

@@ -186,6 +186,11 @@ class Copies:
         done = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[done:]
 
+    def near_match(self, ids: Sequence[int]) -> int:
+        """The length in bytes of the longest match of a text in its own file."""
+        context = self._context(ids, self.rest(ids))
+        return max((source.longest(context)[0] for source in self.sources.near_text), default=0)
+
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """The last bytes of a text, with the rest of what is typed; before a sentinel there is other text."""
         pieces = self.sources.vocabulary.pieces

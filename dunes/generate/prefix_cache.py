@@ -15,6 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.hooks import RemovableHandle
 
 from dunes import tree
+from dunes.cores import share_cores
 from dunes.generate.step import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
@@ -50,6 +51,7 @@ class PrefixCache:
     ) -> None:
         if step is not None and format is not None:
             raise ValueError("a compiled step reads whole keys and values; pass a step or a format of the cache")
+        share_cores()
         self.model, self.activate = model, activate or (lambda names: nullcontext())
         self.cache: Cache | None = None
         self.ids: list[list[int]] = [[] for _ in range(rows)]

@@ -18,6 +18,7 @@ import torch
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
+from dunes.cores import share_cores
 from dunes.data import PackedText, TokenIds
 from dunes.generate import PrefixCache, generate
 from dunes.runs.child_process import python_command
@@ -120,6 +121,7 @@ def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
     """The fields of a Measurement, and the most probable successors (`top`) of ids in the file, if it is there."""
     cpu = torch.device("cpu")
+    share_cores()
     measure.keep_freed_memory()
     before = measure.reset_peak_memory(cpu)
     loaded = checkpoint.load(folder)

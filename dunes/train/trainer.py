@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
+from dunes.cores import share_cores
 from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
@@ -135,6 +136,7 @@ class Trainer:
 
     def run(self, batches: Iterable[Any]) -> Iterator[Step]:
         """Yield after each step. Batches left over when the stream ends within an accumulation are dropped."""
+        share_cores()
         stream = iter(batches)
         while True:
             start = perf_counter()

@@ -19,6 +19,7 @@ from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.renaming import renamed_rest
 from dunes.runs.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.runs.completion.text import (
     BELOW,
@@ -91,7 +92,8 @@ class CompletionEngine:
         below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         mixture = self._mixture_of(options.width)
-        search = LineSearch(mixture, prompt, options, self.loaded.context_length - len(prompt))
+        room = self.loaded.context_length - len(prompt)
+        search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
         copies = Copies(self._sources(above, below, name), typed, len(prompt))
         mixture.begin(copies, self.gate, len(prompt) + search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]

@@ -20,6 +20,11 @@ HOPELESS, LIKELY = -2.3, -1.9
 """Log-probability (nats) of a line below which it is not written to its end, but copied, and that of its first
 word from which on it stays."""
 
+LONG, SURE = 10, -1.8
+"""Bytes that the file itself has had before, and the log-probability below which it is copied what followed them."""
+REPEATED = math.log(0.4)
+"""Of a line that repeats the one above with another name, at least: 30 of 69 were right (LOG.md)."""
+
 
 @dataclass(frozen=True)
 class CompleteOptions:
@@ -50,10 +55,15 @@ DEFAULTS = CompleteOptions()
 
 
 class LineSearch:
-    """The search at a cursor behind a prompt and what is typed since. At most `room` ids fit behind the prompt."""
+    """The search at a cursor behind a prompt and what is typed since. At most `room` ids fit behind the prompt.
 
-    def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
-        self.mixture, self.prompt, self.options = mixture, prompt, options
+    `renamed` is the rest of the line, if it repeats another with another name.
+    """
+
+    def __init__(
+        self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int, renamed: str = ""
+    ) -> None:
+        self.mixture, self.prompt, self.options, self.renamed = mixture, prompt, options, renamed
         self.pieces = mixture.files.pieces
         self.limit = min(options.max_tokens or LIMIT * options.lines, room)
 
@@ -72,7 +82,8 @@ class LineSearch:
         else:
             finished = [beam for beam in found if self._ends(beam)]
             best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
-        return [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
+        found = [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
+        return [*self._repeating(), *found][:count]
 
     def text(self, beam: Beam) -> str:
         """The lines of these ids without what is typed, and without a word at their end that may be a part."""
@@ -121,18 +132,35 @@ class LineSearch:
     def _or_copied(self, beam: Beam) -> Beam:
         """The beam; if it has no prospect, the line behind the longest match of the text, unless its first word is
         another one than the beam's, which is probable enough."""
-        if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._rest(beam))):
+        weak = SURE if self.mixture.copies.near_match(self.prompt) >= LONG else HOPELESS
+        if self.mixture.gate is None or (beam.ids and (beam.total >= weak or self._rest(beam))):
             return beam
         ids = self.mixture.copies.propose(self.prompt, self.limit)
-        if not ids or max(ids) >= len(self.pieces) or not self._ends(Beam(tuple(ids))):
+        if not (copied := self._scored(ids)):
             return beam
-        copied = Beam()
-        for id in ids:
-            room = self.limit - len(copied.ids)
-            copied = copied.grown(id, float(self.mixture.after_one([*self.prompt, *copied.ids], room)[id]))
         words = [first_word(self._data(each).decode(errors="ignore")) for each in (beam, copied)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
-        return beam if is_likely else self._given(copied)
+        return beam if is_likely else copied
+
+    def _repeating(self) -> list[Beam]:
+        """The line that repeats another with another name, if it does."""
+        if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
+            return []
+        line = self.typed + f"{self.renamed}\n".encode(errors="ignore")
+        beam = self._scored(self.mixture.copies.sources.vocabulary.encode(line))
+        if beam and beam.total < REPEATED:
+            beam = Beam(beam.ids, (REPEATED / len(beam.ids),) * len(beam.ids))
+        return [beam] if beam else []
+
+    def _scored(self, ids: Sequence[int]) -> Beam | None:
+        """The ids of a line with their log-probabilities given what is typed; None without its end."""
+        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self._ends(Beam(tuple(ids))):
+            return None
+        beam = Beam()
+        for id in ids:
+            room = self.limit - len(beam.ids)
+            beam = beam.grown(id, float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id]))
+        return self._given(beam)
 
     def _given(self, beam: Beam) -> Beam:
         has_typed = beam.ids and not self._rest(beam)
