@@ -39,6 +39,7 @@ from dunes.runs.completion.gate import (
 from dunes.runs.completion.index import index_texts, named_texts
 from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Cancelled, Suggestion
+from dunes.runs.completion.renaming import renamed_rest
 from dunes.runs.completion.search import DEFAULTS, CompleteOptions, LineSearch
 from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
@@ -241,6 +242,60 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
     engine.gate = zero_gate()
     monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text
+
+
+def test_what_followed_a_long_match_of_the_file_itself_is_nearly_certain(monkeypatch):
+    """Of the same improbable line, a copy takes the place from some bytes of a match on."""
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    before = CODE + "    result = wid"
+    for name in ("LIKELY", "HOPELESS"):
+        monkeypatch.setattr(f"dunes.runs.completion.search.{name}", -math.inf if name == "HOPELESS" else 0.0)
+    monkeypatch.setattr("dunes.runs.completion.search.SURE", 0.0)
+    copied = "th * height + 7"
+    assert engine.complete(before, "", "b.py").text == copied
+    monkeypatch.setattr("dunes.runs.completion.search.LONG", len("\n    result = wid") + 99)
+    assert engine.complete(before, "", "b.py").text != copied
+
+
+REPEATED = [
+    ("first = padded(first, 3)\nsecond = padded(", "second, 3)"),
+    ("first = padded(first, 3)\n\n  second = padded(sec", "ond, 3)"),
+    ("first_cost = cost(first.weight, first.size)\nsecond_cost = cost(", "second.weight, second.size)"),
+    ("var firstItem = FirstItem(FIRST_ITEM)\nvar secondItem = ", "SecondItem(SECOND_ITEM)"),
+    ("elevation = 1\nself.name = name\nself.elev", "ation = elevation"),
+    ("| `--width` | `WIDTH` |\r\n| `--margin` |", " `MARGIN` |"),
+    ("first = padded(first, 3)\nsecond = padded(first, ", ""),  # what differs is not in the rest
+    ("first = padded(first, 3)\nsecond = other(", ""),
+    ("a = pad(a, b)\nc = pad(d, ", ""),
+    ("first = first\nfirst = ", ""),
+    ("first = first\nsec", ""),
+    ("x = 1\nname = name\nelev", ""),
+    ("first = first\nsecond", ""),
+    ("first", ""),
+    ("", ""),
+    ("\n", ""),
+    ("a\n(a", ""),
+]
+
+
+@pytest.mark.parametrize(("before", "rest"), REPEATED)
+def test_a_line_that_repeats_the_one_above_has_its_own_name(before, rest):
+    assert renamed_rest(before).removesuffix("\r\n") == rest
+    assert renamed_rest("x = 0\n" * 9 + before) == renamed_rest(before) or before.count("\n") < 1
+
+
+def test_a_repetition_with_another_name_is_the_first_suggestion_of_a_run(monkeypatch):
+    engine = engine_of([("a.py", CODE)], zero_gate())
+    before = CODE + "    value = width(value, 3)\n    other = width("
+    best, *others = engine.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))
+    assert best.text == "other, 3)"
+    assert best.line == pytest.approx(0.4) or best.line > 0.4
+    assert 1 >= best.word >= best.line
+    assert best.text not in [other.text for other in others]
+    assert engine.complete(before + "oth", "", "b.py").text == "er, 3)"
+    assert engine.complete(before, ")\n", "b.py").text == "other, 3"
+    engine.gate = None
+    assert engine.complete(before, "", "b.py").text != "other, 3)", "a model without a gate is alone"
 
 
 @pytest.mark.parametrize("typed", [b"re", b"ret", b" wid", b"x"])
@@ -936,7 +991,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     (run / "config.json").rename(tmp_path / "config.json")
     card = (run / "dunes.json").rename(tmp_path / "dunes.json")
     shown = complete(capsys, run, cursor)
-    assert "still in training" in shown.err
+    assert "training has not come to its end" in shown.err
     assert shown.out.startswith("ue_3 * ")
     assert shown.out.endswith(" + limit\n")
     draft.unlink()
@@ -946,6 +1001,9 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     # a resumed run keeps the index, and fits the gate again
     before = (run / "completion" / "index.safetensors").read_bytes()
     (run / "completion" / "gate.json").unlink()
+    draft.write_text("x = 1\n    return val")
+    assert complete(capsys, run, cursor).out.startswith("ue_3 * "), "nothing says how much the model knows"
+    draft.unlink()
     shown, _ = display()
     resumed = toy(programs, complete=True, vocab_size=330, steps=14)
     assert train(resumed, run, shown, resume=True, override={"steps"}, asked={"steps"}) == 0

@@ -297,7 +297,7 @@ def complete(
 ) -> None:
     """Complete a line of code or text, up to what stands behind the cursor; lines below are looked at, too.
 
-    A run that is still in training completes by copying from the training files.
+    A run that is still in training, or was stopped, completes by copying from the training files.
 
     Example: dunes complete runs/project src/main.py:12:9
 

@@ -103,8 +103,12 @@ def load_completer(folder: Path, any_base: bool = False) -> FolderCompleter:
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run that has no model yet; `line` is told of that."""
-    if not (folder / "config.json").exists() and (index := read_index(folder)) is not None:
-        line("the model is still in training: copying from the training files alone")
+    """The completer of a model folder, or of a run whose training has not come to its end; `line` is told of that.
+
+    Its model may know little, and there is no gate yet that says how much.
+    """
+    ended = (folder / "config.json").exists() and read_gate(folder) is not None
+    if not ended and (index := read_index(folder)) is not None:
+        line("the training has not come to its end: copying from the training files alone")
         return CopyCompleter(index)
     return load_completer(folder, any_base)

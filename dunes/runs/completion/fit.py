@@ -97,7 +97,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     texts = [pair for pair in files.gate if pair[1].strip()]
     fitted, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
     if fitted is None:
-        return "completion: no text to fit the gate on, so the model completes lines alone"
+        return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
     typed = typed_files(engine, _others(texts), _scaled(LINES, seconds))
     facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}

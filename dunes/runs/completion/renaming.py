@@ -50,7 +50,8 @@ def _begun(part: str, old: str, text: str) -> str:
     """The last word of the text that goes on after this part of one; empty if it is none, or too short."""
     if len(part) < LEAST or not _is_word(part) or not _is_word(old):
         return ""
-    return ["", *re.findall(rf"\b{part}\w+", text[: -len(part)])][-1]
+    *_, last = "", *(match[0] for match in re.finditer(rf"\b{part}\w+", text[: -len(part)]))
+    return last
 
 
 def _renamed(token: str, names: dict[str, str]) -> str:

@@ -19,9 +19,8 @@ BEAMED, LEAD = 5, 1.5
 HOPELESS, LIKELY = -2.3, -1.9
 """Log-probability (nats) of a line below which it is not written to its end, but copied, and that of its first
 word from which on it stays."""
-
 LONG, SURE = 10, -1.8
-"""Bytes that the file itself has had before, and the log-probability below which it is copied what followed them."""
+"""Bytes before the cursor that the file itself has had before, from which on a line is copied below SURE."""
 REPEATED = math.log(0.4)
 """Of a line that repeats the one above with another name, at least: 30 of 69 were right (LOG.md)."""
 
@@ -132,11 +131,11 @@ class LineSearch:
     def _or_copied(self, beam: Beam) -> Beam:
         """The beam; if it has no prospect, the line behind the longest match of the text, unless its first word is
         another one than the beam's, which is probable enough."""
-        weak = SURE if self.mixture.copies.near_match(self.prompt) >= LONG else HOPELESS
+        copies = self.mixture.copies
+        weak = SURE if copies.near_match(self.prompt) >= LONG else HOPELESS
         if self.mixture.gate is None or (beam.ids and (beam.total >= weak or self._rest(beam))):
             return beam
-        ids = self.mixture.copies.propose(self.prompt, self.limit)
-        if not (copied := self._scored(ids)):
+        if (copied := self._scored(copies.propose(self.prompt, self.limit))) is None:
             return beam
         words = [first_word(self._data(each).decode(errors="ignore")) for each in (beam, copied)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
