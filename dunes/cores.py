@@ -72,12 +72,27 @@ def _waited() -> int:
 
 def _hold_team(held: threading.Event) -> None:
     """Have a team as large as the machine until `held` is cleared; it ends with this thread."""
-    process = ctypes.CDLL(None)
+    process, size = ctypes.CDLL(None), len(os.sched_getaffinity(0)) + 1
     try:
         parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-    except AttributeError:  # another OpenMP, or torch is not loaded yet
+        _try_threads(size)
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # another OpenMP, torch is not loaded yet, or no more threads are allowed
         held.clear()
         return
-    parallel(nothing, None, len(os.sched_getaffinity(0)) + 1, 0)
+    parallel(nothing, None, size, 0)
     while held.is_set():
         sleep(SECONDS)
+
+
+def _try_threads(count: int) -> None:
+    """Raises RuntimeError if so many threads more cannot be had at once: libgomp would end the process."""
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
+    try:
+        for thread in threads:
+            thread.start()
+    finally:
+        end.set()

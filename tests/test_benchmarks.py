@@ -21,6 +21,7 @@ def last_line(script: str, *arguments: object):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_commits_are_run_in_turn_and_compared_round_by_round():
     row = last_line("commits.py", "HEAD", "HEAD", "--benchmark", "prefill", "--size", "20k", "--rounds", 2)
@@ -45,6 +46,7 @@ def test_the_operations_are_timed_and_drawn(tmp_path):
     assert all(name in picture.read_text() for name in names)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
@@ -53,7 +55,9 @@ def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", ["plain float32", "Trainer float32", "ours"])
+@pytest.mark.parametrize(
+    "side", [*(pytest.param(f"{side} float32", marks=pytest.mark.long) for side in ("plain", "Trainer")), "ours"]
+)
 def test_each_side_of_the_training_race_runs(side):
     assert last_line("train.py", "--side", side, "--sizes", "1m", "--batch", 1)["seconds"] > 0
 
@@ -143,6 +147,7 @@ def finetuning_in(folder, code):
     return folder / "rows.jsonl", base, data
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_path):
     out, base, data = finetuning_in(tmp_path, code)
@@ -156,6 +161,7 @@ def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_pat
     assert len(out.read_text().splitlines()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(code, tmp_path):
     out, base, data = finetuning_in(tmp_path, code)
@@ -253,6 +259,7 @@ def test_a_side_with_other_output_gets_no_ratio(tmp_path):
     assert row["decode"]["ours"]["rate"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))

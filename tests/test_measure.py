@@ -92,7 +92,6 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
 def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     """libgomp has more threads than processors exactly while this process waits for cores."""
     monkeypatch.setattr(cores, "SECONDS", 0.02)
-    monkeypatch.setattr(cores, "_watcher", None)
     for name in cores.OWN_CHOICE:
         monkeypatch.delenv(name, raising=False)
     wanted, waited = threading.Event(), count(step=10**9)
@@ -105,16 +104,32 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
 
     monkeypatch.setattr(cores, "_waited", waits)
     threads = lambda: len(os.listdir("/proc/self/task"))
+    teams = lambda: [thread.name for thread in threading.enumerate()].count("dunes-team")
     torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own
     share_cores()
     share_cores()
+    until(lambda: teams() == 0)  # the machine may be busy
     before = threads()
     for _ in range(2):
         wanted.set()
         until(lambda: threads() >= before + 1 + len(os.sched_getaffinity(0)))
-        assert [t.name for t in threading.enumerate()].count("dunes-team") == 1
+        assert teams() == 1
         wanted.clear()
-        until(lambda: threads() == before)
+        until(lambda: teams() == 0 and threads() <= before)
+
+
+def test_no_team_is_asked_for_where_threads_are_not_to_be_had(monkeypatch):
+    """libgomp ends a process that cannot have its threads."""
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    held = threading.Event()
+    held.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        cores._hold_team(held)
+    assert not held.is_set()
 
 
 def until(true, seconds=20):

@@ -217,8 +217,13 @@ def test_the_docs_call_recipes_as_they_are_used():
         assert len(needed) <= len(given) <= len(usage) - 2, path
 
 
+def with_marks(words):
+    stem = Path(words[0]).stem
+    return pytest.param(words, id=stem, marks=[pytest.mark.long] if stem == "lora_experts" else [])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("words", lines_of_the_docs(), ids=lambda words: Path(words[0]).stem)
+@pytest.mark.parametrize("words", map(with_marks, lines_of_the_docs()))
 def test_the_docs_lines_run(words, tmp_path, monkeypatch):
     """As written, with a toy in place of each name, and 2 steps in place of 150 or 200."""
     monkeypatch.chdir(tmp_path)

@@ -842,6 +842,7 @@ def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
     assert (again.stdout, "as a script with float16" in again.stderr) == (without, True), again.stderr
 
 
+@pytest.mark.long
 @needs_compiler
 def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
@@ -1014,6 +1015,7 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
         make_step(model, torch.float64)
 
 
+@pytest.mark.long
 @needs_compiler
 def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
