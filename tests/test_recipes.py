@@ -223,7 +223,7 @@ def with_marks(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", map(with_marks, lines_of_the_docs()))
+@pytest.mark.parametrize("words", [*map(with_marks, lines_of_the_docs())])
 def test_the_docs_lines_run(words, tmp_path, monkeypatch):
     """As written, with a toy in place of each name, and 2 steps in place of 150 or 200."""
     monkeypatch.chdir(tmp_path)
