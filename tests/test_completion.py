@@ -24,9 +24,9 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs.completion import fit as completion_fit
 from dunes.runs.completion import index as completion_index
-from dunes.runs.completion.completer import CopyCompleter, name_in_sources
+from dunes.runs.completion.completer import CopyCompleter, load_completer, name_in_sources
 from dunes.runs.completion.engine import CompletionEngine
-from dunes.runs.completion.fit import fit_mixture, typed_files
+from dunes.runs.completion.fit import fit_mixture, right_by_line, typed_files
 from dunes.runs.completion.gate import (
     Places,
     _chunks,
@@ -1009,6 +1009,39 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert train(resumed, run, shown, resume=True, override={"steps"}, asked={"steps"}) == 0
     assert (run / "completion" / "index.safetensors").read_bytes() == before
     assert read_gate(run) is not None
+
+
+@pytest.mark.parametrize("worse", [True, False])
+def test_a_model_that_is_worse_than_copying_does_not_complete(worse, programs, tmp_path, capsys, monkeypatch):
+    right = completion_fit.right_by_line
+    sides = iter([0.0, 1.0] if worse else [1.0, 0.0])
+    monkeypatch.setattr(completion_fit, "right_by_line", lambda typed: 0 * right(typed) + next(sides))
+    run = tmp_path / "run"
+    said = "it has 0 % of ends right and copying 100 %, so lines are copied, without the model"
+    assert (said in train_to(run, programs, vocab_size=330)) == worse
+    completer = load_completer(run)
+    assert completer.facts["copies"] == worse
+    before = "x = 1\n    return val"
+    copied = CopyCompleter(completer.index).complete(before)
+    assert (completer.alternatives(before) == [copied]) == worse
+    assert (completer.complete(before) == copied) == worse
+
+
+def test_shares_of_right_ends_are_those_of_each_line():
+    text = "ab\nabc\nxyz\n"
+    completer = Says({"a": "b", "ab": "c", "": "abc "})
+    typed = typed_files(completer, [("a.txt", text)], 3)
+    assert right_by_line(typed).tolist() == pytest.approx([1 / 2, 2 / 3, 0])
+
+
+class Says:
+    """Suggests what it is told after each beginning of a line."""
+
+    def __init__(self, rests):
+        self.rests = rests
+
+    def complete(self, before, after="", name=""):
+        return Suggestion(self.rests.get(before.rpartition("\n")[2], ""), 0.5, 0.5)
 
 
 def test_a_refused_run_leaves_no_index_and_a_refused_resume_the_old_one(programs, tmp_path):

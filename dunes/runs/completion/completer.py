@@ -14,6 +14,7 @@ from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
 from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
 from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.search import DEFAULTS, CompleteOptions
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.completion.text import near_text
 from dunes.runs.config import STDLIB
@@ -32,6 +33,14 @@ class FolderCompleter(CompletionEngine):
         self.folder, self.facts = folder, stored[1] if stored else {}
         gate = stored[0] if stored and index else None
         super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The most probable suggestions; the copied line alone where the model was worse on lines held out."""
+        if self.index is not None and self.facts.get("copies"):
+            return [CopyCompleter(self.index).complete(before, after, name)]
+        return super().alternatives(before, after, name, options)
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:

@@ -8,16 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
 from dunes.data import Corpus
 from dunes.generate.copying import Gate
+from dunes.runs.completion.completer import CopyCompleter
 from dunes.runs.completion.cuts import file_lines, sample_lines
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.gate import Places, fit_gate, places_of
 from dunes.runs.completion.index import TextIndex, first_documents, index_texts, named_texts
 from dunes.runs.completion.keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
+from dunes.runs.completion.metrics import interval
+from dunes.runs.completion.protocol import LineCompleter
 from dunes.runs.completion.score import POLICIES
 from dunes.runs.completion.sources import NamedText
 from dunes.runs.completion.store import write_gate, write_index
@@ -99,14 +104,34 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    typed = typed_files(engine, _others(texts), _scaled(LINES, seconds))
-    facts["thresholds"] = {policy: _thresholds(typed, policy) for policy in POLICIES}
+    lines = _scaled(LINES, seconds)
+    typed, copied = (typed_files(each, _others(texts), lines) for each in (engine, CopyCompleter(files.index)))
+    ours, theirs = right_by_line(typed), right_by_line(copied)
+    facts["copies"] = bool(len(ours) and interval(ours - theirs).high < 0)
+    thresholds = partial(_thresholds, copied if facts["copies"] else typed)
+    facts["thresholds"] = {policy: thresholds(policy) for policy in POLICIES}
     write_gate(run, gate, facts)
     write_index(run, index_texts(files.whole, engine.files))
+    verdict = ""
+    if facts["copies"]:
+        verdict = f"; it has {100 * ours.mean():.0f} % of ends right and copying {100 * theirs.mean():.0f} %, so "
+        verdict += (
+            f"lines are copied, without the model: train longer, or on more text ({plural(len(ours), 'line')})"
+        )
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}); measure it: dunes eval {shlex.quote(str(run))} --completion"
+        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
     )
+
+
+def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
+    """The share of cursors of each typed line at which all of the suggestion is right."""
+    shares = [
+        [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
+        for suggestions, lines in typed
+        for line in lines
+    ]
+    return np.array([np.mean(right) for right in shares])
 
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
@@ -154,12 +179,12 @@ def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> 
     return places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
 
 
-def typed_files(engine: CompletionEngine, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
-    """About so many lines of these files, or of the first of them, and the engine's suggestions in them."""
+def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
+    """About so many lines of these files, or of the first of them, and the completer's suggestions in them."""
     texts = texts[:lines]
     each = math.ceil(lines / max(1, len(texts)))
     typed: list[TypedFile] = []
     for name, text in texts:
         chosen = sample_lines(name, text, file_lines(text), count=each)
-        typed.append((FileSuggestions(engine, name, text), chosen))
+        typed.append((FileSuggestions(completer, name, text), chosen))
     return typed
