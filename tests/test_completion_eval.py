@@ -10,7 +10,7 @@ from dunes.data import collect_corpus
 from dunes.data.duplicates import content_digest
 from dunes.generate.context_index import ContextIndex
 from dunes.runs.completion import report
-from dunes.runs.completion.baselines import BASELINES, CopyNearest, Empty, NGram
+from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.cuts import cut_points, file_lines, first_word, sample_lines, whole_words
 from dunes.runs.completion.keystrokes import (
     FileSuggestions,
@@ -22,7 +22,7 @@ from dunes.runs.completion.keystrokes import (
 from dunes.runs.completion.metrics import agreement, file_means, interval
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import CompletionOptions, gate_thresholds, score_baselines, score_completer
+from dunes.runs.completion.score import COPY, CompletionOptions, gate_thresholds, score_completer, score_copying
 from dunes.runs.completion.sources import LineIndex, scored_files
 
 CODE = "".join(
@@ -42,6 +42,13 @@ class Oracle:
         assert self.texts[name].startswith(before)
         rest = self.texts[name][len(before) :].splitlines()[0]
         return Suggestion(rest)
+
+
+class Silent:
+    """Suggests nothing."""
+
+    def complete(self, before, after="", name=""):
+        return Suggestion("")
 
 
 # cursors
@@ -119,13 +126,6 @@ def test_words_are_those_that_copilot_vim_accepts():
         "\n\r\n  ab(": "\n\r\n  ab",
     }
     assert {text: first_word(text) for text in words} == words
-
-
-def test_the_probability_of_an_n_grams_word_is_that_of_all_of_its_tokens():
-    code = "self.foo(bar.baz)\nself.foo(qux)\nself.foo((bar)\n" * 3
-    found = NGram([("a", code)]).complete("self.foo")
-    assert first_word(found.text) == "(bar"
-    assert found.line < found.word < 0.2, "of the bracket alone, 0.44"
 
 
 def test_the_bootstrap_resamples_files_not_cursors():
@@ -261,19 +261,8 @@ def test_copies_follow_the_longest_match_the_nearest_on_ties():
     assert copy.complete("x\nfirst_name = ").word > copy.complete("?_name = ").word
 
 
-def test_n_grams_write_the_most_probable_line():
-    model = NGram([("a", CODE)])
-    assert model.complete("def area_3(width, hei").text == "ght):"
-    assert model.complete("def area_3(width, height):\n    result = ").text == "width * height + 0"
-    assert model.complete("qux = zap(1)\r\n" * 3 + "x\nqux = ").text == "zap(1)", "of the file above"
-    assert model.complete("unknown_word_xyz").text is not None
-    assert 0 < model.complete("def area_3(width, hei").line <= 1
-    assert NGram([("a", "x")]).complete("").text == ""
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_baselines_depend_on_their_arguments_alone(name):
-    one, other = (BASELINES[name]([("a", CODE), ("b", OTHER)]) for _ in range(2))
+def test_copying_depends_on_its_arguments_alone():
+    one, other = (CopyNearest.of_files([("a", CODE), ("b", OTHER)]) for _ in range(2))
     places = [CODE[:n] for n in range(40, 240, 23)]
     assert [one.complete(p) for p in places] == [other.complete(p) for p in reversed(places)][::-1]
 
@@ -331,7 +320,7 @@ def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
     oracle = score_completer(
         "oracle", Oracle((file.name, file.text) for file in files), files, options, {"word": 0.5, "line": 2}
     )
-    empty = score_completer("empty", Empty(), files, options)
+    empty = score_completer("empty", Silent(), files, options)
     assert oracle.exact_match().mean == 1
     assert oracle.means("exact", lambda p: p.cut.kind == "line start").tolist() == [1, 1]
     assert oracle.difference(empty).percent("+") == "+100.0 [+100.0, +100.0]"
@@ -366,13 +355,13 @@ def test_thresholds_are_fitted_without_the_files_that_fit_them():
     assert gate_thresholds(Spy, [("a", "x = 1")]) == {}
 
 
-def test_baselines_have_scores_of_the_same_cursors():
+def test_copying_is_scored_at_the_same_cursors():
     files = scored_files([("b.py", OTHER), ("c.py", OTHER.replace("Shape", "Circle"))], []).files
-    scores = score_baselines(
-        [("a.py", CODE), ("d.py", CODE.replace("area", "size"))], files, CompletionOptions(9, 3)
-    )
-    assert [score.name for score in scores] == [*BASELINES]
-    assert len({tuple(p.cut for p in score.points) for score in scores}) == 1
+    training, options = [("a.py", CODE), ("d.py", CODE.replace("area", "size"))], CompletionOptions(9, 3)
+    score = score_copying(training, files, options)
+    assert score.name == COPY
+    again = score_completer("again", CopyNearest.of_files(training), files, options)
+    assert score.points == again.points
 
 
 # the verb

@@ -25,8 +25,8 @@ from dunes.runs.completion.score import (
     TrainedCompleter,
     is_inside,
     match_lengths,
-    score_baselines,
     score_completer,
+    score_copying,
 )
 from dunes.runs.completion.sources import ScoredFile, ScoredFiles, document_texts, scored_files
 from dunes.runs.progress import Display
@@ -70,7 +70,7 @@ def evaluate_completion(
     display: Display | None = None,
     **corpus_options: Any,
 ) -> list[CompleterScore]:
-    """Score the completion of a model and of the baselines, print tables, and write a page with examples.
+    """Score the completion of a model and of copying alone, print tables, and write a page with examples.
 
     Without sources, on the files that the model's training left for scoring; on at most `files` of them. Files and
     lines that the model has seen are left out. `corpus_options` are those of `collect_corpus`. Raises ValueError
@@ -97,7 +97,7 @@ def evaluate_completion(
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
         thresholds = {policy: engine.threshold(policy) for policy in POLICIES}
         scores = [score_completer(name, engine, scored.files, options, thresholds, display.time_left)]
-        scores += score_baselines(training, scored.files, options, display.time_left)
+        scores.append(score_copying(training, scored.files, options, display.time_left))
     lengths = match_lengths(CopyNearest.of_files(training), scored.files, scores[0].points)
     tables = [summary(scores), kinds(scores, lengths), keystrokes(scores)]
     for table in tables:

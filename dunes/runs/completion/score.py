@@ -1,7 +1,7 @@
 """Scoring completers on the same lines: agreement at cursors, keys saved, bits/character, latency."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal, Protocol, get_args
@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from dunes.data import Document
-from dunes.runs.completion.baselines import BASELINES, CopyNearest
+from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.cuts import CutPoint, cut_points, first_line, sample_lines
 from dunes.runs.completion.keystrokes import (
     FileSuggestions,
@@ -25,9 +25,9 @@ from dunes.runs.completion.sources import NamedText, ScoredFile, scored_files
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 COPY = "copy nearest"
-"""The baseline that the others are compared with."""
+"""The baseline that a model is compared with."""
 GATE = 16
-"""Training files on which the thresholds of baselines are fitted; they are made without them."""
+"""Training files on which the thresholds of copying are fitted, which it does not copy from then."""
 MATCHED = 64
 """Characters before a cursor that are searched in the training text, to tell copying from generalising."""
 Metric = Literal["exact", "similarity", "word", "prefix"]
@@ -175,20 +175,16 @@ def gate_thresholds(
     return {policy: fit_threshold(typed, policy) for policy in POLICIES}
 
 
-def score_baselines(
+def score_copying(
     training: Sequence[NamedText],
     files: Sequence[ScoredFile],
     options: CompletionOptions = CompletionOptions(),
     show: Callable[[str, float], object] = lambda text, done: None,
-    names: Iterable[str] = tuple(BASELINES),
-) -> list[CompleterScore]:
-    """The scores of the baselines made from the training files."""
-    scores = []
-    for name in names:
-        show(f"{name}: fitting its threshold", 0.0)
-        thresholds = gate_thresholds(BASELINES[name], training, options)
-        scores.append(score_completer(name, BASELINES[name](training), files, options, thresholds, show))
-    return scores
+) -> CompleterScore:
+    """The score of copying alone from the training files."""
+    show(f"{COPY}: fitting its threshold", 0.0)
+    thresholds = gate_thresholds(CopyNearest.of_files, training, options)
+    return score_completer(COPY, CopyNearest.of_files(training), files, options, thresholds, show)
 
 
 def match_lengths(copy: CopyNearest, files: Sequence[ScoredFile], points: Sequence[Point]) -> list[int]:
