@@ -11,6 +11,7 @@ process wait for a core, and while that is long another holds a team that does n
 import ctypes
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -45,12 +46,12 @@ def waits_are_told() -> bool:
 
 def _watch() -> None:
     held, free = threading.Event(), 0
-    waited, clock = _waited(), perf_counter()
+    waited, clock = seconds_waited(), perf_counter()
     while True:
         sleep(SECONDS)
         before, last = waited, clock
-        waited, clock = _waited(), perf_counter()
-        share = (waited - before) / 1e9 / (clock - last)
+        waited, clock = seconds_waited(), perf_counter()
+        share = (waited - before) / (clock - last)
         free = free + 1 if share < FREE else 0
         if share > BUSY and not held.is_set():
             held.set()
@@ -59,15 +60,13 @@ def _watch() -> None:
             held.clear()
 
 
-def _waited() -> int:
-    """Nanoseconds for which this process's threads have waited for a core."""
+def seconds_waited() -> float:
+    """How long this process's threads have waited for a core, together; 0 where the system does not tell."""
     total = 0
-    for task in os.listdir(_TASKS):
-        try:
-            total += int((_TASKS / task / "schedstat").read_bytes().split()[1])
-        except OSError:  # it has ended
-            continue
-    return total
+    for file in _TASKS.glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            total += int(file.read_bytes().split()[1])
+    return total / 1e9
 
 
 def _hold_team(held: threading.Event) -> None:

@@ -71,9 +71,15 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(rates, "_rates", {})
     monkeypatch.setattr(rates, "_unsure", set())
+    monkeypatch.setattr(rates, "seconds_waited", lambda: 0.0)
     assert kept(2.0 ** (n % 900) for n in itertools.count()) > 3
     assert not list(tmp_path.rglob("x-*")), "they do not agree"
     monkeypatch.setattr(rates, "LONGEST", 1.0)
+    rates._rates.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "seconds_waited", perf_counter)  # one thread waits all the time
+        assert kept(itertools.repeat(4.0)) == 4.0
+    assert not list(tmp_path.rglob("x-*")), "they agree beside other programs"
     rates._rates.clear()
     assert kept(busy) == 10.0
     count = len(sampled)
@@ -94,7 +100,7 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     monkeypatch.setattr(cores, "SECONDS", 0.02)
     for name in cores.OWN_CHOICE:
         monkeypatch.delenv(name, raising=False)
-    wanted, waited = threading.Event(), count(step=10**9)
+    wanted, waited = threading.Event(), count()
     last = [0]
 
     def waits():
@@ -102,7 +108,7 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
             last[0] = next(waited)
         return last[0]
 
-    monkeypatch.setattr(cores, "_waited", waits)
+    monkeypatch.setattr(cores, "seconds_waited", waits)
     threads = lambda: len(os.listdir("/proc/self/task"))
     teams = lambda: [thread.name for thread in threading.enumerate()].count("dunes-team")
     torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own

@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
+from dunes.cores import FREE, seconds_waited
 from dunes.measure.fingerprint import fingerprint
 from dunes.measure.machine import synchronize
 from dunes.staging import cache_home
@@ -27,7 +28,8 @@ FASTER = 1.5
 AGREEMENT, AGREEING = 0.95, 3
 """A measurement is sure when so many samples are within this share of the best one."""
 LONGEST = 2.0
-"""Seconds after which a measurement ends unsure, since the machine is busy; it is not kept."""
+"""Seconds after which a measurement ends unsure, since the machine is busy; it is not kept. Nor is one during which
+this process waited for cores."""
 
 _rates: dict[str, float] = {}
 """Rates that this process measured."""
@@ -136,11 +138,12 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
         return _rates[name]
     path = None
     with suppress(ValueError, OSError):  # there is no home, or no such rate yet
-        path = cache_home() / "rates" / str(fingerprint()["machine"]) / name
+        path = cache_home() / "peak-rates" / str(fingerprint()["machine"]) / name
         if 0 < (rate := float(path.read_text())) < math.inf:
             return rate
-    rates, start = sorted(sample() for _ in range(AGREEING)), perf_counter()
-    while not (sure := rates[-AGREEING] >= AGREEMENT * rates[-1]) and perf_counter() - start < LONGEST:
+    start, waited = perf_counter(), seconds_waited()
+    rates = sorted(sample() for _ in range(AGREEING))
+    while not (sure := _is_sure(rates, start, waited)) and perf_counter() - start < LONGEST:
         insort(rates, sample())
     _rates[name] = rates[-1]
     if not sure:
@@ -152,3 +155,10 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
             staged.write_text(repr(rates[-1]))
             staged.replace(path)
     return rates[-1]
+
+
+def _is_sure(rates: Sequence[float], start: float, waited: float) -> bool:
+    """Whether samples since `start` agree, of which the process did not wait for cores: under a steady load they
+    agree, too."""
+    alone = seconds_waited() - waited <= FREE * (perf_counter() - start)
+    return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]
