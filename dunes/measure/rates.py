@@ -28,8 +28,8 @@ FASTER = 1.5
 AGREEMENT, AGREEING = 0.95, 3
 """A measurement is sure when so many samples are within this share of the best one."""
 LONGEST = 2.0
-"""Seconds after which a measurement ends unsure, since the machine is busy; it is not kept. Nor is one during which
-this process waited for cores."""
+"""Seconds after which a measurement ends unsure, since samples differ or this process waits for cores: the machine
+is busy, and it is not kept."""
 
 _rates: dict[str, float] = {}
 """Rates that this process measured."""
