@@ -10,12 +10,17 @@ process wait for a core, and while that is long another holds a team that does n
 
 import ctypes
 import os
+import sys
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, sleep
 
-OWN_CHOICE = frozenset({"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"})
+OWN_CHOICE = frozenset({
+    "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_STACKSIZE", "GOMP_STACKSIZE",
+})  # fmt: skip
+"""Where the user has set one of these, waiting, or what a team takes, is the user's."""
 SECONDS = 0.25
 """Between two looks."""
 BUSY, FREE = 0.15, 0.05
@@ -24,19 +29,34 @@ PATIENCE = 8
 """So many looks in a row show free cores before waiting threads spin again."""
 _TASKS = Path("/proc/self/task")
 _watcher: threading.Thread | None = None
+_lock = threading.Lock()
 
 
 def share_cores() -> None:
     """Let waiting threads sleep sooner while other programs want their cores, from now on, in this process.
 
-    It starts a thread, once. Nothing happens where the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, and where
-    the system does not tell how long threads wait (not Linux).
+    It starts a thread, once. Nothing happens where the user has chosen how OpenMP waits or binds threads, where
+    the system does not tell how long threads wait (not Linux), and where no more threads are allowed.
     """
     global _watcher
-    alive = _watcher is not None and _watcher.is_alive()  # a forked child has no threads
-    if not (alive or os.environ.keys() & OWN_CHOICE) and waits_are_told():
-        _watcher = threading.Thread(target=_watch, name="dunes-cores", daemon=True)
-        _watcher.start()
+    with _lock:
+        alive = _watcher is not None and _watcher.is_alive()
+        if alive or os.environ.keys() & OWN_CHOICE or not waits_are_told():
+            return
+        thread = threading.Thread(target=_watch, name="dunes-cores", daemon=True)
+        with suppress(RuntimeError):
+            thread.start()
+            _watcher = thread
+
+
+def _after_fork() -> None:
+    """A forked child has no other threads, and what they held is held for ever."""
+    global _watcher, _lock
+    _watcher, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def waits_are_told() -> bool:
@@ -44,50 +64,59 @@ def waits_are_told() -> bool:
     return Path("/proc/self/schedstat").exists()
 
 
+def waits() -> dict[str, float]:
+    """Seconds for which each thread of this process has waited for a core; empty if the system does not tell."""
+    found = {}
+    with suppress(OSError):  # no more files may be opened
+        for file in _TASKS.glob("*/schedstat"):
+            with suppress(OSError, IndexError):  # the thread has ended
+                found[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
+    return found
+
+
+def waited(before: Mapping[str, float], now: Mapping[str, float]) -> float:
+    """The seconds that threads have waited between two looks; those that have ended are left out."""
+    return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in now.items())
+
+
 def _watch() -> None:
-    held, free = threading.Event(), 0
-    waited, clock = seconds_waited(), perf_counter()
+    team: threading.Event | None = None
+    free, now, clock = 0, waits(), perf_counter()
     while True:
         sleep(SECONDS)
-        before, last = waited, clock
-        waited, clock = seconds_waited(), perf_counter()
-        share = (waited - before) / (clock - last)
+        before, last = now, clock
+        now, clock = waits(), perf_counter()
+        share = waited(before, now) / (clock - last)
         free = free + 1 if share < FREE else 0
-        if share > BUSY and not held.is_set():
-            held.set()
-            threading.Thread(target=_hold_team, args=[held], name="dunes-team", daemon=True).start()
-        elif free >= PATIENCE:
-            held.clear()
+        if share > BUSY and team is None and "torch" in sys.modules:
+            try:
+                team = _start_team(len(os.sched_getaffinity(0)) + 1)
+            except (AttributeError, RuntimeError):  # another OpenMP, or no more threads are allowed
+                return
+        elif free >= PATIENCE and team is not None:
+            team.set()
+            team = None
 
 
-def seconds_waited() -> float:
-    """How long this process's threads have waited for a core, together; 0 where the system does not tell."""
-    total = 0
-    for file in _TASKS.glob("*/schedstat"):
-        with suppress(OSError):  # it has ended
-            total += int(file.read_bytes().split()[1])
-    return total / 1e9
+def _start_team(size: int) -> threading.Event:
+    """Have an idle team of so many threads until the event is set.
 
+    Raises AttributeError without libgomp, and RuntimeError if so many threads more cannot be had.
+    """
+    process, over = ctypes.CDLL(None), threading.Event()
+    parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
+    _try_threads(size)  # libgomp would end the process
 
-def _hold_team(held: threading.Event) -> None:
-    """Have a team as large as the machine until `held` is cleared; it ends with this thread."""
-    process, size = ctypes.CDLL(None), len(os.sched_getaffinity(0)) + 1
-    try:
-        parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-        _try_threads(size)
-    except (
-        AttributeError,
-        RuntimeError,
-    ):  # another OpenMP, torch is not loaded yet, or no more threads are allowed
-        held.clear()
-        return
-    parallel(nothing, None, size, 0)
-    while held.is_set():
-        sleep(SECONDS)
+    def hold() -> None:  # the team ends with the thread
+        parallel(nothing, None, size, 0)
+        over.wait()
+
+    threading.Thread(target=hold, name="dunes-team", daemon=True).start()
+    return over
 
 
 def _try_threads(count: int) -> None:
-    """Raises RuntimeError if so many threads more cannot be had at once: libgomp would end the process."""
+    """Raises RuntimeError if so many threads more cannot be had at once."""
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
     try:

@@ -71,13 +71,13 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(rates, "_rates", {})
     monkeypatch.setattr(rates, "_unsure", set())
-    monkeypatch.setattr(rates, "seconds_waited", lambda: 0.0)
+    monkeypatch.setattr(rates, "waits", dict)
     assert kept(2.0 ** (n % 900) for n in itertools.count()) > 3
     assert not list(tmp_path.rglob("x-*")), "they do not agree"
     monkeypatch.setattr(rates, "LONGEST", 1.0)
     rates._rates.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(rates, "seconds_waited", perf_counter)  # one thread waits all the time
+        patch.setattr(rates, "waits", lambda: {"1": perf_counter()})  # one thread waits all the time
         assert kept(itertools.repeat(4.0)) == 4.0
     assert not list(tmp_path.rglob("x-*")), "they agree beside other programs"
     rates._rates.clear()
@@ -100,15 +100,14 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     monkeypatch.setattr(cores, "SECONDS", 0.02)
     for name in cores.OWN_CHOICE:
         monkeypatch.delenv(name, raising=False)
-    wanted, waited = threading.Event(), count()
-    last = [0]
+    wanted, waited, last = threading.Event(), count(), [0.0]
 
     def waits():
         if wanted.is_set():
-            last[0] = next(waited)
-        return last[0]
+            last[0] = float(next(waited))
+        return {"1": last[0]}
 
-    monkeypatch.setattr(cores, "seconds_waited", waits)
+    monkeypatch.setattr(cores, "waits", waits)
     threads = lambda: len(os.listdir("/proc/self/task"))
     teams = lambda: [thread.name for thread in threading.enumerate()].count("dunes-team")
     torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own
@@ -118,24 +117,50 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     before = threads()
     for _ in range(2):
         wanted.set()
-        until(lambda: threads() >= before + 1 + len(os.sched_getaffinity(0)))
-        assert teams() == 1
+        until(lambda: teams() == 1 and threads() >= before + 1 + len(os.sched_getaffinity(0)))
         wanted.clear()
         until(lambda: teams() == 0 and threads() <= before)
 
 
-def test_no_team_is_asked_for_where_threads_are_not_to_be_had(monkeypatch):
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_where_no_more_threads_are_to_be_had_nothing_fails(monkeypatch, allowed):
     """libgomp ends a process that cannot have its threads."""
+    started, start = [], threading.Thread.start
 
-    def start(thread):
-        raise RuntimeError("can't start new thread")
+    def refuse(thread):
+        if len(started) >= allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
 
-    held = threading.Event()
-    held.set()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        cores._hold_team(held)
-    assert not held.is_set()
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            cores._start_team(3)
+        patch.setattr(cores, "_watcher", None)
+        for name in cores.OWN_CHOICE:
+            patch.delenv(name, raising=False)
+        share_cores()
+        assert cores._watcher is None
+
+
+def test_the_wait_of_a_thread_that_has_ended_hides_no_other():
+    assert cores.waited({"1": 5.0, "2": 1.0}, {"2": 1.5, "3": 0.25}) == 0.75
+    assert cores.waited({"1": 5.0}, {"1": 0.5}) == 0, "another one with its number"
+
+
+def test_one_thread_watches_however_many_ask(monkeypatch):
+    watched = []
+    monkeypatch.setattr(cores, "_watch", lambda: (watched.append(1), sleep(0.5)))
+    monkeypatch.setattr(cores, "_watcher", None)
+    for name in cores.OWN_CHOICE:
+        monkeypatch.delenv(name, raising=False)
+    asking = [threading.Thread(target=share_cores) for _ in range(16)]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert watched == [1] * cores.waits_are_told()
 
 
 def until(true, seconds=20):

@@ -11,14 +11,14 @@ import os
 import subprocess
 import sys
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from dunes.cores import FREE, seconds_waited
+from dunes.cores import FREE, waited, waits
 from dunes.measure.fingerprint import fingerprint
 from dunes.measure.machine import synchronize
 from dunes.staging import cache_home
@@ -141,9 +141,9 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
         path = cache_home() / "peak-rates" / str(fingerprint()["machine"]) / name
         if 0 < (rate := float(path.read_text())) < math.inf:
             return rate
-    start, waited = perf_counter(), seconds_waited()
+    start, before = perf_counter(), waits()
     rates = sorted(sample() for _ in range(AGREEING))
-    while not (sure := _is_sure(rates, start, waited)) and perf_counter() - start < LONGEST:
+    while not (sure := _is_sure(rates, start, before)) and perf_counter() - start < LONGEST:
         insort(rates, sample())
     _rates[name] = rates[-1]
     if not sure:
@@ -157,8 +157,8 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
     return rates[-1]
 
 
-def _is_sure(rates: Sequence[float], start: float, waited: float) -> bool:
+def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
     """Whether samples since `start` agree, of which the process did not wait for cores: under a steady load they
     agree, too."""
-    alone = seconds_waited() - waited <= FREE * (perf_counter() - start)
+    alone = waited(before, waits()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]

@@ -26,19 +26,19 @@ class CopyNearest:
     match's length that only orders suggestions.
     """
 
-    def __init__(self, far: TextSource) -> None:
+    def __init__(self, far: Sequence[TextSource]) -> None:
         self._far = far
 
     @classmethod
     def of_files(cls, files: Sequence[NamedText]) -> "CopyNearest":
         """Copies from these files."""
         data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
-        return cls(TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST)))
+        return cls([TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST))])
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line behind the match; empty if nothing matches."""
         above = before.encode(errors="replace")
-        sources = TextSource(above), TextSource(after.encode(errors="replace")), self._far
+        sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
         matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
         (length, positions), text = max(matches, key=lambda each: each[0][0])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
@@ -49,5 +49,5 @@ class CopyNearest:
     def match_length(self, before: str) -> int:
         """The number of characters before the cursor that stand in the far text too."""
         data = before[-LONGEST:].encode(errors="replace")
-        length, _ = self._far.longest(data)
+        length = max((source.longest(data)[0] for source in self._far), default=0)
         return len(data[len(data) - length :].decode(errors="ignore"))

@@ -3,6 +3,7 @@
 import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
 from dunes.data import Document, header_name
 from dunes.runs.completion.baselines import CopyNearest
+from dunes.runs.completion.cuts import whole_words
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
 from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
-from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.protocol import Cancelled, Suggestion
 from dunes.runs.completion.search import DEFAULTS, CompleteOptions
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.completion.text import near_text
@@ -32,15 +34,24 @@ class FolderCompleter(CompletionEngine):
         index, stored = read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, stored[1] if stored else {}
         gate = stored[0] if stored and index else None
+        self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
         super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions; the copied line alone where the model was worse on lines held out."""
-        if self.index is not None and self.facts.get("copies"):
-            return [CopyCompleter(self.index).complete(before, after, name)]
-        return super().alternatives(before, after, name, options)
+        """The most probable suggestions; the copied line alone where no gate was fitted, or the model was worse on
+        lines held out. Raises Cancelled where the options say so."""
+        if not self.copies:
+            return super().alternatives(before, after, name, options)
+        if options.cancelled():
+            raise Cancelled("a newer request came")
+        copied = CopyNearest(self._far_from(name).texts).complete(near_text(before), after)
+        ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
+        ids = self._encode(copied.text.encode())[: options.max_tokens]
+        text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
+        text = copied.text if text == copied.text else whole_words(text)
+        return [replace(copied, text=text[: min(ends, default=None)])]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -82,8 +93,7 @@ class CopyCompleter:
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line behind the longest match, but not in what the index has of this file."""
-        (far,) = self.index.without([name]).texts
-        return CopyNearest(far).complete(near_text(before), after)
+        return CopyNearest(self.index.without([name]).texts).complete(near_text(before), after)
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
@@ -112,12 +122,12 @@ def load_completer(folder: Path, any_base: bool = False) -> FolderCompleter:
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run whose training has not come to its end; `line` is told of that.
-
-    Its model may know little, and there is no gate yet that says how much.
-    """
-    ended = (folder / "config.json").exists() and read_gate(folder) is not None
-    if not ended and (index := read_index(folder)) is not None:
-        line("the training has not come to its end: copying from the training files alone")
+    """The completer of a model folder, or of a run that has no model yet; `line` is told where it only copies."""
+    if not (folder / "config.json").exists() and (index := read_index(folder)) is not None:
+        line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
-    return load_completer(folder, any_base)
+    completer = load_completer(folder, any_base)
+    if completer.copies:
+        why = "was worse than copying when its training ended" if completer.gate else "has no gate: it was stopped"
+        line(f"the model {why}; copying from the training files alone")
+    return completer

@@ -85,7 +85,8 @@ class CompletionEngine:
         Raises Cancelled where the options say so.
         """
         after, name = valid_text(after[:BELOW]), valid_text(name)
-        text = self.files.tokenize(near_text(before), name)
+        before = near_text(before)
+        text = self.files.tokenize(before, name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
         # With nothing below its line, the text is taken to go on in a way that is not known.
@@ -101,7 +102,7 @@ class CompletionEngine:
         for beam in search.beams():
             rest = without_overlap(search.text(beam), after, start)
             rest = rest if rest.strip() else ""
-            word = search.logprob(beam, first_word(rest)) if rest else beam.total
+            word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
             found.setdefault(rest, Suggestion(rest, *(math.exp(min(p, 0.0)) for p in (word, beam.total))))
         best, *others = found.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]

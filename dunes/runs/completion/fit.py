@@ -40,6 +40,8 @@ PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
 the fewest and the most."""
 PLACE_SECONDS, LINE_SECONDS, BYTE_SECONDS = 2e-3, 0.75, 1.5e-6
 """What one of them takes, at 4M parameters with one thread, and a byte that is indexed."""
+LEAST = 8
+"""Lines on which copying has to be better before the model is left out."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """The shares of shown suggestions to be accepted, for which thresholds are fitted."""
 
@@ -107,7 +109,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     lines = _scaled(LINES, seconds)
     typed, copied = (typed_files(each, _others(texts), lines) for each in (engine, CopyCompleter(files.index)))
     ours, theirs = right_by_line(typed), right_by_line(copied)
-    facts["copies"] = bool(len(ours) and interval(ours - theirs).high < 0)
+    facts["copies"] = bool(len(ours) >= LEAST and interval(ours - theirs).high < 0)
     thresholds = partial(_thresholds, copied if facts["copies"] else typed)
     facts["thresholds"] = {policy: thresholds(policy) for policy in POLICIES}
     write_gate(run, gate, facts)

@@ -82,7 +82,10 @@ class LineSearch:
             finished = [beam for beam in found if self._ends(beam)]
             best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
         found = [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
-        return [*self._repeating(), *found][:count]
+        if (repeating := self._repeating()) is not None:
+            found = [beam for beam in found if beam.ids != repeating.ids]
+            found.insert(bool(found) and repeating.total < found[0].total, repeating)
+        return found[:count]
 
     def text(self, beam: Beam) -> str:
         """The lines of these ids without what is typed, and without a word at their end that may be a part."""
@@ -141,15 +144,16 @@ class LineSearch:
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copied
 
-    def _repeating(self) -> list[Beam]:
+    def _repeating(self) -> Beam | None:
         """The line that repeats another with another name, if it does."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
-            return []
-        line = self.typed + f"{self.renamed}\n".encode(errors="ignore")
-        beam = self._scored(self.mixture.copies.sources.vocabulary.encode(line))
+            return None
+        line = self.typed + f"{self.renamed}\n".encode()
+        ids = self.mixture.copies.sources.vocabulary.encode(line)
+        beam = self._scored(ids) if b"".join(self.pieces[i] for i in ids) == line else None
         if beam and beam.total < REPEATED:
             beam = Beam(beam.ids, (REPEATED / len(beam.ids),) * len(beam.ids))
-        return [beam] if beam else []
+        return beam
 
     def _scored(self, ids: Sequence[int]) -> Beam | None:
         """The ids of a line with their log-probabilities given what is typed; None without its end."""

@@ -28,7 +28,7 @@ from dunes.text.model_file import find_file
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
 INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
-GATE_REMEDY = "remove gate.json there to complete by the model alone, or train again"
+GATE_REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 
 def write_index(run: Path, index: TextIndex) -> None:
