@@ -133,6 +133,7 @@ def main(run: Path, sources: tuple[str, ...], cuts: int = 12, others: tuple[Path
     """
     torch.set_num_threads(1)
     completer = load_completer(run)
+    completer.copies = False  # the model is measured, also where a run would only copy
     corpus = collect_corpus(sources)
     files = scored_files([*document_texts(corpus.valid + corpus.train)], completer.training_files, True).files
     compared = variants(completer) | {str(other): (load_completer(other), False) for other in others}

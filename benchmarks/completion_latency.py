@@ -116,6 +116,7 @@ def main(
         found: dict[str, list[float]] = {}
         for path in files:
             completer = load_completer(run)
+            completer.copies = False  # the model is measured, also where a run would only copy
             one, evaluated = token_time(completer), Evaluated(completer.loaded.model)
             if side == "llama-server":
                 complete: Complete = partial(ask_server, server, completer)
