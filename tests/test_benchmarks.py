@@ -508,7 +508,7 @@ def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     assert scenes["language"]["all"]["ours"] == 60 - len(scenes["missed"])
     opened = scenes["kind"]["open"]
     assert opened["copying"] > opened["copying, nothing open"], "it copies from the open file"
-    timed = last_line("completion_latency.py", out / "run", corpus / "shapes_0.py", "--keys", 5, "--widths", 1, 2)
+    timed = last_line("completion_latency.py", out / "run", corpus / "shapes_0.py", "--keys", 60, "--widths", 1, 2)
     rows = timed["widths"].values()
     assert all(row["warm"][0] > 0 and row["all"] > 0 for row in rows)
     assert all(row["first"] <= 4 for row in rows), "a key whose logits are remembered evaluates nothing"
