@@ -135,8 +135,9 @@ class LineSearch:
         """The beam; if it has no prospect, the line behind the longest match of the text, unless its first word is
         another one than the beam's, which is probable enough."""
         copies = self.mixture.copies
-        weak = SURE if copies.near_match(self.prompt) >= LONG else HOPELESS
-        if self.mixture.gate is None or (beam.ids and (beam.total >= weak or self._rest(beam))):
+        if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._rest(beam))):
+            return beam
+        if beam.ids and beam.total >= HOPELESS and copies.near_match(self.prompt) < LONG:
             return beam
         if (copied := self._scored(copies.propose(self.prompt, self.limit))) is None:
             return beam
