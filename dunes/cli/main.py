@@ -15,7 +15,7 @@ from dunes.cli.trust import with_trust
 from dunes.cores import share_cores
 
 VERBS = (
-    "train", "finetune", "generate", "chat", "complete", "eval",
+    "train", "finetune", "generate", "chat", "complete", "serve", "lsp", "doctor", "eval",
     "inspect", "convert", "export", "augment", "compile", "bench",
 )  # fmt: skip
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    from dunes.cli import verbs
+    from dunes.cli import serve, verbs
 
     warnings.showwarning = _show_warning
     if sys.argv[1:] == ["--version"]:
@@ -44,7 +44,9 @@ def _main() -> int:
         from dunes.cli import augment
 
         return run("dunes augment", augment.ABOUT, with_trust(augment.COMMANDS), sys.argv[2:])
-    commands = {verb: getattr(verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS}
+    commands = {
+        verb: getattr(serve if hasattr(serve, verb) else verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS
+    }
     return run("dunes", ABOUT, with_trust(commands), sys.argv[1:])
 
 

@@ -34,3 +34,8 @@ def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
         end = len(text) if end < 0 else end + 1
         yield text[start:end]
         start = end
+
+
+def valid_text(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer takes."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -8,11 +8,9 @@ import numpy as np
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource
 from dunes.runs.completion.cuts import first_line
-from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.protocol import NamedText, Suggestion
 from dunes.runs.completion.text import without_overlap
 
-NamedText = tuple[str, str]
-"""The name and the text of a file."""
 LONGEST = 128
 """Bytes before the cursor of which a match is searched."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")

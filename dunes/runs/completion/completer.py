@@ -1,7 +1,7 @@
 """The completer of a folder: of a trained model, or while a run still trains, copying alone."""
 
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -10,6 +10,7 @@ from pathlib import Path
 from dunes import checkpoint, measure
 from dunes.checkpoint.forms.card import read_card
 from dunes.data import Document, header_name
+from dunes.generate.copying import TextSource
 from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.cuts import whole_words
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
@@ -23,7 +24,7 @@ from dunes.runs.config import STDLIB
 from dunes.runs.run import read_config
 from dunes.runs.step_package import step_source
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.trained_text import trained_text
+from dunes.runs.trained_text import require_own_sources, trained_text
 
 
 class FolderCompleter(CompletionEngine):
@@ -46,12 +47,13 @@ class FolderCompleter(CompletionEngine):
             return super().alternatives(before, after, name, options)
         if options.cancelled():
             raise Cancelled("a newer request came")
-        copied = CopyNearest(self._far_from(name).texts).complete(near_text(before), after)
+        copied = CopyNearest(self._far_from(name, tuple(options.files)).texts).complete(near_text(before), after)
         ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
         ids = self._encode(copied.text.encode())[: options.max_tokens]
         text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
         text = copied.text if text == copied.text else whole_words(text)
-        return [replace(copied, text=text[: min(ends, default=None)])]
+        text = text[: min(ends, default=None)]
+        return [replace(copied, text=text, ends_line=text == copied.text)]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -86,14 +88,45 @@ class FolderCompleter(CompletionEngine):
 
 
 class CopyCompleter:
-    """Copies from the file and from an index: there is no model yet."""
+    """Copies from the file, from open files and from an index: there is no model yet."""
 
     def __init__(self, index: TextIndex) -> None:
-        self.index = index
+        self.index, self._open = index, dict[str, str | None]()
+
+    @property
+    def training_files(self) -> list[tuple[str, str]]:
+        """The files in the index."""
+        return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line behind the longest match, but not in what the index has of this file."""
-        return CopyNearest(self.index.without([name]).texts).complete(near_text(before), after)
+        return self.alternatives(before, after, name)[0]
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The same as a list, up to a string to stop at. Raises Cancelled where the options say so."""
+        if options.cancelled():
+            raise Cancelled("a newer request came")
+        texts = [text for other, text in self._open.items() if text and other != name]
+        texts += [text for _, text in options.files]
+        sources = [TextSource(text.encode(errors="replace")) for text in texts]
+        far = [*self.index.without({name, *self._open}).texts, *sources]
+        copied = CopyNearest(far).complete(near_text(before), after)
+        ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
+        return [replace(copied, text=copied.text[: min(ends, default=None)])]
+
+    def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
+        """These texts of files, for `use`."""
+        return texts
+
+    def use(self, files: Mapping[str, str | None]) -> None:
+        """Complete lines with these texts of files from now on, too."""
+        self._open |= files
+
+    def threshold(self, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+        """The probability from which on a copy is shown: that of a match of 32 bytes."""
+        return 0.5
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
@@ -103,6 +136,19 @@ def name_in_sources(path: Path, folder: Path) -> str:
         if path.resolve().is_relative_to(root) and root.is_dir():
             return header_name(path.resolve().relative_to(root).as_posix())
     return header_name(path.name)
+
+
+def training_sources(folder: Path) -> tuple[Sequence[str], bool]:
+    """The sources of a model's training that this user has trained on, and whether their links are followed."""
+    if not (card := read_card(folder)):
+        config = read_config(folder, TrainConfig)
+        return (config.sources, config.follow_links) if config else ((), False)
+    trained = trained_text(card)
+    with suppress(ValueError):
+        if trained:
+            require_own_sources(trained)
+            return tuple(trained["sources"]), bool(trained.get("follow_links"))
+    return (), False
 
 
 def _sources(folder: Path) -> Sequence[str]:

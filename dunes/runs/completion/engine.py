@@ -7,8 +7,9 @@ character costs about one id.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
@@ -18,7 +19,7 @@ from dunes.runs.completion.cuts import first_line, first_word
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
-from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.protocol import NamedText, Suggestion
 from dunes.runs.completion.renaming import renamed_rest
 from dunes.runs.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.runs.completion.text import (
@@ -26,14 +27,23 @@ from dunes.runs.completion.text import (
     FileTokenizer,
     fim_form,
     near_text,
-    valid_text,
     window,
     without_overlap,
 )
 from dunes.runs.trained_text import trained_text
+from dunes.text.lines import valid_text
 
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
+FILES = 4
+"""Files whose surroundings are remembered, and sets of files of single requests."""
+
+
+class OpenFiles(NamedTuple):
+    """The texts of files by name that have changed since the index was made (None: they are gone), indexed."""
+
+    texts: Mapping[str, str | None]
+    index: TextIndex | None
 
 
 class CompletionEngine:
@@ -56,16 +66,31 @@ class CompletionEngine:
         self._vocabulary = Vocabulary(self.files.pieces, self._encode)
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
-        self._changed: dict[str, Far] = {}
-        self._near: tuple[list[int], list[int], str, Sources] | None = None
-        self._far: tuple[str, Far] | None = None
+        self._open = OpenFiles({}, None)
+        self._near: tuple[list[int], list[int], str, Far, Sources] | None = None
         self._form = fim_form(loaded)
+        self._far_from = lru_cache(FILES)(self._find_far)
+        self._unchanged = lru_cache(FILES)(self._find_unchanged)
+        self._indexed = lru_cache(FILES)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
         """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
-        name = valid_text(name)
-        self._changed[name] = index_texts([(name, valid_text(text))], self.files).without(()) if text else Far()
-        self._near = self._far = None
+        self.use(self.with_texts({name: text}))
+
+    def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
+        """The open files with these texts, for `use`; another thread may call it while lines are completed."""
+        new = {valid_text(name): valid_text(text) if text else None for name, text in texts.items()}
+        known = {**self._open.texts, **new}
+        if known == self._open.texts:
+            return self._open
+        present = [(name, text) for name, text in known.items() if text]
+        return OpenFiles(known, index_texts(present, self.files) if present else None)
+
+    def use(self, files: OpenFiles) -> None:
+        """Complete lines with these files from now on."""
+        if files is not self._open:
+            self._open = files
+            self._far_from.cache_clear()
 
     def complete(
         self,
@@ -95,7 +120,7 @@ class CompletionEngine:
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
-        copies = Copies(self._sources(above, below, name), typed, len(prompt))
+        copies = Copies(self._sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, len(prompt) + search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
         found: dict[str, Suggestion] = {}
@@ -103,9 +128,33 @@ class CompletionEngine:
             rest = without_overlap(search.text(beam), after, start)
             rest = rest if rest.strip() else ""
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
-            found.setdefault(rest, Suggestion(rest, *(math.exp(min(p, 0.0)) for p in (word, beam.total))))
+            probs = (math.exp(min(p, 0.0)) for p in (word, beam.total))
+            found.setdefault(rest, Suggestion(rest, *probs, search.ends(beam)))
         best, *others = found.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]
+
+    def explain(self, before: str, rest: str, name: str = "", top: int = 4) -> list[dict[str, Any]]:
+        """Each token of the rest of a line: its text, its probability, the model's alone, and the likeliest ones.
+
+        The text behind the cursor is not looked at.
+        """
+        text = self.files.tokenize(near_text(before), valid_text(name))
+        ids, tokens = [*text.ids], list[dict[str, Any]]()
+        copies = Copies(self._sources(text.ids[: text.starts[-1]], [], name))
+        model = self._mixture_of(DEFAULTS.width).logits
+        model.begin(self.loaded.context_length)
+        for id in self.files.line(rest):
+            logits = model.along([*window(ids, self.loaded.context_length - 1)])
+            alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
+            mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
+            best = mixed.topk(min(top, len(mixed)))
+            others = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+            piece = lambda id: self.files.pieces[id].decode(errors="replace")
+            likely = [[piece(i), prob] for i, prob in others]
+            probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
+            tokens.append({"text": piece(id), **probs, "likely": likely})
+            ids.append(id)
+        return tokens
 
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
@@ -133,25 +182,28 @@ class CompletionEngine:
             return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
         return [*head, prefix, *above[len(head) :], suffix, *below, middle]
 
-    def _sources(self, above: list[int], below: list[int], name: str) -> Sources:
+    def _sources(
+        self, above: list[int], below: list[int], name: str, texts: Collection[NamedText] = ()
+    ) -> Sources:
         """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
-        if self._near is None or self._near[:3] != (above, below, name):
+        far = self._far_from(name, tuple(texts))
+        if self._near is None or self._near[:3] != (above, below, name) or self._near[3] is not far:
             pieces, parts = self.files.pieces, [above, below] if below else [above]
-            texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
-            near, far = [index_ids(part, len(pieces)) for part in parts], self._far_from(name)
-            sources = Sources(near, far.ids, texts, far.texts, self._vocabulary)
-            self._near = above, below, name, sources
-        return self._near[3]
+            near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
+            near = [index_ids(part, len(pieces)) for part in parts]
+            self._near = above, below, name, far, Sources(near, far.ids, near_text, far.texts, self._vocabulary)
+        return self._near[4]
 
-    def _far_from(self, name: str) -> Far:
-        """All files but this one: those in the index that have not changed, and those that have."""
-        if self._far is None or self._far[0] != name:
-            parts = [far for changed, far in self._changed.items() if changed != name]
-            if self.index is not None:
-                parts.insert(0, self.index.without({name, *self._changed}))
-            ids, texts = ([each for part in parts for each in getattr(part, kind)] for kind in ("ids", "texts"))
-            self._far = name, Far(ids, texts)
-        return self._far[1]
+    def _find_far(self, name: str, texts: tuple[NamedText, ...]) -> Far:
+        """All files but this one: those in the index that have not changed, those that have, and these texts."""
+        parts = [self._unchanged(frozenset({name, *self._open.texts}))] if self.index is not None else []
+        parts += [self._open.index.without([name])] if self._open.index is not None else []
+        parts += [self._indexed(texts)] if texts else []
+        return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
+
+    def _find_unchanged(self, names: Collection[str]) -> Far:
+        assert self.index is not None, "there is an index"
+        return self.index.without(names)
 
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))

@@ -3,15 +3,19 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+NamedText = tuple[str, str]
+"""The name and the text of a file."""
+
 
 @dataclass(frozen=True)
 class Suggestion:
     """The rest of a line; `word` and `line` are the probabilities (0 to 1) that its first word, and all of it, are
-    right."""
+    right. `ends_line` is false where the line goes on."""
 
     text: str
     word: float = 1.0
     line: float = 1.0
+    ends_line: bool = True
 
 
 class LineCompleter(Protocol):

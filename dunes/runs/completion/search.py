@@ -8,6 +8,7 @@ from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import is_word
 from dunes.runs.completion.cuts import first_word, whole_words
 from dunes.runs.completion.mixture import Mixture
+from dunes.runs.completion.protocol import NamedText
 from dunes.text.lines import split_lines
 
 LIMIT = 48
@@ -29,7 +30,8 @@ REPEATED = math.log(0.4)
 class CompleteOptions:
     """The number of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
 
-    They end before a string of `stop`, and after `max_tokens`. `cancelled` is asked between two forwards.
+    They end before a string of `stop`, and after `max_tokens`. `cancelled` is asked between two forwards. `files`
+    are names and texts to copy from in this request alone.
     """
 
     lines: int = 1
@@ -38,6 +40,7 @@ class CompleteOptions:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     cancelled: Callable[[], bool] = lambda: False
+    files: Sequence[NamedText] = ()
 
     def __post_init__(self) -> None:
         least = min(self.lines, self.width, self.alternatives, 1 if self.max_tokens is None else self.max_tokens)
@@ -75,11 +78,11 @@ class LineSearch:
         """The most probable ids up to the lines' end, with their probabilities given what is typed."""
         count = self.options.alternatives
         found = [Beam()] if self.options.width == 1 else self._side_by_side()
-        if found and not self._ends(found[0]) and self._hopeless(found):  # a user may take the first word
+        if found and not self.ends(found[0]) and self._hopeless(found):  # a user may take the first word
             found.sort(key=self._word_logprob, reverse=True)
             best = [self._decoded(beam) for beam in found[:count]]
         else:
-            finished = [beam for beam in found if self._ends(beam)]
+            finished = [beam for beam in found if self.ends(beam)]
             best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
         found = [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
         if (repeating := self._repeating()) is not None:
@@ -93,7 +96,7 @@ class LineSearch:
         places = [place for stop in self.options.stop if (place := text.find(stop)) >= 0]
         if places:
             text = text[: min(places)]
-        elif not self._ends(beam):
+        elif not self.ends(beam):
             text = whole_words(text.rstrip("\r\n"))
         return text.rstrip("\r\n")
 
@@ -114,13 +117,13 @@ class LineSearch:
             self.prompt,
             width=self.options.width,
             max_tokens=min(self.limit, BEAMED),
-            ends=lambda ids: self._ends(Beam(tuple(ids))),
+            ends=lambda ids: self.ends(Beam(tuple(ids))),
             decided=self._decided,
         )
 
     def _decoded(self, beam: Beam) -> Beam:
         """The beam with the most probable ids one by one, until it ends, or has a whole word and no prospect."""
-        while len(beam.ids) < self.limit and not self._ends(beam):
+        while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if first_word(text) != text and self._hopeless([beam]):
                 break
@@ -158,7 +161,7 @@ class LineSearch:
 
     def _scored(self, ids: Sequence[int]) -> Beam | None:
         """The ids of a line with their log-probabilities given what is typed; None without its end."""
-        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self._ends(Beam(tuple(ids))):
+        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
         beam = Beam()
         for id in ids:
@@ -170,7 +173,7 @@ class LineSearch:
         has_typed = beam.ids and not self._rest(beam)
         return beam.given(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
 
-    def _ends(self, beam: Beam) -> bool:
+    def ends(self, beam: Beam) -> bool:
         """Whether these ids have so many line ends, a string to stop at, or the end of the text."""
         text = self._data(beam).decode(errors="replace")
         if len(split_lines(text)) > self.options.lines or any(stop in text for stop in self.options.stop):

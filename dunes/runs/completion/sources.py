@@ -9,6 +9,7 @@ from math import ceil
 from dunes.data import Document
 from dunes.data.duplicates import content_digest
 from dunes.runs.completion.cuts import Line, file_lines
+from dunes.runs.completion.protocol import NamedText
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
@@ -17,9 +18,6 @@ SIMILAR = 0.8
 FEWEST = 3
 """Lines of fewer tokens are never near-duplicates: `return None` may be completed."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-
-NamedText = tuple[str, str]
-"""The name and the text of a file."""
 
 
 @dataclass(frozen=True)

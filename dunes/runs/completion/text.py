@@ -15,7 +15,7 @@ from dunes.generate.copying import is_word
 from dunes.runs.completion.cuts import QUOTES, first_line, unmatched
 from dunes.runs.trained_text import trained_text
 from dunes.text import Tokenizer
-from dunes.text.lines import split_lines
+from dunes.text.lines import split_lines, valid_text
 
 NEAR, BELOW, LINE = 200_000, 20_000, 4096
 """Characters above and below the cursor that are looked at, and of a line that are encoded at once."""
@@ -157,11 +157,6 @@ def near_text(before: str) -> str:
         part = before[-NEAR:]
         before = part[part.find("\n", 0, LINE) + 1 :]
     return valid_text(before)
-
-
-def valid_text(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer takes."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def without_overlap(suggestion: str, after: str, typed: str = "") -> str:

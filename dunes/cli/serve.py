@@ -1,0 +1,163 @@
+"""The verbs that serve a model to editors."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from dunes.extra import extra
+from dunes.runs.config import flag
+
+if TYPE_CHECKING:
+    from dunes.serve.running import Running
+
+Folders = Annotated[
+    tuple[str, ...], tyro.conf.Positional, flag("MODEL", about="Model folders, or runs that still train.")
+]
+Editor = Literal["vim", "nvim", "vscode", "zed", "emacs", "helix"]
+KEY = "DUNES_API_KEY"
+
+
+def serve(
+    models: Folders,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8012,
+    allow_host: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], flag("NAME", "none")] = (),
+    adapter: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], flag("FOLDER", "none")] = (),
+    acceptance: float = 0.35,
+    ollama: bool = False,
+    no_follow: bool = False,
+    config: Annotated[Editor | None, flag("EDITOR", "none")] = None,
+) -> int:
+    """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
+
+    It speaks as llama-server, OpenAI's API, Mistral's and Ollama's, and has a page to try it at its address. Saved
+    files of the training's sources are copied from within two seconds.
+
+    Example: dunes serve runs/project
+
+    Args:
+        host: Address to listen at. Others than this machine's own need a key in DUNES_API_KEY.
+        port: Port; 8012 is the one that llama.vim asks.
+        allow_host: Another name under which this server may be asked; may be repeated.
+        adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
+        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
+        ollama: Also listen at Ollama's own port, 11434.
+        no_follow: Do not look at the files of the training's sources.
+        config: Print the lines for this editor's settings, and end.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port is {port}; expected 0 to 65535")
+    if not models:
+        raise ValueError("MODEL is missing; name a model folder, as runs/project")
+    from dunes.serve.editors import EDITORS
+    from dunes.serve.editors import config as editor_config
+
+    address = f"http://{host}:{port}"
+    if config is not None:
+        print(editor_config(config, address, os.path.abspath(models[0])), end="")
+        return 0
+    for module in ("starlette", "uvicorn"):
+        extra(module, "serve")
+    from dunes.serve.http import OLLAMA_PORT, is_loopback, open_sockets, run
+
+    key = os.environ.get(KEY) or None
+    if not is_loopback(host) and key is None:
+        raise ValueError(
+            f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
+        )
+    sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    from dunes.serve.app import Server
+    from dunes.serve.running import Running
+
+    running = Running(_folders(models), acceptance, adapter, say, not no_follow)
+    address = f"http://{host}:{sockets[0].getsockname()[1]}"
+    names = ", ".join(name for model in running.models.served.values() for name in model.names)
+    print(f"serving {names} at {address} (Ctrl-C ends it)")
+    print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
+    print(f"nothing appears? dunes doctor{'' if port == 8012 else f' {address}'}", flush=True)
+    try:
+        run(Server(running.models, running.worker).app([host, *allow_host], key), sockets)
+    finally:
+        running.close()
+    return 0
+
+
+def lsp(
+    model: Annotated[
+        str, tyro.conf.Positional, flag("MODEL", about="A model folder, or a run that still trains.")
+    ],
+    *,
+    acceptance: float = 0.35,
+    no_follow: bool = False,
+) -> int:
+    """Serve a model to an editor as a language server, on standard input and output.
+
+    It has inline completion (Neovim 0.12) and plain completion (Helix, and others).
+
+    Example: dunes lsp runs/project
+
+    Args:
+        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
+        no_follow: Do not look at the files of the training's sources.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
+    folder = Path(model)
+    if not folder.is_dir():
+        raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
+    extra("pygls", "lsp")
+    from dunes.serve.lsp import start
+
+    def load() -> "Running":
+        from dunes.serve.running import Running
+
+        say = lambda line: print(line, file=sys.stderr, flush=True)
+        return Running([folder], acceptance, (), say, not no_follow)
+
+    start(load)
+    return 0
+
+
+def doctor(
+    address: Annotated[
+        str, tyro.conf.Positional, flag("ADDRESS", "http://127.0.0.1:8012")
+    ] = "http://127.0.0.1:8012",
+    *,
+    file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
+) -> int:
+    """Ask a running server what each editor asks, and say what that editor would show, or what is wrong.
+
+    Example: dunes doctor
+
+    Example: dunes doctor --file src/main.py:12:9
+
+    Args:
+        address: The server's address; a key is taken from DUNES_API_KEY.
+        file: A cursor to ask for.
+    """
+    from dunes.serve.doctor import AFTER, BEFORE, examine
+
+    before, after = BEFORE, AFTER
+    if file is not None:
+        from dunes.runs.write import text_around_cursor
+
+        _, before, after = text_around_cursor(file)
+    failed = False
+    for line in examine(address.rstrip("/"), os.environ.get(KEY, ""), before, after):
+        print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")
+        failed |= bool(line.problem)
+    return 1 if failed else 0
+
+
+def _folders(models: tuple[str, ...]) -> list[Path]:
+    from dunes import checkpoint
+
+    # A run that still trains has no model yet, only the folder.
+    return [Path(m) if Path(m).is_dir() else checkpoint.locate_model(m).folder for m in models]

@@ -1,0 +1,389 @@
+"""The HTTP application: which path is read by which protocol, and what every request has to pass first."""
+
+import asyncio
+import hmac
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dunes.serve import llama_cpp, ollama, openai, tabby
+from dunes.serve.asked import Asked, Protocol
+from dunes.serve.describe import describe_model, model_entry, props, slots
+from dunes.serve.fields import BODY, Fields, Refused, parse
+from dunes.serve.requests import Answer, LineRequest, Piece, TextRequest
+from dunes.serve.served import Models
+from dunes.serve.worker import Event, Task, Worker
+
+RECEIPT, SENDING = 10.0, 30.0
+"""Seconds in which a request has to arrive, and in which a client has to take what is sent."""
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+PATHS: dict[str, Protocol] = {
+    "/infill": llama_cpp.INFILL,
+    "/completion": llama_cpp.COMPLETION,
+    "/completions": llama_cpp.COMPLETION,
+    "/v1/completions": openai.COMPLETIONS,
+    "/v1/chat/completions": openai.CHAT,
+    "/chat/completions": openai.CHAT,
+    "/v1/fim/completions": openai.MISTRAL,
+    "/api/generate": ollama.GENERATE,
+    "/api/chat": ollama.CHAT,
+}
+KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    503: "unavailable_error",
+}  # fmt: skip
+
+
+class CompactJSON(JSONResponse):
+    """JSON on one line without spaces: llama.vim looks for `"content":"` in the bytes."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of a value; what is not finite is null."""
+        return compact(content)
+
+
+def compact(content: Any) -> bytes:
+    """A value as JSON on one line without spaces; what is not finite is null."""
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(content), separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def error_response(error: Refused, path: str) -> Response:
+    """The answer to a refused request, as the path's clients read it."""
+    plain = {"code": error.status, "message": error.message, "type": error.kind}
+    content = {"error": error.message if path.startswith("/api/") else plain}
+    headers = {"Retry-After": str(error.retry)} if error.retry else {}
+    return CompactJSON(content, error.status, headers)
+
+
+class Gate:
+    """Lets requests through that come from this machine's programs or have the key: a page of another origin, or
+    of a name that was bound to this address, gets nothing. It also ends requests whose client takes too long."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
+        self.app, self.key = app, key
+        self.hosts = {host.lower() for host in (*LOCAL, *hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), SENDING)
+
+        async def receive_in_time() -> Message:
+            return await receive()
+
+        try:
+            self._check(scope)
+            await self.app(scope, receive_in_time, send_in_time)
+        except Refused as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+        except (TimeoutError, ClientDisconnect):
+            return
+
+    def _check(self, scope: Scope) -> None:
+        headers: dict[bytes, list[bytes]] = {}
+        for name, value in scope["headers"]:
+            headers.setdefault(name, []).append(value)
+        hosts = [host.decode("latin-1") for host in headers.get(b"host", [])]
+        if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
+            raise Refused(403, f"Host {hosts[:2]} is not this server's; name it by --host", KINDS[403])
+        for origin in headers.get(b"origin", []):
+            scheme, _, host = origin.decode("latin-1").partition("://")
+            if scheme not in ("http", "https", "vscode-webview", "vscode-file") or (
+                scheme.startswith("http") and _host_name(host) not in self.hosts
+            ):
+                raise Refused(403, "requests of pages from elsewhere are not answered", KINDS[403])
+        if self.key is not None:
+            given = headers.get(b"authorization", [b""])[0].removeprefix(b"Bearer ")
+            given = given or headers.get(b"x-api-key", [b""])[0]
+            if not hmac.compare_digest(given, self.key.encode()):
+                raise Refused(401, "Invalid API Key", KINDS[401])
+
+
+def _host_name(host: str) -> str:
+    """The name in a Host header, without its port and a dot at its end, in lower case."""
+    name, colon, port = host.rpartition(":")
+    if colon and (port.isdigit() or not port) and not name.endswith(":"):
+        host = name
+    return host.lower().rstrip(".")
+
+
+class Server:
+    """The paths of the application, over models and their worker."""
+
+    def __init__(self, models: Models, worker: Worker) -> None:
+        self.models, self.worker = models, worker
+
+    def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
+        """The application; `hosts` are further names under which it may be asked."""
+        routes = [
+            Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
+        ]
+        others: dict[str, Callable[[Request], Any]] = {
+            "/": self._page,
+            "/suggest": self._suggest,
+            "/health": self._health,
+            "/v1/health": self._health,
+            "/v1/models": self._list_models,
+            "/models": self._list_models,
+            "/props": self._props,
+            "/slots": self._slots,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+            "/v1/events": self._ignore,
+            "/v1beta/server_setting": self._settings,
+            "/api/tags": self._tags,
+            "/api/ps": self._tags,
+            "/api/show": self._show,
+            "/api/version": self._version,
+        }
+        routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in others.items()]
+        app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found, 500: _failed})
+        app.add_exception_handler(Refused, _refused)
+        return Gate(app, hosts, key)
+
+    async def _answer(self, protocol: Protocol, request: Request) -> Response:
+        fields = await _fields(request)
+        if protocol is openai.COMPLETIONS and tabby.is_segments(fields):
+            protocol = tabby.COMPLETIONS
+        asked = await self._with_prompts(protocol.read(fields))
+        self.models.find(asked.model)
+        events = self._events(asked, request)
+        if not asked.stream:
+            answers: dict[int, Answer] = {}
+            async with aclosing(events):
+                async for index, event in events:
+                    if isinstance(event, Answer):
+                        answers[index] = event
+            return CompactJSON(protocol.reply(asked, [answers[i] for i in sorted(answers)] or [Answer()]))
+        first = await anext(events, None)  # what is refused has no stream
+        chunks = _chunks(protocol, asked, first, events)
+        kind = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
+        return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    async def _with_prompts(self, asked: Asked) -> Asked:
+        """The request with the prompts of its chats."""
+        requests = []
+        for each in asked.requests:
+            if isinstance(each, TextRequest) and each.messages:
+                model = self.models.find(each.model)
+                ids, stop = await asyncio.to_thread(model.chat_prompt, each.messages)
+                each = replace(each, prompt=ids, stop_ids=(stop,))
+            requests.append(each)
+        return replace(asked, requests=requests)
+
+    async def _events(self, asked: Asked, request: Request) -> AsyncIterator[tuple[int, Piece | Answer]]:
+        """The pieces and the answers, with the index of their choice. A client that has gone cancels the rest.
+
+        Raises Refused.
+        """
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event | None]]()
+
+        def emit(index: int, event: Event) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(queue.put_nowait, (index, event))
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            queue.put_nowait((0, None))
+
+        tasks: list[Task] = []
+        watcher = asyncio.create_task(watch())
+        try:
+            for index, each in enumerate(asked.requests):
+                tasks.append(self.worker.submit(each, partial(emit, index)))
+            left = len(tasks)
+            while left:
+                index, event = await queue.get()
+                if event is None:
+                    raise ClientDisconnect
+                if isinstance(event, Exception):
+                    raise event if isinstance(event, Refused) else _internal(event)
+                if isinstance(event, list):
+                    for i, answer in enumerate(event):
+                        yield i, Piece(answer.text)
+                        yield i, answer
+                else:
+                    yield index, event
+                left -= not isinstance(event, Piece)
+        finally:
+            watcher.cancel()
+            for task in tasks:
+                task.cancel()
+
+    async def _suggest(self, request: Request) -> Response:
+        """The suggestions for the page: their texts, probabilities and tokens."""
+        fields = await _fields(request)
+        asked = LineRequest(
+            fields.text("before"), fields.text("after"), fields.text("path"), (), 3, model=fields.text("model")
+        )
+        model = self.models.find(asked.model)
+        explained = await asyncio.wrap_future(self.worker.call(lambda: model.explain(asked)))
+        return CompactJSON(explained)
+
+    async def _page(self, request: Request) -> Response:
+        """One page, with nothing from elsewhere."""
+        page = files("dunes.serve").joinpath("page.html").read_text()
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    async def _health(self, request: Request) -> Response:
+        first = next(iter(self.models.served.values()))
+        version = {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": ""}
+        tabby_state = {"model": first.name, "device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1}
+        return CompactJSON({"status": "ok", **tabby_state, "cuda_devices": [], "version": version})
+
+    async def _list_models(self, request: Request) -> Response:
+        facts = [(n, await self._facts(m.name)) for m in self.models.served.values() for n in m.names]
+        entries = [model_entry(name, each) for name, each in facts]
+        return CompactJSON(
+            {"object": "list", "data": entries, "models": [ollama.listed(name, each) for name, each in facts]}
+        )
+
+    async def _facts(self, name: str) -> dict[str, Any]:
+        model = self.models.find(name)
+        return await asyncio.wrap_future(self.worker.call(lambda: describe_model(model)))
+
+    async def _props(self, request: Request) -> Response:
+        first = next(iter(self.models.served.values()))
+        return CompactJSON(props(first, await self._facts(first.name)))
+
+    async def _slots(self, request: Request) -> Response:
+        first = next(iter(self.models.served.values()))
+        return CompactJSON(slots(await self._facts(first.name)))
+
+    async def _tokenize(self, request: Request) -> Response:
+        fields = await _fields(request)
+        tokenizer = self.models.find(fields.text("model")).require_batch().tokenizer
+        ids = tokenizer.encode(fields.text("content"))
+        if not fields.flag("with_pieces"):
+            return CompactJSON({"tokens": ids})
+        return CompactJSON({"tokens": [{"id": i, "piece": _piece_of(tokenizer.token_bytes[i])} for i in ids]})
+
+    async def _detokenize(self, request: Request) -> Response:
+        fields = await _fields(request)
+        tokenizer, ids = (
+            self.models.find(fields.text("model")).require_batch().tokenizer,
+            fields.items("tokens", BODY),
+        )
+        if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
+            raise fields.refused("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
+        return CompactJSON({"content": tokenizer.decode(ids)})
+
+    async def _tags(self, request: Request) -> Response:
+        facts = [(n, await self._facts(m.name)) for m in self.models.served.values() for n in m.names]
+        return CompactJSON({"models": [ollama.listed(name, each) for name, each in facts]})
+
+    async def _show(self, request: Request) -> Response:
+        fields = await _fields(request)
+        return CompactJSON(ollama.shown(await self._facts(fields.text("model") or fields.text("name"))))
+
+    async def _version(self, request: Request) -> Response:
+        return CompactJSON({"version": ollama.VERSION})
+
+    async def _ignore(self, request: Request) -> Response:
+        return Response(status_code=204)
+
+    async def _settings(self, request: Request) -> Response:
+        return CompactJSON({"disable_client_side_telemetry": True})
+
+
+async def _chunks(
+    protocol: Protocol,
+    asked: Asked,
+    first: tuple[int, Piece | Answer] | None,
+    events: AsyncIterator[tuple[int, Piece | Answer]],
+) -> AsyncIterator[bytes]:
+    """The bytes of a stream."""
+    answers: dict[int, Answer] = {}
+    write = (lambda value: compact(value) + b"\n") if protocol.form == "ndjson" else _sse
+
+    def chunk(index: int, event: Piece | Answer) -> bytes:
+        if isinstance(event, Piece):
+            return write(protocol.piece(asked, index, event))
+        answers[index] = event
+        return write(protocol.last(asked, index, event))
+
+    try:
+        if first is None:
+            yield chunk(0, Answer())
+        else:
+            yield chunk(*first)
+        async for index, event in events:
+            yield chunk(index, event)
+        for value in protocol.end(asked, [answers[i] for i in sorted(answers)]):
+            yield write(value)
+    except Refused as error:
+        yield write({"error": {"code": error.status, "message": error.message, "type": error.kind}})
+    if protocol.form == "sse":
+        yield b"data: [DONE]\n\n"
+
+
+def _sse(value: Any) -> bytes:
+    return b"data: " + compact(value) + b"\n\n"
+
+
+def _piece_of(data: bytes) -> Any:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+async def _fields(request: Request) -> Fields:
+    """The fields of a request's body, received within its limits. Raises Refused."""
+    if int(request.headers.get("content-length") or 0) > BODY:
+        raise Refused(413, f"the body has more than {BODY} bytes")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(RECEIPT):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY:
+                    raise Refused(413, f"the body has more than {BODY} bytes")
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
+    return parse(bytes(body))
+
+
+def _internal(error: Exception) -> Refused:
+    return Refused(500, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", "server_error")
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return error_response(error, request.url.path)
+
+
+def _not_found(request: Request, error: Exception) -> Response:
+    return error_response(Refused(404, "File Not Found", KINDS[404]), request.url.path)
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return error_response(_internal(error), request.url.path)

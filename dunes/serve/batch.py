@@ -1,0 +1,252 @@
+"""Texts that are generated side by side: one token of each in turn, and long prompts in pieces."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from dunes.augment import row_adapters
+from dunes.checkpoint import LoadedModel
+from dunes.generate import PrefixCache, Request, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate.step import CompiledStep
+from dunes.serve.fields import Refused
+from dunes.serve.requests import Answer, Piece, TextRequest, TokenText
+from dunes.text import DecodeStream, Tokenizer
+
+ROWS = 16
+"""Texts side by side at most; others wait."""
+PIECE = 0.03
+"""Seconds that a piece of a prompt is to take, between which other requests are looked at."""
+FIRST, LEAST = 128, 32
+"""Tokens of the first piece, and of any, at least."""
+
+
+class Row:
+    """A text that is generated. `emit` is called with pieces, and at last with the answer."""
+
+    def __init__(
+        self,
+        asked: TextRequest,
+        request: Request,
+        tokenizer: Tokenizer,
+        emit: Callable[[Piece | Answer], None],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self.asked, self.request, self.emit, self.is_cancelled = asked, request, emit, is_cancelled
+        self.tokenizer, self.start = tokenizer, perf_counter()
+        self.answer = Answer(prompt_tokens=len(request.prompt))
+        self.ready = False
+        """True once all of the prompt but its last token is in the cache."""
+        self._decode, self._pending = DecodeStream(tokenizer), ""
+
+    def push(self, token: Token) -> None:
+        """Emit the text that a token completes, up to a string to stop at or what may become one."""
+        if not self.answer.new_tokens:
+            self.answer.prompt_seconds = perf_counter() - self.start
+        self.answer.new_tokens += 1
+        tokens = [token_text(self.tokenizer, token)] if self.asked.logprobs is not None else []
+        self.answer.tokens += tokens
+        text = self._pending + self._decode.step(token.id)
+        places = [(text.find(stop), stop) for stop in self.asked.stop if stop in text]
+        if places:
+            place, self.answer.stopped_at = min(places)
+            self._emit(text[:place], tokens)
+            self._pending, self.request.end = "", len(self.request.ids)
+        else:
+            kept = max((_overlap(text, stop) for stop in self.asked.stop), default=0)
+            self._pending = text[len(text) - kept :]
+            self._emit(text[: len(text) - kept], tokens)
+
+    def finish(self) -> None:
+        """Emit the answer."""
+        self._emit(self._pending, [])
+        answer, ended = self.answer, self.answer.new_tokens < self.asked.max_tokens
+        answer.reason = "word" if answer.stopped_at else "stop" if ended else "length"
+        answer.seconds = perf_counter() - self.start
+        self.emit(answer)
+
+    def _emit(self, text: str, tokens: Sequence[TokenText]) -> None:
+        self.answer.text += text
+        if text or tokens:
+            self.emit(Piece(text, tokens))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of the text with which the string may begin."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
+    """A token with its bytes, and those of its alternatives; special tokens as they are spelled."""
+
+    def data(id: int) -> bytes:
+        known = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
+        return known or (tokenizer.inner.id_to_token(id) or "").encode()
+
+    top = [(id, data(id), logprob) for id, logprob in token.alternatives]
+    return TokenText(token.id, data(token.id), token.logprob, top)
+
+
+@dataclass
+class Adapters:
+    """The adapter of the model that each name stands for."""
+
+    names: dict[str, str | None]
+
+    def of(self, name: str) -> str | None:
+        """The adapter of a name; that of the model itself for others."""
+        return self.names.get(name, next(iter(self.names.values()), None))
+
+
+class Batch:
+    """The texts that a model generates side by side. Each is what it would be alone."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        find_step: Callable[[], CompiledStep | None] = lambda: None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.loaded, self.tokenizer = loaded, loaded.require_tokenizer()
+        self.rows: list[Row | None] = [None]
+        self._find_step, self._adapters = find_step, adapters or Adapters({})
+        self._requests: list[Request | None] = [None]
+        self._cache = self._new_cache(1)
+        self._tokens: Iterator[list[Token | None]] = iter(())
+        self._piece = float(FIRST)
+
+    @property
+    def active(self) -> bool:
+        """True while there is a text."""
+        return any(self.rows)
+
+    @property
+    def is_full(self) -> bool:
+        """True if another text has to wait."""
+        return sum(row is not None for row in self.rows) >= ROWS
+
+    def prompt_ids(self, asked: TextRequest) -> Sequence[int]:
+        """The ids of a prompt. Raises Refused for one that the model cannot read."""
+        ids = self.tokenizer.prompt(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        vocab, room = self.tokenizer.vocab, self.loaded.context_length
+        if invalid := [i for i in ids if not 0 <= i < vocab]:
+            raise Refused(400, f"Field 'prompt': token {invalid[0]}; the model has tokens 0 to {vocab - 1}")
+        if not ids:
+            raise Refused(400, "Field 'prompt': no tokens; expected at least one")
+        if len(ids) > room:
+            message = (
+                f"the request exceeds the available context size: {len(ids)} tokens of a prompt; at most {room}"
+            )
+            raise Refused(400, message, "exceed_context_size_error")
+        return ids
+
+    def add(
+        self, asked: TextRequest, emit: Callable[[Piece | Answer], None], is_cancelled: Callable[[], bool]
+    ) -> None:
+        """Generate a text. Raises Refused for a prompt that the model cannot read."""
+        ids = self.prompt_ids(asked)
+        choose = sampler(
+            asked.temperature,
+            top_k=asked.top_k or None,
+            top_p=asked.top_p if asked.top_p < 1 else None,
+            min_p=asked.min_p or None,
+            penalty=asked.penalty,
+            seed=asked.seed,
+        ).after(partial(limit_vocab, self.tokenizer.vocab))
+        tops = asked.logprobs or 0
+        adapter = self._adapters.of(asked.model)
+        stops = {*self.tokenizer.stops, *asked.stop_ids}
+        request = Request(ids, asked.max_tokens, choose, stops, tops, adapter)
+        row = Row(asked, request, self.tokenizer, emit, is_cancelled)
+        if asked.echo and asked.logprobs is not None:
+            known = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
+            first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
+            row.answer.tokens = [first, *(token_text(self.tokenizer, token) for token in known)]
+        if not asked.max_tokens:
+            row.finish()
+            return
+        place = self._free_place()
+        self.rows[place] = row
+
+    def advance(self) -> None:
+        """Read a piece of a prompt, and generate the next token of each text whose prompt is read."""
+        for place, row in enumerate(self.rows):
+            if row is not None and row.is_cancelled():
+                self._release(place)
+        waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
+        if waiting:
+            self._read_piece(waiting[0])
+        if any(self._requests):
+            self._next_tokens()
+        if not self.active and len(self.rows) > 1:
+            self._resize(1)
+
+    def _next_tokens(self) -> None:
+        if len(self._cache.ids) == 1:
+            self._cache.step = self._find_step()
+        row = next(self._tokens, None)
+        if row is None:
+            self._tokens = self._generate()
+            row = next(self._tokens, [None] * len(self.rows))
+        for place, token in enumerate(row):
+            current = self.rows[place]
+            if current is not None and token is not None:
+                current.push(token)
+        for place, current in enumerate(self.rows):
+            if current is not None and current.ready and not current.request.unfinished:
+                current.finish()
+                self._release(place)
+
+    def _generate(self) -> Iterator[list[Token | None]]:
+        context_length = self.loaded.context_length
+        return generate_all(self.loaded.model, self._requests, context_length=context_length, cache=self._cache)
+
+    def _read_piece(self, place: int) -> None:
+        """Put the next tokens of a prompt into the cache, as many as take about PIECE seconds."""
+        row, cache = self.rows[place], self._cache
+        assert row is not None, "it waits"
+        ids, start = row.request.prompt, perf_counter()
+        ends = [r.request.end for r in self.rows if r is not None]
+        cache.reserve(min(self.loaded.context_length, max(ends)))
+        cache.set_adapter(place, row.request.adapter)
+        known = _common(cache.ids[place], ids)
+        row.answer.cached_tokens = row.answer.cached_tokens or known
+        if cache.cache is not None and len(ids) - 1 - known > self._piece:
+            end = known + int(self._piece)
+            cache.logits({place: list(ids[:end])})
+            seconds = perf_counter() - start
+            self._piece = max(LEAST, min(self._piece * PIECE / seconds, 2 * self._piece))
+        else:
+            row.ready, self._requests[place] = True, row.request
+
+    def _free_place(self) -> int:
+        if None not in self.rows:
+            self._resize(2 * len(self.rows))
+        return self.rows.index(None)
+
+    def _release(self, place: int) -> None:
+        self.rows[place] = self._requests[place] = None
+
+    def _resize(self, count: int) -> None:
+        """Go on with so many rows; what the cache has of the first ones stays."""
+        old, self._cache = self._cache, self._new_cache(count)
+        kept = min(count, len(old.ids))
+        if old.cache is not None:
+            device = old.cache.length.device
+            index = torch.tensor([*range(kept), *[0] * (count - kept)], dtype=torch.long, device=device)
+            self._cache.cache, self._cache.vocab = old.cache.select_rows(index), old.vocab
+        self._cache.ids[:kept], self._cache.adapters[:kept] = old.ids[:kept], old.adapters[:kept]
+        more = [None] * (count - kept)
+        self.rows, self._requests = [*self.rows[:kept], *more], [*self._requests[:kept], *more]
+        self._tokens = iter(())
+
+    def _new_cache(self, rows: int) -> PrefixCache:
+        model = self.loaded.model
+        return PrefixCache(model, rows, partial(row_adapters, model) if self._adapters.names else None)
+
+
+def _common(known: Sequence[int], ids: Sequence[int]) -> int:
+    """How many ids at the beginning of both are equal."""
+    return next((i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids)))

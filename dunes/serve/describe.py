@@ -1,0 +1,92 @@
+"""What a server says of its models."""
+
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any
+
+from dunes import __version__
+from dunes.serve.llama_cpp import settings
+from dunes.serve.served import ServedModel
+
+
+def describe_model(model: ServedModel) -> dict[str, Any]:
+    """The facts of a model; those of one in training are zero."""
+    changed = datetime.fromtimestamp(max(model.stamp) / 1e9, UTC).isoformat().replace("+00:00", "Z")
+    digest = sha256(repr((str(model.folder), model.stamp)).encode()).hexdigest()
+    facts = {"modified_at": changed, "digest": digest, "created": int(max(model.stamp) / 1e9), "family": "dunes"}
+    facts |= {"parameters": 0, "size": 0, "context_length": 0, "vocab": 0, "dim": 0, "dtype": "", "folder": ""}
+    facts |= {"bos": "", "eos": "", "template": "", "folder": str(model.folder)}
+    if model.loaded is None:
+        return facts
+    tokenizer, parameters = model.loaded.require_tokenizer(), [*model.loaded.model.parameters()]
+    return facts | {
+        "family": str(model.loaded.card.get("family") or "dunes"),
+        "parameters": sum(p.numel() for p in parameters),
+        "size": sum(p.numel() * p.element_size() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "context_length": model.loaded.context_length,
+        "vocab": tokenizer.vocab,
+        "dim": parameters[0].shape[-1],
+        "eos": tokenizer.inner.id_to_token(tokenizer.eos) or "",
+        "bos": "".join(tokenizer.inner.id_to_token(i) or "" for i in tokenizer.bos),
+    }
+
+
+def model_entry(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """A model in /v1/models."""
+    meta = {"vocab_type": 2, "n_vocab": facts["vocab"], "n_ctx": facts["context_length"]}
+    meta |= {"n_ctx_train": facts["context_length"], "n_embd": facts["dim"], "n_params": facts["parameters"]}
+    meta |= {"size": facts["size"], "ftype": facts["dtype"]}
+    return {
+        "id": name,
+        "aliases": [name],
+        "tags": [],
+        "object": "model",
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "created": facts["created"],
+        "owned_by": "dunes",
+        "meta": meta,
+    }
+
+
+def props(model: ServedModel, facts: dict[str, Any]) -> dict[str, Any]:
+    """The reference server's /props; llama.vscode reads the context length."""
+    names = (
+        "object_arguments",
+        "parallel_tool_calls",
+        "preserve_reasoning",
+        "reasoning_effort",
+        "tool_calls",
+        "tools",
+    )
+    capabilities = {f"supports_{name}": False for name in (*names, "typed_content")}
+    capabilities |= {"supports_string_content": True, "supports_system_role": True}
+    return {
+        "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
+        "total_slots": 4,
+        "model_alias": model.name,
+        "model_ftype": facts["dtype"],
+        "model_path": facts["folder"],
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "media_marker": "",
+        "endpoint_slots": True,
+        "endpoint_props": True,
+        "endpoint_metrics": False,
+        "ui": True,
+        "ui_settings": {},
+        "chat_template": facts["template"],
+        "chat_template_caps": capabilities,
+        "bos_token": facts["bos"],
+        "eos_token": facts["eos"],
+        "build_info": f"dunes-{__version__}",
+        "is_sleeping": False,
+        "cors_proxy_enabled": False,
+    }
+
+
+def slots(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The reference server's /slots: one, which is free between two requests."""
+    token = {"has_next_token": False, "has_new_line": False, "n_remain": -1, "n_decoded": 0}
+    slot = {"id": 0, "n_ctx": facts["context_length"], "speculative": False, "is_processing": False, "id_task": 0}
+    slot |= {"n_prompt_tokens": 0, "n_prompt_tokens_processed": 0, "n_prompt_tokens_cache": 0}
+    return [slot | {"params": settings(None), "next_token": [token]}]

@@ -1,0 +1,163 @@
+"""Asks a server what each editor asks, and says what that editor would show, or why nothing appears."""
+
+import http.client
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+TIMEOUT = 10.0
+BEFORE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return "
+AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
+
+
+class Reply(NamedTuple):
+    """The status and the bytes of a reply, and the seconds until it was there."""
+
+    status: int
+    data: bytes
+    seconds: float
+
+    def json(self) -> Any:
+        """The content. Raises ValueError where it is no JSON."""
+        return json.loads(self.data)
+
+
+class Check(NamedTuple):
+    """A client's request: where it is sent, what, and what the client shows of the reply, or a ValueError."""
+
+    client: str
+    path: str
+    body: Mapping[str, Any] | None
+    shown: Callable[[Reply], str]
+
+
+class Line(NamedTuple):
+    """What was seen for a client; `problem` is empty where it works."""
+
+    client: str
+    text: str
+    problem: str
+
+
+def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> Reply:
+    """A request's reply. Raises OSError where nothing listens, ValueError for an address that is none."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection, start = kind(parts.hostname, parts.port, timeout=TIMEOUT), perf_counter()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        data = None if body is None else json.dumps(body).encode()
+        connection.request("GET" if data is None else "POST", path, data, headers)
+        reply = connection.getresponse()
+        return Reply(reply.status, reply.read(), perf_counter() - start)
+    except http.client.HTTPException as error:
+        raise ValueError(f"{address}{path}: no HTTP reply ({type(error).__name__})") from None
+    finally:
+        connection.close()
+
+
+def _vim(reply: Reply) -> str:
+    # llama.vim looks for this in the bytes before it parses them, and wants one line.
+    if not re.search(rb'"content"\s*:"', reply.data) or b"\n" in reply.data.strip():
+        raise ValueError('the reply has no `"content":"` on a single line, so llama.vim drops it')
+    content = reply.json()
+    return str((content[0] if isinstance(content, list) else content)["content"])
+
+
+def _vscode(reply: Reply) -> str:
+    content = reply.json()
+    return str((content[0] if isinstance(content, list) else content)["content"])
+
+
+def _zed(reply: Reply) -> str:
+    content = reply.json()
+    missing = [name for name in ("id", "object", "created", "model", "choices", "usage") if name not in content]
+    missing += [
+        f"usage.{n}" for n in ("prompt_tokens", "completion_tokens", "total_tokens") if n not in content["usage"]
+    ]
+    if missing:
+        raise ValueError(f"the reply lacks {', '.join(missing)}, so Zed drops it")
+    return str(content["choices"][0]["text"])
+
+
+def _events(reply: Reply) -> str:
+    lines = [line[6:] for line in reply.data.decode().splitlines() if line.startswith("data: ")]
+    if lines[-1:] != ["[DONE]"]:
+        raise ValueError("the stream does not end with data: [DONE]")
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+def _ollama(reply: Reply) -> str:
+    lines = [json.loads(line) for line in reply.data.splitlines()]
+    if not lines[-1]["done"]:
+        raise ValueError("the stream does not end with done")
+    return "".join(line["response"] for line in lines)
+
+
+def checks(before: str, after: str, model: str) -> list[Check]:
+    """What each client asks for at a cursor."""
+    start = before.rfind("\n") + 1
+    infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": before[start:], "input_suffix": after}
+    infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
+    infill |= {"samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_predict_ms": 250}
+    vim = infill | {"model": "", "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
+    fim = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
+    zed = {"model": model, "prompt": fim, "max_tokens": 64, "stop": ["<|endoftext|>"]}
+    minuet = {"model": model, "prompt": before, "suffix": after, "stream": True, "max_tokens": 64}
+    return [
+        Check("Vim and Neovim (llama.vim)", "/infill", vim, _vim),
+        Check("VS Code (llama-vscode)", "/infill", infill | {"n_cmpl": 3}, _vscode),
+        Check("Zed", "/v1/completions", zed, _zed),
+        Check("Emacs and Neovim (minuet)", "/v1/completions", minuet, _events),
+        Check("clients of Ollama", "/api/generate", {"model": model, "prompt": before, "suffix": after}, _ollama),
+    ]
+
+
+def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTER) -> Iterator[Line]:
+    """What each client would show, after what is wrong with the server itself.
+
+    Raises ValueError where no server answers.
+    """
+    try:
+        health = ask(address, "/health", key=key)
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ValueError(
+            f"{address}: no server answers ({reason.lower()}); start one: dunes serve runs/project"
+        ) from None
+    if health.status != 200:
+        yield Line("server", "", f"status {health.status}: {_message(health)}")
+        if health.status in (401, 403):
+            return
+    models = ask(address, "/v1/models", key=key)
+    try:
+        names = [model["id"] for model in models.json()["data"]]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"{address}: /v1/models is not what a model server says") from None
+    yield Line("server", f"serves {', '.join(names)}", "" if names else "it has no model")
+    for check in checks(before, after, names[0] if names else ""):
+        yield _line(check, ask(address, check.path, check.body, key))
+
+
+def _line(check: Check, reply: Reply) -> Line:
+    if reply.status != 200:
+        return Line(check.client, "", f"status {reply.status}: {_message(reply)}")
+    try:
+        text = check.shown(reply)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        return Line(check.client, "", str(error) or type(error).__name__)
+    shown = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
+    return Line(check.client, f"{shown} after {1e3 * reply.seconds:.0f} ms", "")
+
+
+def _message(reply: Reply) -> str:
+    try:
+        error = reply.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        return reply.data[:100].decode(errors="replace")

@@ -1,0 +1,65 @@
+"""What makes an editor ask this server: the lines for each."""
+
+EDITORS = ("vim", "nvim", "vscode", "zed", "emacs", "helix")
+
+
+def config(editor: str, address: str, model: str) -> str:
+    """The lines for an editor's settings; `model` is the folder, absolute."""
+    return _LINES[editor].format(address=address, model=model, vim=_vim(address))
+
+
+def _vim(address: str) -> str:
+    """llama.vim needs no setting for its own default address."""
+    if address == "http://127.0.0.1:8012":
+        return ""
+    return f"let g:llama_config = {{'endpoint_fim': '{address}/infill'}}\n"
+
+
+_LINES = {
+    "vim": """\
+" ~/.vimrc: the plugin llama.vim (https://github.com/ggml-org/llama.vim), for example with vim-plug.
+{vim}Plug 'ggml-org/llama.vim'
+""",
+    "nvim": """\
+-- ~/.config/nvim/init.lua (Neovim 0.12): no plugin, and no server to start.
+vim.lsp.config('dunes', {{ cmd = {{ 'dunes', 'lsp', '{model}' }} }})
+vim.lsp.enable('dunes')
+vim.lsp.inline_completion.enable()
+vim.keymap.set('i', '<Tab>', function() if not vim.lsp.inline_completion.get() then return '<Tab>' end end, {{ expr = true }})
+""",
+    "vscode": """\
+// settings.json, for the extension llama-vscode. With Python files alone it starts when its side bar is opened.
+"llama-vscode.endpoint": "{address}",
+"llama-vscode.ask_install_llamacpp": false
+""",
+    "zed": """\
+// ~/.config/zed/settings.json
+"edit_predictions": {{
+  "provider": "open_ai_compatible_api",
+  "open_ai_compatible_api": {{
+    "api_url": "{address}/v1/completions", "model": "dunes", "prompt_format": "qwen", "max_output_tokens": 64
+  }}
+}}
+""",
+    "emacs": """\
+;; ~/.emacs.d/init.el, for minuet (https://github.com/milanglacier/minuet-ai.el)
+(use-package minuet
+  :config
+  (setq minuet-provider 'openai-fim-compatible)
+  (plist-put minuet-openai-fim-compatible-options :end-point "{address}/v1/completions")
+  (plist-put minuet-openai-fim-compatible-options :name "dunes")
+  (plist-put minuet-openai-fim-compatible-options :api-key "TERM")
+  (plist-put minuet-openai-fim-compatible-options :model "dunes")
+  (add-hook 'prog-mode-hook #'minuet-auto-suggestion-mode))
+""",
+    "helix": """\
+# ~/.config/helix/languages.toml: plain completion; name the languages that you use.
+[language-server.dunes]
+command = "dunes"
+args = ["lsp", "{model}"]
+
+[[language]]
+name = "python"
+language-servers = ["dunes"]
+""",
+}

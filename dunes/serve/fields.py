@@ -1,0 +1,163 @@
+"""The fields of a request's JSON, each checked before anything is done with it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from dunes.text.lines import valid_text
+
+BODY = 4 << 20
+"""Bytes of a request at most."""
+TEXT, STOPS, STOP, CHOICES, FILES = BODY, 64, 1_000, 4, 64
+"""Characters of a text, strings to stop at, characters of one of them, choices, and open files, at most."""
+Number = TypeVar("Number", int, float)
+
+
+class Refused(Exception):
+    """A request that is answered with this status and message; `kind` is the reference server's name for it."""
+
+    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry: int = 0) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.retry = status, message, kind, retry
+
+
+class Message(NamedTuple):
+    """A message of a chat."""
+
+    role: str
+    content: str
+
+
+def parse(data: bytes) -> "Fields":
+    """The fields in a body. Raises Refused for what is not one JSON object, or has a key twice."""
+    try:
+        body = json.loads(data or b"{}", object_pairs_hook=_unique, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, f"the body is {_kind(body)}; expected a JSON object")
+    return Fields(body)
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!a} occurs twice")
+    return content
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+class Fields:
+    """The fields of an object. Each method raises Refused, naming the field, for a value of another type or out of
+    its range; null is the same as no value."""
+
+    def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
+        self.body, self.place = body, place
+
+    def has(self, name: str) -> bool:
+        """True if the field is present, and not null."""
+        return self.body.get(name) is not None
+
+    def text(self, name: str, default: str | None = "") -> str:
+        """A string, in which U+FFFD stands for lone surrogates; without a default, it is required."""
+        value = self._value(name, str, "a string", default)
+        if len(value) > TEXT:
+            raise self.refused(name, f"{len(value)} characters; at most {TEXT}")
+        return valid_text(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A boolean."""
+        return bool(self._value(name, bool, "true or false", default))
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        """A whole number between these bounds."""
+        value = self.body.get(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refused(name, f"{_kind(value)}; expected a whole number")
+        return self._bounded(name, value, low, high)
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        """A number between these bounds."""
+        value = self.body.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refused(name, f"{_kind(value)}; expected a number")
+        return self._bounded(name, value, low, high)
+
+    def stops(self, name: str = "stop") -> tuple[str, ...]:
+        """A string or a list of strings to stop at, without empty ones."""
+        value = self.body.get(name)
+        values = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or len(values) > STOPS:
+            found = f"{len(values)} strings" if isinstance(values, list) else _kind(values)
+            raise self.refused(name, f"{found}; expected a string, or a list of at most {STOPS}")
+        for stop in values:
+            if not isinstance(stop, str) or len(stop) > STOP:
+                raise self.refused(name, f"not a string of at most {STOP} characters: {str(stop)[:20]!a}")
+        return tuple(valid_text(stop) for stop in values if stop)
+
+    def items(self, name: str, most: int) -> list[Any]:
+        """A list of at most so many values."""
+        value = self._value(name, list, "a list", [])
+        if len(value) > most:
+            raise self.refused(name, f"{len(value)} values; at most {most}")
+        return value
+
+    def objects(self, name: str, most: int) -> list["Fields"]:
+        """A list of at most so many objects."""
+        values = self.items(name, most)
+        for i, value in enumerate(values):
+            if not isinstance(value, dict):
+                raise self.refused(f"{name}[{i}]", f"{_kind(value)}; expected an object")
+        return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
+
+    def object(self, name: str) -> "Fields":
+        """An object; one without fields if it is missing."""
+        return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
+
+    def messages(self, name: str = "messages") -> tuple[Message, ...]:
+        """The messages of a chat: strings, or lists of parts of type text."""
+        found = self.objects(name, 4096)
+        if not found:
+            raise self.refused(name, "missing; expected a list of messages")
+        return tuple(Message(m.text("role", None), m.content()) for m in found)
+
+    def content(self) -> str:
+        """The content of a message."""
+        if isinstance(self.body.get("content"), list):
+            return "".join(part.text("text", None) for part in self.objects("content", 1024))
+        return self.text("content")
+
+    def refused(self, name: str, why: str) -> Refused:
+        """The refusal of a field."""
+        return Refused(400, f"Field '{self.place}{name}': {why}")
+
+    def _value(self, name: str, kind: type, expected: str, default: Any) -> Any:
+        value = self.body.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise Refused(400, f"key '{self.place}{name}' not found")
+        if not isinstance(value, kind):
+            raise self.refused(name, f"{_kind(value)}; expected {expected}")
+        return value
+
+    def _bounded(self, name: str, value: Number, low: float, high: float) -> Number:
+        if not (low <= value <= high) or not math.isfinite(value):
+            raise self.refused(name, f"Value must be between {low} <= value <= {high}, but got {str(value)[:40]}")
+        return value

@@ -1,0 +1,103 @@
+"""The HTTP server: its sockets, its deadlines, and how it ends."""
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dunes.serve.app import RECEIPT
+
+PORT, OLLAMA_PORT = 8012, 11434
+"""llama.vim's own default, and Ollama's."""
+CONNECTIONS, ENDING = 512, 30
+"""Connections at once at most, and seconds in which streams may end when the server stops."""
+
+
+class DeadlineProtocol(H11Protocol):
+    """HTTP/1.1 whose requests have to arrive in time: uvicorn lets a client send a byte now and then for ever."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._expect(True)
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a part of a request."""
+        super().data_received(data)
+        state = self.conn.their_state
+        self._expect(state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0])))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client has gone."""
+        self._expect(False)
+        super().connection_lost(exc)
+
+    def _expect(self, is_receiving: bool) -> None:
+        if not is_receiving and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif is_receiving and self._deadline is None:
+            self._deadline = self.loop.call_later(RECEIPT, self.transport.abort)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which ends with a status instead of the signal that ended it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals in the loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop, number)
+        yield
+
+    def _stop(self, number: int) -> None:
+        self.force_exit = self.should_exit  # the second one ends it at once
+        self.should_exit = True
+
+
+def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
+    """Listening sockets. Raises ValueError for a port that is taken, and an unknown host."""
+    opened: list[socket.socket] = []
+    try:
+        for port in ports:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            opened.append(socket.socket(family, kind, protocol))
+            opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened[-1].bind(address)
+            opened[-1].listen(1024)
+            opened[-1].setblocking(False)
+    except (OSError, OverflowError) as error:
+        for each in opened:
+            each.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"{host}:{port}: {reason.lower()}; pass another --port, or end what listens there"
+        ) from None
+    return opened
+
+
+def is_loopback(host: str) -> bool:
+    """True if only programs on this machine can reach the address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
+
+
+def run(app: ASGIApp, sockets: Sequence[socket.socket]) -> None:
+    """Serve the application until SIGINT or SIGTERM."""
+    options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+    options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
+    options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
+    config = uvicorn.Config(app, **options)
+    asyncio.run(_Server(config).serve(sockets=[*sockets]))

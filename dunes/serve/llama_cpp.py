@@ -1,0 +1,247 @@
+"""The paths of llama-server, which llama.vim and llama.vscode ask.
+
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README says of `prompt` in `/infill` is not
+what it does: it stands before the cursor.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dunes.serve.asked import (
+    PROMPTS,
+    Asked,
+    Protocol,
+    asked,
+    choice_count,
+    line_or_text,
+    model_name,
+    open_files,
+    refuse_unsupported,
+    seed_of,
+    token_limit,
+)
+from dunes.serve.fields import Fields
+from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, TokenText, named
+
+REASONS = {"stop": "eos", "length": "limit", "word": "word"}
+
+
+def read_infill(fields: Fields) -> Asked:
+    """The rest of a line. With `n_predict` 0, which warms up other servers, none."""
+    before = fields.text("input_prefix", None) + fields.text("prompt")
+    after, limit = fields.text("input_suffix", None), token_limit(fields, "n_predict")
+    count, stop, files = choice_count(fields, "n_cmpl"), fields.stops(), open_files(fields, "input_extra")
+    name = fields.text("filename") or fields.text("path")
+    request = LineRequest(before, after, name, files, count, limit or 1, stop, model_name(fields))
+    return asked(fields, [named(request)] if limit else [], "")
+
+
+def read_completion(fields: Fields) -> Asked:
+    """Texts after prompts, or the rest of a line where a prompt spells it."""
+    text = text_request(fields)
+    requests: list[Request] = []
+    for prompt in prompts(fields):
+        if isinstance(prompt, str):
+            requests += line_or_text(text, prompt, None, choice_count(fields, "n_cmpl"))
+        else:
+            requests.append(TextRequest(**{**vars(text), "prompt": prompt}))
+    return asked(fields, requests, "")
+
+
+def text_request(fields: Fields) -> TextRequest:
+    """The settings of a text."""
+    refuse_unsupported(fields, "grammar", "json_schema", "logit_bias", "ignore_eos", "lora")
+    top = fields.integer("n_probs", 0, 0, 100)
+    return TextRequest(
+        "",
+        token_limit(fields, "n_predict"),
+        fields.number("temperature", 0.8, 0, 1e4),
+        fields.integer("top_k", 40, -1, 2**31) if fields.integer("top_k", 40, -1, 2**31) > 0 else 0,
+        fields.number("top_p", 0.95, 0, 1) or 1e-6,
+        fields.number("min_p", 0.05, 0, 1),
+        fields.number("repeat_penalty", 1.0, 1e-3, 1e3),
+        seed_of(fields),
+        fields.stops(),
+        logprobs=top or None,
+        model=model_name(fields),
+    )
+
+
+def prompts(fields: Fields) -> list[str | list[int]]:
+    """The prompts of a body: a text, ids, or several of either."""
+    value = fields.body.get("prompt")
+    if isinstance(value, str):
+        return [fields.text("prompt", None)]
+    if not isinstance(value, list):
+        return [fields.text("prompt", None)]  # refuses it
+    if value and all(_is_id(item) for item in value):
+        return [value]
+    if not 1 <= len(value) <= PROMPTS:
+        raise fields.refused("prompt", f"{len(value)} prompts; expected 1 to {PROMPTS}")
+    for item in value:
+        if not isinstance(item, str) and not (isinstance(item, list) and item and all(map(_is_id, item))):
+            raise fields.refused("prompt", "expected a string, token ids, or a list of these")
+    return [Fields({"prompt": item}).text("prompt") if isinstance(item, str) else item for item in value]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def write_replies(request: Asked, answers: Sequence[Answer]) -> Any:
+    """An object for one answer, a list for several, and where several were asked for."""
+    replies = [write_reply(request, i, answer) for i, answer in enumerate(answers)]
+    several = request.fields.body.get("n_cmpl", 1) not in (None, 1) or isinstance(
+        request.fields.body.get("prompt"), list
+    )
+    return replies if several or len(replies) > 1 else replies[0]
+
+
+def write_reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
+    """The object of an answer, or of it the fields that are asked for."""
+    body = request.fields.body
+    reply = {
+        "index": index,
+        "content": answer.text,
+        "tokens": [token.id for token in answer.tokens] if body.get("return_tokens") else [],
+        "id_slot": 0,
+        "stop": True,
+        "model": request.model,
+        "tokens_predicted": answer.new_tokens,
+        "tokens_evaluated": answer.prompt_tokens,
+        "generation_settings": settings(request.requests[0] if request.requests else None),
+        "prompt": body.get("prompt", "") if isinstance(body.get("prompt", ""), str) else "",
+        "has_new_line": "\n" in answer.text,
+        "truncated": False,
+        "stop_type": REASONS.get(answer.reason, "none"),
+        "stopping_word": answer.stopped_at,
+        "tokens_cached": answer.cached_tokens,
+        "timings": timings(answer),
+    }
+    if body.get("n_probs"):
+        reply["completion_probabilities"] = [probabilities(token) for token in answer.tokens]
+    wanted = request.fields.items("response_fields", 256)
+    return flat_fields(reply, [name for name in wanted if isinstance(name, str)]) if wanted else reply
+
+
+def flat_fields(reply: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """The fields of these names, in which a slash leads into an object; unknown ones are left out."""
+    flat: dict[str, Any] = {}
+    for name in wanted:
+        value: Any = reply
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            flat[name] = value
+    return flat
+
+
+def write_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
+    """A part of a stream."""
+    chunk: dict[str, Any] = {"index": index, "content": piece.text, "tokens": [t.id for t in piece.tokens]}
+    chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
+    if piece.tokens and request.fields.body.get("n_probs"):
+        chunk["completion_probabilities"] = [probabilities(token) for token in piece.tokens]
+    return chunk
+
+
+def write_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
+    """The end of a stream."""
+    return write_reply(request, index, answer) | {"content": ""}
+
+
+def probabilities(token: TokenText) -> dict[str, Any]:
+    """A token with its log-probability and those of the most probable ones."""
+
+    def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
+        return {"id": id, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+
+    top = [entry(*alternative) for alternative in token.top]
+    return entry(token.id, token.data, token.logprob) | {"top_logprobs": top}
+
+
+def timings(answer: Answer) -> dict[str, Any]:
+    """Tokens and milliseconds of the prompt, and of what follows."""
+    read, new = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
+    prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
+    more = max(0.0, 1e3 * answer.seconds - prompt)
+    per = lambda part, count: part / count if count else 0.0
+    return {
+        "cache_n": answer.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": prompt,
+        "prompt_per_token_ms": per(prompt, read),
+        "prompt_per_second": per(1e3 * read, prompt),
+        "predicted_n": new,
+        "predicted_ms": more,
+        "predicted_per_token_ms": per(more, new),
+        "predicted_per_second": per(1e3 * new, more),
+    }
+
+
+def settings(request: Request | None) -> dict[str, Any]:
+    """The settings of a request under the reference server's names; what is not ours has its neutral value."""
+    text = request if isinstance(request, TextRequest) else TextRequest("", temperature=0.0, seed=0)
+    limit = text.max_tokens if text.max_tokens < ENDLESS else -1
+    neutral = {
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "top_n_sigma": -1.0,
+        "xtc_probability": 0.0,
+        "xtc_threshold": 0.1,
+        "typical_p": 1.0,
+        "repeat_last_n": -1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "dry_multiplier": 0.0,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": 0,
+        "dry_sequence_breakers": [],
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "mirostat_eta": 0.1,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
+        "n_keep": 0,
+        "n_discard": 0,
+        "ignore_eos": False,
+        "logit_bias": [],
+        "min_keep": 0,
+        "grammar": "",
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
+        "chat_format": "Content-only",
+        "reasoning_format": "none",
+        "reasoning_in_content": False,
+        "generation_prompt": "",
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        "speculative.types": "none",
+        "timings_per_token": False,
+        "post_sampling_probs": False,
+        "backend_sampling": False,
+        "lora": [],
+    }
+    return neutral | {
+        "seed": text.seed,
+        "temperature": text.temperature,
+        "top_k": text.top_k,
+        "top_p": text.top_p,
+        "min_p": text.min_p,
+        "repeat_penalty": text.penalty,
+        "stop": list(request.stop) if request else [],
+        "max_tokens": limit,
+        "n_predict": limit,
+        "stream": False,
+        "n_probs": text.logprobs or 0,
+    }
+
+
+def no_end(request: Asked, answers: Sequence[Answer]) -> Sequence[Any]:
+    """Nothing follows the answers."""
+    return ()
+
+
+INFILL = Protocol(read_infill, write_replies, write_piece, write_last, no_end, "sse-bare")
+COMPLETION = Protocol(read_completion, write_replies, write_piece, write_last, no_end, "sse-bare")

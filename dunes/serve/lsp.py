@@ -1,0 +1,190 @@
+"""The language server: completion of lines for editors with the protocol's inline completion, or plain completion.
+
+It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then there are no
+suggestions. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from lsprotocol import types
+from pygls.lsp.server import LanguageServer
+
+from dunes import __version__
+
+if TYPE_CHECKING:
+    from dunes.serve.requests import Answer
+    from dunes.serve.running import Running
+    from dunes.serve.worker import Event, Task
+
+ITEMS = 3
+"""Suggestions at most."""
+ACCEPTED = "dunes.accepted"
+"""The command that an editor executes when a suggestion was accepted."""
+IDLE = 0.5
+"""Seconds without a change after which an open file is indexed for the completion of others."""
+
+
+@dataclass
+class _State:
+    """The model once it is loaded, the newest request, and what was accepted."""
+
+    load: Callable[[], "Running"]
+    running: "Running | None" = None
+    failed: str = ""
+    newest: "Task | None" = None
+    accepted: int = 0
+    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+
+
+def start(load: Callable[[], "Running"]) -> None:
+    """Speak on standard input and output until the editor ends it; `load` loads the model, in another thread."""
+    build(load).start_io()
+
+
+def build(load: Callable[[], "Running"]) -> LanguageServer:
+    """The server, before it speaks."""
+    server = LanguageServer("dunes", __version__)
+    state = _State(load)
+    _add_life(server, state)
+    _add_completion(server, state)
+    return server
+
+
+def _add_life(server: LanguageServer, state: _State) -> None:
+    @server.feature(types.INITIALIZED)
+    def initialized(params: types.InitializedParams) -> None:
+        threading.Thread(target=_load, args=(server, state), daemon=True, name="dunes-load").start()
+
+    @server.feature(types.TEXT_DOCUMENT_DID_OPEN)
+    def opened(params: types.DidOpenTextDocumentParams) -> None:
+        _index_later(server, state, params.text_document.uri)
+
+    @server.feature(types.TEXT_DOCUMENT_DID_CHANGE)
+    def changed(params: types.DidChangeTextDocumentParams) -> None:
+        _index_later(server, state, params.text_document.uri)
+
+    @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
+    def closed(params: types.DidCloseTextDocumentParams) -> None:
+        if timer := state.timers.pop(params.text_document.uri, None):
+            timer.cancel()
+
+    @server.feature(types.SHUTDOWN)
+    def shutdown(params: Any) -> None:
+        if state.running:
+            state.running.close()
+
+    @server.command(ACCEPTED)
+    def accepted(*_: Any) -> None:
+        state.accepted += 1
+
+
+def _load(server: LanguageServer, state: _State) -> None:
+    try:
+        state.running = state.load()
+    except Exception as error:
+        state.failed = " ".join(str(error).split()) or type(error).__name__
+        message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {state.failed}")
+        with suppress(Exception):
+            server.window_show_message(message)
+
+
+def _index_later(server: LanguageServer, state: _State, uri: str) -> None:
+    """Index a file once it has not changed for a while: other files copy from it."""
+    if timer := state.timers.get(uri):
+        timer.cancel()
+    loop = asyncio.get_running_loop()
+    state.timers[uri] = loop.call_later(IDLE, _index, server, state, uri)
+
+
+def _index(server: LanguageServer, state: _State, uri: str) -> None:
+    if state.running is None:
+        _index_later(server, state, uri)
+        return
+    state.timers.pop(uri, None)
+    text = server.workspace.get_text_document(uri).source
+    running, path = state.running, _path(uri)
+    work = lambda: running.take_in(path, text)
+    threading.Thread(target=work, daemon=True, name="dunes-index").start()
+
+
+def _add_completion(server: LanguageServer, state: _State) -> None:
+    @server.feature(types.TEXT_DOCUMENT_INLINE_COMPLETION, types.InlineCompletionOptions())
+    async def inline(params: types.InlineCompletionParams) -> types.InlineCompletionList:
+        answers = await _answers(server, state, params.text_document.uri, params.position)
+        here = types.Range(params.position, params.position)
+        command = types.Command("accepted", ACCEPTED)
+        items = [types.InlineCompletionItem(a.text, range=here, command=command) for a in answers]
+        return types.InlineCompletionList(items)
+
+    @server.feature(types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=[*" .(,=:<\"'"]))
+    async def completion(params: types.CompletionParams) -> types.CompletionList:
+        answers = await _answers(server, state, params.text_document.uri, params.position)
+        here = types.Range(params.position, params.position)
+        word = _word_before(server, params.text_document.uri, params.position)
+        items = [
+            types.CompletionItem(
+                label=(word + a.text).strip(),
+                kind=types.CompletionItemKind.Text,
+                detail="dunes" if a.line is None else f"dunes {100 * a.line:.0f} %",
+                filter_text=word + a.text,
+                sort_text=f"{i}",
+                text_edit=types.TextEdit(here, a.text),
+                command=types.Command("accepted", ACCEPTED),
+            )
+            for i, a in enumerate(answers)
+        ]
+        return types.CompletionList(is_incomplete=True, items=items)
+
+
+def _word_before(server: LanguageServer, uri: str, position: types.Position) -> str:
+    """The part of a word before the cursor, which editors filter by."""
+    document = server.workspace.get_text_document(uri)
+    before = document.source[: document.offset_at_position(position)]
+    start = len(before)
+    while start and (before[start - 1].isalnum() or before[start - 1] == "_"):
+        start -= 1
+    return before[start:]
+
+
+async def _answers(server: LanguageServer, state: _State, uri: str, position: types.Position) -> list["Answer"]:
+    """The suggestions at a position; none until the model is loaded. A newer request ends an older one."""
+    if state.running is None:
+        return []
+    from dunes.serve.requests import LineRequest
+
+    document = server.workspace.get_text_document(uri)
+    offset = document.offset_at_position(position)
+    before, after = document.source[:offset], document.source[offset:]
+    request = LineRequest(before, after, _path(uri), (), ITEMS)
+    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def emit(event: "Event") -> None:
+        with suppress(RuntimeError):  # the editor has gone
+            loop.call_soon_threadsafe(lambda: None if result.done() else result.set_result(event))
+
+    if state.newest is not None:
+        state.newest.cancel()
+    task = state.newest = state.running.worker.submit(request, emit)
+    try:
+        while not result.done():
+            await asyncio.wait([result], timeout=0.25)
+            if task.is_cancelled():
+                return []
+        event = result.result()
+    finally:
+        task.cancel()
+    if isinstance(event, Exception):
+        server.window_log_message(types.LogMessageParams(types.MessageType.Error, f"dunes: {event}"))
+        return []
+    return [answer for answer in event if answer.text]
+
+
+def _path(uri: str) -> str:
+    """The path of a file's address; of another address, its end."""
+    return unquote(urlparse(uri).path)

@@ -1,0 +1,54 @@
+"""Models that are loaded in a worker, and follow their files: what the HTTP and the language server have in common."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dunes.serve.follow import Follower
+from dunes.serve.requests import LineRequest
+from dunes.serve.served import Models
+from dunes.serve.worker import Worker
+
+
+class Running:
+    """Models in their worker. Raises ValueError for a folder that cannot complete, before anything is served."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        acceptance: float,
+        adapters: Sequence[Path] = (),
+        say: Callable[[str], object] = print,
+        follows: bool = True,
+    ) -> None:
+        models: list[Models] = []
+        self.worker = Worker(lambda name: models[0].find(name), lambda: models[0].served if models else {})
+        try:
+            models.append(self.worker.call(lambda: Models(folders, acceptance, adapters, say)).result())
+        except BaseException:
+            self.worker.close()
+            raise
+        self.models = models[0]
+        self._warm_up()
+        self._followers = (
+            [Follower(model, self.worker) for model in self.models.served.values()] if follows else []
+        )
+        for follower in self._followers:
+            follower.start()
+
+    def take_in(self, path: str, text: str) -> None:
+        """Complete lines of other files with this text of an open file, in all models."""
+        for model in self.models.served.values():
+            indexed = model.with_texts({model.name_of(path): text})
+            self.worker.call(lambda model=model, indexed=indexed: model.use(indexed))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End the threads."""
+        for follower in self._followers:
+            follower.close()
+        self.worker.close()
+
+    def _warm_up(self) -> None:
+        """Complete a line once, which takes longer the first time."""
+        for model in self.models.served.values():
+            request = LineRequest("def main(\nmai", "", "", (), 1, 4)
+            self.worker.call(lambda model=model: model.lines(request, lambda: False)).exception()  # type: ignore[misc]

@@ -1,0 +1,165 @@
+"""One thread that owns the models: requests come to it from others, and it answers each through a function.
+
+An engine's caches change with each call, so calls side by side give wrong answers. Lines come first: they are
+completed between two tokens of the texts that are generated.
+"""
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+from dunes.runs.completion.protocol import Cancelled
+from dunes.serve.fields import Refused
+from dunes.serve.requests import Answer, LineRequest, Piece, Request, TextRequest
+
+QUEUE = 64
+"""Requests that may wait."""
+STACK = 16 << 20
+"""Bytes of the thread's stack, of which compiled steps need 2 MiB."""
+T = TypeVar("T")
+Event = Piece | Answer | list[Answer] | Exception
+
+
+class Served(Protocol):
+    """A model that is served."""
+
+    def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
+        """The suggestions at a cursor, the best first."""
+        ...
+
+    def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
+        """Begin to generate a text."""
+        ...
+
+    def advance(self) -> bool:
+        """Go on with the texts by a token of each; False if there is none."""
+        ...
+
+    @property
+    def is_full(self) -> bool:
+        """True if another text has to wait."""
+        ...
+
+
+@dataclass(eq=False)
+class Task:
+    """A request for a model. `emit` gets its pieces and its answer, or an error, from the worker's thread."""
+
+    request: Request
+    emit: Callable[[Event], None]
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        """End the work on it; nothing is emitted any more, or Cancelled."""
+        self._cancelled.set()
+
+    def is_cancelled(self) -> bool:
+        """True once nobody waits for it."""
+        return self._cancelled.is_set()
+
+
+class Worker:
+    """Completes lines and generates texts with models, in a thread of its own. `find(name)` gives the model of a
+    request, and is called in that thread."""
+
+    def __init__(self, find: Callable[[str], Served], models: Callable[[], Mapping[str, Served]]) -> None:
+        self._find, self._models = find, models
+        self._lines, self._texts = deque[Task](), deque[Task]()
+        self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
+        self._wake, self._is_closed = threading.Condition(), False
+        self.started = perf_counter()
+        before = threading.stack_size(STACK)
+        self._thread = threading.Thread(target=self._run, name="dunes-model", daemon=True)
+        self._thread.start()
+        threading.stack_size(before)
+
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Task:
+        """Begin work on a request. Raises Refused where too many wait."""
+        task = Task(request, emit)
+        with self._wake:
+            if self._is_closed:
+                raise Refused(503, "the server is shutting down", "unavailable_error", retry=1)
+            if len(self._lines) + len(self._texts) >= QUEUE:
+                raise Refused(503, f"{QUEUE} requests are waiting", "unavailable_error", retry=1)
+            (self._lines if isinstance(request, LineRequest) else self._texts).append(task)
+            self._wake.notify()
+        return task
+
+    def call(self, work: Callable[[], T]) -> "Future[T]":
+        """Run a function in the worker's thread, between two requests."""
+        result: Future[T] = Future()
+        with self._wake:
+            self._calls.append((work, result))
+            self._wake.notify()
+        return result
+
+    def close(self) -> None:
+        """End the thread after the call, the line or the token that it works on."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)  # single tokens: more threads only wait for each other
+        while not self._is_closed:
+            if not self._do_next():
+                with self._wake:
+                    self._wake.wait_for(lambda: self._is_closed or self._calls or self._lines or self._texts)
+
+    def _do_next(self) -> bool:
+        """Do one thing; False if there is nothing to do."""
+        if self._lines:
+            self._complete(self._lines.popleft())
+            return True
+        if self._calls:
+            work, result = self._calls.popleft()
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+            return True
+        while self._texts and self._begin_text():
+            pass
+        return sum(model.advance() for model in self._models().values()) > 0  # each goes on
+
+    def _begin_text(self) -> bool:
+        """Begin to generate the first text that waits; False if it has to."""
+        task = self._texts[0]
+        try:
+            model = self._find(task.request.model)
+            if model.is_full and not task.is_cancelled():
+                return False
+            self._texts.popleft()
+            if not task.is_cancelled():
+                assert isinstance(task.request, TextRequest)
+                model.add(task.request, task.emit, task.is_cancelled)
+        except Exception as error:
+            if self._texts and self._texts[0] is task:
+                self._texts.popleft()
+            task.emit(_shown(error))
+        return True
+
+    def _complete(self, task: Task) -> None:
+        try:
+            if not task.is_cancelled():
+                assert isinstance(task.request, LineRequest)
+                task.emit(self._find(task.request.model).lines(task.request, task.is_cancelled))
+        except Cancelled:
+            pass
+        except Exception as error:
+            task.emit(_shown(error))
+
+
+def _shown(error: Exception) -> Exception:
+    """The error, with its traceback on standard error unless it is the request's own."""
+    if not isinstance(error, Refused):
+        traceback.print_exception(error)
+    return error
