@@ -55,7 +55,8 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        sys.stdout.flush()
+        if not sys.stdout.closed:  # as a language server leaves it
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 128 + signal.SIGPIPE

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,9 +21,9 @@ from dunes.serve import llama_cpp, ollama, openai, tabby
 from dunes.serve.asked import Asked, Protocol
 from dunes.serve.describe import describe_model, model_entry, props, slots
 from dunes.serve.fields import BODY, Fields, Refused, parse
-from dunes.serve.requests import Answer, LineRequest, Piece, TextRequest
+from dunes.serve.requests import Answer, Event, LineRequest, Piece, TextRequest
 from dunes.serve.served import Models
-from dunes.serve.worker import Event, Task, Worker
+from dunes.serve.worker import Task, Worker
 
 RECEIPT, SENDING = 10.0, 30.0
 """Seconds in which a request has to arrive, and in which a client has to take what is sent."""
@@ -197,7 +197,7 @@ class Server:
             requests.append(each)
         return replace(asked, requests=requests)
 
-    async def _events(self, asked: Asked, request: Request) -> AsyncIterator[tuple[int, Piece | Answer]]:
+    async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
         """The pieces and the answers, with the index of their choice. A client that has gone cancels the rest.
 
         Raises Refused.
@@ -322,7 +322,7 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     """The bytes of a stream."""
     answers: dict[int, Answer] = {}
-    write = (lambda value: compact(value) + b"\n") if protocol.form == "ndjson" else _sse
+    write = _line if protocol.form == "ndjson" else _sse
 
     def chunk(index: int, event: Piece | Answer) -> bytes:
         if isinstance(event, Piece):
@@ -343,6 +343,10 @@ async def _chunks(
         yield write({"error": {"code": error.status, "message": error.message, "type": error.kind}})
     if protocol.form == "sse":
         yield b"data: [DONE]\n\n"
+
+
+def _line(value: Any) -> bytes:
+    return compact(value) + b"\n"
 
 
 def _sse(value: Any) -> bytes:

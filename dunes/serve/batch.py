@@ -12,7 +12,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Token, generate_all, limit_vocab, prompt_tokens, sampler
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Answer, Piece, TextRequest, TokenText
+from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
 
 ROWS = 16
@@ -31,7 +31,7 @@ class Row:
         asked: TextRequest,
         request: Request,
         tokenizer: Tokenizer,
-        emit: Callable[[Piece | Answer], None],
+        emit: Callable[[Event], None],
         is_cancelled: Callable[[], bool],
     ) -> None:
         self.asked, self.request, self.emit, self.is_cancelled = asked, request, emit, is_cancelled
@@ -116,6 +116,8 @@ class Batch:
         self._cache = self._new_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
         self._piece = float(FIRST)
+        self._suspects: list[int] = []
+        self._held_back = False
 
     @property
     def active(self) -> bool:
@@ -142,9 +144,7 @@ class Batch:
             raise Refused(400, message, "exceed_context_size_error")
         return ids
 
-    def add(
-        self, asked: TextRequest, emit: Callable[[Piece | Answer], None], is_cancelled: Callable[[], bool]
-    ) -> None:
+    def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Generate a text. Raises Refused for a prompt that the model cannot read."""
         ids = self.prompt_ids(asked)
         choose = sampler(
@@ -178,19 +178,48 @@ class Batch:
         waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
         if waiting:
             self._read_piece(waiting[0])
-        if any(self._requests):
-            self._next_tokens()
+        try:
+            if any(self._requests):
+                self._next_tokens()
+        except Exception as error:
+            self._find_guilty(error)
+        else:
+            self._suspects = self._suspects[1:]
+        if self._suspects:
+            self._only(self._suspects[0])
+        elif self._held_back:
+            self._only(None)
         if not self.active and len(self.rows) > 1:
             self._resize(1)
+
+    def _find_guilty(self, error: Exception) -> None:
+        """After an error, let each text go on alone once; the one that fails alone gets the error."""
+        ready = [place for place, request in enumerate(self._requests) if request is not None]
+        self._tokens = iter(())
+        if len(ready) > 1:
+            self._suspects = ready
+            return
+        self._suspects = self._suspects[1:]
+        row = self.rows[ready[0]]
+        assert row is not None, "it has a request"
+        row.emit(error)
+        self._release(ready[0])
+
+    def _only(self, place: int | None) -> None:
+        """Let this text alone go on; None for all that are ready."""
+        for i, row in enumerate(self.rows):
+            goes = row is not None and row.ready and (place is None or i == place)
+            self._requests[i] = row.request if row is not None and goes else None
+        self._held_back = place is not None
 
     def _next_tokens(self) -> None:
         if len(self._cache.ids) == 1:
             self._cache.step = self._find_step()
-        row = next(self._tokens, None)
-        if row is None:
+        tokens = next(self._tokens, None)
+        if tokens is None:
             self._tokens = self._generate()
-            row = next(self._tokens, [None] * len(self.rows))
-        for place, token in enumerate(row):
+            tokens = next(self._tokens, None)
+        for place, token in enumerate(tokens or ()):
             current = self.rows[place]
             if current is not None and token is not None:
                 current.push(token)

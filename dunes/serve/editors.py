@@ -25,7 +25,9 @@ _LINES = {
 vim.lsp.config('dunes', {{ cmd = {{ 'dunes', 'lsp', '{model}' }} }})
 vim.lsp.enable('dunes')
 vim.lsp.inline_completion.enable()
-vim.keymap.set('i', '<Tab>', function() if not vim.lsp.inline_completion.get() then return '<Tab>' end end, {{ expr = true }})
+vim.keymap.set('i', '<Tab>', function()
+  if not vim.lsp.inline_completion.get() then return '<Tab>' end
+end, {{ expr = true }})
 """,
     "vscode": """\
 // settings.json, for the extension llama-vscode. With Python files alone it starts when its side bar is opened.

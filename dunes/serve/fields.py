@@ -113,7 +113,7 @@ class Fields:
 
     def items(self, name: str, most: int) -> list[Any]:
         """A list of at most so many values."""
-        value = self._value(name, list, "a list", [])
+        value: list[Any] = self._value(name, list, "a list", [])
         if len(value) > most:
             raise self.refused(name, f"{len(value)} values; at most {most}")
         return value

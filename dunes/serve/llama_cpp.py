@@ -1,7 +1,7 @@
 """The paths of llama-server, which llama.vim and llama.vscode ask.
 
-https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README says of `prompt` in `/infill` is not
-what it does: it stands before the cursor.
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README says of `prompt` in `/infill` is
+not what it does: it stands before the cursor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -165,18 +165,21 @@ def timings(answer: Answer) -> dict[str, Any]:
     read, new = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
     prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
     more = max(0.0, 1e3 * answer.seconds - prompt)
-    per = lambda part, count: part / count if count else 0.0
     return {
         "cache_n": answer.cached_tokens,
         "prompt_n": read,
         "prompt_ms": prompt,
-        "prompt_per_token_ms": per(prompt, read),
-        "prompt_per_second": per(1e3 * read, prompt),
+        "prompt_per_token_ms": _per(prompt, read),
+        "prompt_per_second": _per(1e3 * read, prompt),
         "predicted_n": new,
         "predicted_ms": more,
-        "predicted_per_token_ms": per(more, new),
-        "predicted_per_second": per(1e3 * new, more),
+        "predicted_per_token_ms": _per(more, new),
+        "predicted_per_second": _per(1e3 * new, more),
     }
+
+
+def _per(part: float, count: float) -> float:
+    return part / count if count else 0.0
 
 
 def settings(request: Request | None) -> dict[str, Any]:

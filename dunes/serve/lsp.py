@@ -1,7 +1,7 @@
-"""The language server: completion of lines for editors with the protocol's inline completion, or plain completion.
+"""The language server: completion of lines for editors with inline completion, or plain completion.
 
-It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then there are no
-suggestions. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then there are
+no suggestions. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from pygls.lsp.server import LanguageServer
 from dunes import __version__
 
 if TYPE_CHECKING:
-    from dunes.serve.requests import Answer
+    from dunes.serve.requests import Answer, Event
     from dunes.serve.running import Running
-    from dunes.serve.worker import Event, Task
+    from dunes.serve.worker import Task
 
 ITEMS = 3
 """Suggestions at most."""

@@ -66,17 +66,20 @@ def _head(request: Asked) -> dict[str, Any]:
 
 
 def _end(request: Asked, answer: Answer) -> dict[str, Any]:
-    ns = lambda seconds: int(1e9 * seconds)
     return {
         "done": True,
         "done_reason": REASONS.get(answer.reason, "load"),
-        "total_duration": ns(answer.seconds),
+        "total_duration": _nanoseconds(answer.seconds),
         "load_duration": 0,
         "prompt_eval_count": answer.prompt_tokens,
-        "prompt_eval_duration": ns(answer.prompt_seconds),
+        "prompt_eval_duration": _nanoseconds(answer.prompt_seconds),
         "eval_count": answer.new_tokens,
-        "eval_duration": ns(max(0.0, answer.seconds - answer.prompt_seconds)),
+        "eval_duration": _nanoseconds(max(0.0, answer.seconds - answer.prompt_seconds)),
     }
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(1e9 * seconds)
 
 
 def write_generate(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -40,9 +40,7 @@ def read_completions(fields: Fields) -> Asked:
     text = replace(text, echo=fields.flag("echo"))
     requests: list[Request] = []
     for prompt in prompts(fields):
-        if not isinstance(prompt, str):
-            requests += choices(replace(text, prompt=prompt), count)
-        elif text.echo or text.logprobs is not None:
+        if not isinstance(prompt, str) or text.echo or text.logprobs is not None:
             requests += choices(replace(text, prompt=prompt), count)
         else:
             requests += line_or_text(text, prompt, after, count)
@@ -173,9 +171,10 @@ def write_chat(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
 
 def chat_logprob(token: TokenText) -> dict[str, Any]:
     """A token with its log-probability and those of the most probable ones."""
-    entry = lambda data, logprob: {
-        "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob
-    }  # fmt: skip
+
+    def entry(data: bytes, logprob: float | None) -> dict[str, Any]:
+        return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+
     return entry(token.data, token.logprob) | {"top_logprobs": [entry(data, p) for _, data, p in token.top]}
 
 

@@ -12,7 +12,7 @@ ENDLESS = 4096
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
     ("<PRE> ", " <SUF>", " <MID>"),
     ("[PREFIX]", "[SUFFIX]", ""),
 )
@@ -102,6 +102,10 @@ class Answer:
     """The probability of a line; None for other texts."""
 
 
+Event = Piece | Answer | list[Answer] | Exception
+"""What comes of a request: pieces of a text and its answer, the answers of a line, or an error."""
+
+
 def fill_in_the_middle(prompt: str) -> LineRequest | None:
     """The request that a raw prompt spells for fill-in-the-middle; None for other prompts."""
     for prefix, suffix, middle in MARKS:
@@ -117,10 +121,10 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
     return None
 
 
-def _files(head: str) -> tuple[str, list[NamedText]]:
-    """The name of the last file in a repository's header, which has the cursor, and the others with their texts."""
+def _files(head: str) -> tuple[str, Sequence[NamedText]]:
+    """The name of the last file in a repository's header, which has the cursor, and the others."""
     parts = FILE.split(REPOSITORY.sub("", head))
-    files = list(zip(parts[1::2], parts[2::2], strict=True))
+    files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)
 
 

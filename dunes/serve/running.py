@@ -1,4 +1,4 @@
-"""Models that are loaded in a worker, and follow their files: what the HTTP and the language server have in common."""
+"""Models in their worker, with what follows their files, for the HTTP server and the language server."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +49,6 @@ class Running:
 
     def _warm_up(self) -> None:
         """Complete a line once, which takes longer the first time."""
+        request = LineRequest("def main(\nmai", "", "", (), 1, 4)
         for model in self.models.served.values():
-            request = LineRequest("def main(\nmai", "", "", (), 1, 4)
             self.worker.call(lambda model=model: model.lines(request, lambda: False)).exception()  # type: ignore[misc]

@@ -17,8 +17,7 @@ from dunes.runs.step_package import step_source
 from dunes.serve.batch import Adapters, Batch
 from dunes.serve.fields import Refused
 from dunes.serve.recognise import FileFinder
-from dunes.serve.requests import Answer, LineRequest, TextRequest
-from dunes.serve.worker import Event
+from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
 from dunes.text.templates import Template, Turn, encode_prompt, find_template
 
 SHORT = 3

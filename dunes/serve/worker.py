@@ -15,14 +15,13 @@ from typing import Any, Protocol, TypeVar
 
 from dunes.runs.completion.protocol import Cancelled
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Answer, LineRequest, Piece, Request, TextRequest
+from dunes.serve.requests import Answer, Event, LineRequest, Request, TextRequest
 
 QUEUE = 64
 """Requests that may wait."""
 STACK = 16 << 20
 """Bytes of the thread's stack, of which compiled steps need 2 MiB."""
 T = TypeVar("T")
-Event = Piece | Answer | list[Answer] | Exception
 
 
 class Served(Protocol):

@@ -6,10 +6,12 @@ ended (token healing). The text behind the cursor comes first in the prompt, as 
 character costs about one id.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
@@ -39,7 +41,8 @@ FILES = 4
 """Files whose surroundings are remembered, and sets of files of single requests."""
 
 
-class OpenFiles(NamedTuple):
+@dataclass(frozen=True)
+class OpenFiles:
     """The texts of files by name that have changed since the index was made (None: they are gone), indexed."""
 
     texts: Mapping[str, str | None]
@@ -128,8 +131,8 @@ class CompletionEngine:
             rest = without_overlap(search.text(beam), after, start)
             rest = rest if rest.strip() else ""
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
-            probs = (math.exp(min(p, 0.0)) for p in (word, beam.total))
-            found.setdefault(rest, Suggestion(rest, *probs, search.ends(beam)))
+            first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
+            found.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
         best, *others = found.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]
 
@@ -138,21 +141,23 @@ class CompletionEngine:
 
         The text behind the cursor is not looked at.
         """
-        text = self.files.tokenize(near_text(before), valid_text(name))
-        ids, tokens = [*text.ids], list[dict[str, Any]]()
-        copies = Copies(self._sources(text.ids[: text.starts[-1]], [], name))
+        before, name = near_text(before), valid_text(name)
+        text, size = self.files.tokenize(before + rest, name), len(before.encode())
+        ends = itertools.accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])
+        first = text.starts[0] + next((n for n, end in enumerate(ends) if end > size), len(text.ids))
+        ids, tokens = text.ids[:first], list[dict[str, Any]]()
+        copies = Copies(self._sources(self.files.tokenize(before, name).ids, [], name))
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
-        for id in self.files.line(rest):
+        for id in text.ids[first:]:
             logits = model.along([*window(ids, self.loaded.context_length - 1)])
             alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(top, len(mixed)))
             others = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-            piece = lambda id: self.files.pieces[id].decode(errors="replace")
-            likely = [[piece(i), prob] for i, prob in others]
+            likely = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in others]
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            tokens.append({"text": piece(id), **probs, "likely": likely})
+            tokens.append({"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": likely})
             ids.append(id)
         return tokens
 

@@ -22,9 +22,8 @@ from dunes.runs.completion.gate import Places, fit_gate, places_of
 from dunes.runs.completion.index import TextIndex, first_documents, index_texts, named_texts
 from dunes.runs.completion.keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
 from dunes.runs.completion.metrics import interval
-from dunes.runs.completion.protocol import LineCompleter
+from dunes.runs.completion.protocol import LineCompleter, NamedText
 from dunes.runs.completion.score import POLICIES
-from dunes.runs.completion.sources import NamedText
 from dunes.runs.completion.store import write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display

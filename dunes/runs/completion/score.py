@@ -20,8 +20,8 @@ from dunes.runs.completion.keystrokes import (
     type_file,
 )
 from dunes.runs.completion.metrics import Agreement, Interval, agreement, file_means, interval
-from dunes.runs.completion.protocol import Completer, LineCompleter
-from dunes.runs.completion.sources import NamedText, ScoredFile, scored_files
+from dunes.runs.completion.protocol import Completer, LineCompleter, NamedText
+from dunes.runs.completion.sources import ScoredFile, scored_files
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 COPY = "copy nearest"

@@ -1,0 +1,769 @@
+"""The server: what is read from bodies, the worker and its batch, HTTP as clients use it, and what it refuses."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import display, toy
+from dunes.checkpoint import load_with_tokenizer
+from dunes.generate import sampler
+from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.protocol import Suggestion
+from dunes.runs.completion.search import CompleteOptions
+from dunes.runs.text_generator import TextGenerator
+from dunes.runs.train import train
+from dunes.serve.app import compact
+from dunes.serve.batch import Batch, Row
+from dunes.serve.doctor import examine
+from dunes.serve.editors import EDITORS, config
+from dunes.serve.fields import Refused, parse
+from dunes.serve.recognise import FileFinder
+from dunes.serve.requests import Answer, LineRequest, Piece, TextRequest, fill_in_the_middle
+from dunes.serve.running import Running
+from dunes.serve.served import _answer
+
+LINE = "    return value_3 * {0} + limit if value_3 > {0} else other_{0}(value_3)"
+
+
+def write_programs(folder):
+    folder.mkdir(parents=True)
+    for i in range(12):
+        lines = [f"def task_{i}_{j}(value_3, limit={j}):\n{LINE.format(i)}\n" for j in range(8)]
+        (folder / f"module_{i}.py").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    return write_programs(tmp_path_factory.mktemp("serve") / "programs")
+
+
+@pytest.fixture(scope="module")
+def run(programs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve") / "run"
+    shown, _ = display()
+    assert train(toy(programs, complete=True, vocab_size=330, context_length=96), folder, shown) == 0
+    return folder
+
+
+def started(*args, env=None):
+    """A server's process and its port."""
+    command = [sys.executable, "-m", "dunes", "serve", *map(str, args), "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+    first = process.stdout.readline()
+    assert "serving" in first, process.stderr.read()
+    return process, int(first.split("127.0.0.1:")[1].split()[0])
+
+
+def ended(process, number=signal.SIGTERM):
+    process.send_signal(number)
+    status = process.wait(40)
+    errors = process.stderr.read()
+    process.stdout.close()
+    process.stderr.close()
+    return status, errors
+
+
+@pytest.fixture(scope="module")
+def port(run):
+    process, port = started(run, "--acceptance", 0)
+    yield port
+    status, errors = ended(process)
+    assert (status, errors) == (0, ""), "nothing was printed, and SIGTERM ends it well"
+
+
+def ask(port, path, body=None, headers=(), method=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    connection.request(method or ("GET" if data is None else "POST"), path, data, dict(headers))
+    reply = connection.getresponse()
+    content = reply.read()
+    connection.close()
+    return reply.status, content
+
+
+def ok(port, path, body=None):
+    status, content = ask(port, path, body)
+    assert status == 200, content
+    return json.loads(content)
+
+
+def infill(before, after="", **more):
+    start = before.rfind("\n") + 1
+    return {"input_prefix": before[:start], "prompt": before[start:], "input_suffix": after, **more}
+
+
+BEFORE = "def task_1_3(value_3, limit=3):\n    return val"
+
+
+# what is read
+
+
+def test_a_body_is_one_object_with_each_field_once():
+    for data, said in {
+        b"[1]": "a list", b"{": "not JSON", b'{"n":1,"n":2}': "'n' occurs twice", b'{"a":NaN}': "NaN",
+        b"[" * 100_000: "not JSON", b"\xff": "not JSON", b'"x"': "a string",
+    }.items():  # fmt: skip
+        with pytest.raises(Refused, match=said):
+            parse(data)
+    assert parse(b"").body == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "values"),
+    [
+        ("integer", (1, 0, 9), [True, "1", 1.5, [], {}, -1, 10, 1e308, 2**80]),
+        ("number", (1.0, 0, 9), [True, "1", [], -1, 1e308, 10**400]),
+        ("flag", (), [1, "true", []]),
+        ("text", (), [1, True, ["a"], {}]),
+        ("stops", (), [1, [1], ["a"] * 65, ["a" * 1001], {"a": 1}]),
+        (
+            "messages",
+            (),
+            [None, [], "x", [1], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": 3}]],
+        ),
+    ],
+)
+def test_a_field_of_another_type_or_out_of_range_is_named(method, args, values):
+    for value in values:
+        fields = parse(b"{}")
+        fields.body["field"] = value
+        with pytest.raises(Refused, match="field"):
+            getattr(fields, method)("field", *args)
+
+
+def test_lone_surrogates_are_replaced():
+    assert parse(b'{"prompt": "a\\ud800b"}').text("prompt") == "a�b"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "<|fim_prefix|>a\nb<|fim_suffix|>c\n<|fim_middle|>",
+        "<|fim_suffix|>c\n<|fim_prefix|>a\nb<|fim_middle|>",
+        "<|fim_prefix|><|fim_suffix|>c\n<|fim_middle|>a\nb",
+        "<|fim_prefix|>a\n<|fim_suffix|>c\n<|fim_middle|>b",
+        "<fim_prefix>a\nb<fim_suffix>c\n<fim_middle>",
+        "<fim_prefix><fim_suffix>c\n<fim_middle>a\nb",
+        "<\uff5cfim\u2581begin\uff5c>a\nb<\uff5cfim\u2581hole\uff5c>c\n<\uff5cfim\u2581end\uff5c>",
+        "<PRE> a\nb <SUF>c\n <MID>",
+        "[SUFFIX]c\n[PREFIX]a\nb",
+        "<|fim_prefix|># language: python\n# indentation: use tabs\na\nb<|fim_suffix|>c\n<|fim_middle|>",
+    ],
+)
+def test_a_prompt_that_spells_filling_in_is_a_line_between_two_texts(prompt):
+    assert fill_in_the_middle(prompt) == LineRequest("a\nb", "c\n")
+
+
+def test_a_prompts_header_has_the_file_and_others():
+    head = "<|repo_name|>x\n<|file_sep|>other.py\nB = 2\n<|file_sep|>a/b.py\n"
+    line = fill_in_the_middle(head + "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>")
+    assert line == LineRequest("a", "b", "a/b.py", (("other.py", "B = 2\n"),))
+    unnamed = fill_in_the_middle(
+        head.replace("a/b.py", "filename") + "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
+    )
+    assert unnamed.name == ""
+    assert fill_in_the_middle("def f(x):\n") is None
+    assert fill_in_the_middle("<|fim_prefix|> alone") is None
+
+
+def test_a_file_is_known_by_lines_that_only_it_has():
+    finder = FileFinder([("a.py", "common_line = 1\n" + "".join(f"first_{i} = {i}\n" for i in range(9)))])
+    finder.update({"b.py": "common_line = 1\n" + "".join(f"second_{i} = {i}\n" for i in range(9))})
+    assert finder.find("common_line = 1\nfirst_1 = 1\nfirst_2 = 2\nfirst_3 = 3\nfir", "") == "a.py"
+    assert finder.find("x\n", "\nsecond_1 = 1\nsecond_2 = 2\nsecond_3 = 3\n") == "b.py"
+    assert finder.find("first_1 = 1\nfirst_2 = 2\n", "") == "", "two lines do not decide"
+    assert (
+        finder.find(
+            "first_1 = 1\nfirst_2 = 2\nfirst_3 = 3\nsecond_1 = 1\nsecond_2 = 2\nsecond_3 = 3\nsecond_4 = 4\n", ""
+        )
+        == "b.py"
+    )
+    assert finder.find("common_line = 1\n" * 5, "") == ""
+
+
+def test_an_improbable_or_short_suggestion_is_empty():
+    shown = lambda *args, threshold=0.0: _answer(Suggestion(*args), threshold, 0.0).text
+    assert shown("abc", 0.5, 0.5) == "abc"
+    assert shown("abc", 0.5, 0.5, threshold=0.6) == ""
+    assert shown("):", 0.9, 0.9, True) == "):"
+    assert shown("):", 0.9, 0.9, False) == ""
+
+
+# the batch
+
+
+PROMPTS = [
+    "def task_",
+    "x = 1\n" * 12,
+    "    return value",
+    "def task_1_1(value_3, limit=1):\n",
+    "é🙂日本語\n",
+    "a",
+]
+
+
+def generated(batch, requests):
+    """The answers to requests that begin together, and the texts of their pieces."""
+    answers, pieces = {}, dict.fromkeys(range(len(requests)), "")
+
+    def emit(index, event):
+        if isinstance(event, Piece):
+            pieces[index] += event.text
+        else:
+            answers[index] = event
+
+    waiting = list(enumerate(requests))
+    while waiting or batch.active:
+        while waiting and not batch.is_full:
+            index, request = waiting.pop(0)
+            batch.add(request, lambda event, index=index: emit(index, event), lambda: False)
+        batch.advance()
+    return [answers[i] for i in range(len(requests))], pieces
+
+
+def mixed_requests():
+    settings = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2, "seed": 4, "top_k": 5}]
+    return [TextRequest(PROMPTS[i % 6], max_tokens=3 + i % 11, logprobs=0, **settings[i % 3]) for i in range(64)]
+
+
+def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
+    monkeypatch.setattr("dunes.serve.batch.FIRST", 8)  # prompts are read in pieces
+    monkeypatch.setattr("dunes.serve.batch.LEAST", 4)
+    loaded, requests = load_with_tokenizer(run), mixed_requests()
+    together, pieces = generated(Batch(loaded), requests)
+    assert len(Batch(loaded).rows) == 1
+    for i, (request, answer) in enumerate(zip(requests, together, strict=True)):
+        (alone,), _ = generated(Batch(loaded), [request])
+        assert [t.id for t in answer.tokens] == [t.id for t in alone.tokens], i
+        assert answer.text == alone.text == pieces[i]
+        assert (
+            max((abs(a.logprob - b.logprob) for a, b in zip(answer.tokens, alone.tokens, strict=True)), default=0)
+            < 1e-4
+        )
+
+
+def test_a_text_of_the_batch_is_that_of_the_generator(run):
+    loaded = load_with_tokenizer(run)
+    (answer,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, 0.0)])
+    assert answer.text == TextGenerator(loaded).text("def task_", 20)
+    choose = sampler(0.7, top_k=9, top_p=0.9, seed=11)
+    request = TextRequest("def task_", 20, 0.7, 9, 0.9, 0.0, seed=11)
+    (drawn,), _ = generated(Batch(loaded), [request])
+    assert drawn.text == TextGenerator(loaded).text("def task_", 20, choose)
+
+
+@pytest.mark.parametrize("stop", ["value", "ue_3", " ", "\n", "é", "🙂x"])
+def test_a_stop_across_tokens_ends_the_text_before_it(run, stop):
+    loaded = load_with_tokenizer(run)
+    (whole,), _ = generated(Batch(loaded), [TextRequest("def task_", 40, 0.0)])
+    (answer,), pieces = generated(Batch(loaded), [TextRequest("def task_", 40, 0.0, stop=[stop, "never there"])])
+    assert answer.text == pieces[0] == whole.text.partition(stop)[0]
+    assert (answer.reason, answer.stopped_at) == (("word", stop) if stop in whole.text else (whole.reason, ""))
+
+
+def test_pieces_have_whole_characters_and_stops_are_exact_for_any_cut():
+    tokenizer = __import__("dunes.text", fromlist=["Tokenizer"]).Tokenizer.train("bytes", [])
+    text = "a🙂é日 stop ab STO P STOP rest"
+    from dunes.generate import Request, Token
+
+    for stop in ("STOP", "日", "🙂é", " st", "zzz"):
+        seen = []
+        row = Row(TextRequest("x", 99, stop=[stop]), Request([1], 99), tokenizer, seen.append, lambda: False)
+        for id in tokenizer.encode(text):
+            if row.request.unfinished:
+                row.push(Token(id, 0.0))
+                row.request.ids.append(id)
+        row.finish()
+        assert "".join(e.text for e in seen if isinstance(e, Piece)) == text.partition(stop)[0]
+        assert all("�" not in e.text for e in seen)
+
+
+def test_a_cancelled_text_frees_its_row(run):
+    batch, cancelled = Batch(load_with_tokenizer(run)), threading.Event()
+    batch.add(TextRequest("def", 50, 0.0), lambda event: None, cancelled.is_set)
+    batch.advance()
+    cancelled.set()
+    batch.advance()
+    assert not batch.active
+
+
+def test_prompts_that_cannot_be_read_are_refused(run):
+    batch = Batch(load_with_tokenizer(run))
+    for prompt, said in (("x = 1\n" * 99, "exceeds the available context size"), ((1, 10**6), "token 1000000")):
+        with pytest.raises(Refused, match=said):
+            batch.add(TextRequest(prompt), print, lambda: False)
+    assert not batch.active
+
+
+# the worker
+
+
+@pytest.fixture
+def running(run):
+    models = Running([run], 0.0, (), lambda line: None, follows=False)
+    yield models
+    models.close()
+
+
+def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run):
+    events, lines, order = [], {}, []
+    done = threading.Event()
+
+    def emit(event):
+        events.append(event)
+        order.append("token")
+        if isinstance(event, Answer):
+            done.set()
+
+    running.worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
+    completer = load_completer(run)
+    for i, end in enumerate(range(20, len(BEFORE), 3)):
+        got = threading.Event()
+
+        def store(event, i=i, got=got):
+            lines[i] = event
+            order.append("line")
+            got.set()
+
+        running.worker.submit(LineRequest(BEFORE[:end], "", "new.py"), store)
+        assert got.wait(20)
+        expected = completer.complete(BEFORE[:end], "", "new.py")
+        assert [answer.text for answer in lines[i]] == [expected.text]
+    assert done.wait(20)
+    assert "line" in order[: order.index("token") + 80], "no line waits for the end of a text"
+    assert "".join(e.text for e in events if isinstance(e, Piece)) == events[-1].text
+
+
+def test_a_cancelled_line_says_nothing_and_others_go_on(running):
+    events = []
+    blocked, go = threading.Event(), threading.Event()
+    running.worker.call(lambda: (blocked.set(), go.wait(20)))
+    assert blocked.wait(20)
+    task = running.worker.submit(LineRequest(BEFORE), events.append)
+    task.cancel()
+    got = threading.Event()
+    running.worker.submit(LineRequest(BEFORE), lambda event: got.set())
+    go.set()
+    assert got.wait(20)
+    assert events == []
+
+
+def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(running, monkeypatch):
+    go = threading.Event()
+    running.worker.call(go.wait)
+    time.sleep(0.05)
+    for _ in range(64):
+        running.worker.submit(LineRequest("a"), lambda event: None)
+    with pytest.raises(Refused, match="64 requests") as refused:
+        running.worker.submit(LineRequest("a"), lambda event: None)
+    assert (refused.value.status, refused.value.retry) == (503, 1)
+    monkeypatch.setattr(running.models.served["run"].completer, "alternatives", lambda *args: 1 / 0)
+    go.set()
+    assert eventually(lambda: not running.worker._lines)
+    got = []
+    running.worker.submit(LineRequest("a"), got.append)
+    running.worker.call(lambda: None).result(20)
+    while not got:
+        time.sleep(0.01)
+    assert isinstance(got[0], ZeroDivisionError)
+
+
+def test_an_error_of_one_text_is_its_own(run, monkeypatch):
+    loaded, original = load_with_tokenizer(run), sampler
+
+    def broken(*args, seed=0, **more):
+        choose = original(*args, seed=seed, **more)
+        return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
+
+    monkeypatch.setattr("dunes.serve.batch.sampler", broken)
+    batch, events = Batch(loaded), {i: [] for i in range(4)}
+    asked = [TextRequest("def task_", 9, 0.0), TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0)]
+    for i, request in enumerate(asked):
+        batch.add(request, events[i].append, lambda: False)
+    while batch.active:
+        batch.advance()
+    assert isinstance(events[1][-1], ZeroDivisionError)
+    for i in (0, 2):
+        (alone,), _ = generated(Batch(loaded), [asked[i]])
+        assert events[i][-1].text == alone.text
+    batch.add(asked[0], events[3].append, lambda: False)
+    while batch.active:
+        batch.advance()
+    assert events[3][-1].text == events[0][-1].text
+
+
+# HTTP
+
+
+def test_infill_is_what_the_engine_completes(port, run):
+    completer, text = load_completer(run), (BEFORE + "\n") * 2
+    options = CompleteOptions(alternatives=1)
+    for end in range(1, len(text), 2):
+        before, after = text[:end], "\n\nx = 1\n"
+        expected = completer.alternatives(before, after, "", options)[0].text
+        if len(expected) >= 3:
+            assert ok(port, "/infill", infill(before, after))["content"] == expected, end
+
+
+def test_infill_speaks_as_the_reference(port):
+    reply = ok(port, "/infill", infill(BEFORE, "\n"))
+    names = (
+        "index content tokens id_slot stop model tokens_predicted tokens_evaluated generation_settings prompt "
+        "has_new_line truncated stop_type stopping_word tokens_cached timings"
+    )
+    assert [*reply] == names.split()
+    assert reply["content"].startswith("ue_3 * ")
+    status, data = ask(port, "/infill", infill(BEFORE, "\n"))
+    assert status == 200
+    assert b'"content":"' in data, "llama.vim looks for these bytes"
+    assert b"\n" not in data
+    wanted = ["content", "timings/prompt_n", "truncated", "nothing/like", "tokens_cached"]
+    short = ok(port, "/infill", infill(BEFORE, "\n", response_fields=wanted))
+    assert [*short] == ["content", "timings/prompt_n", "truncated", "tokens_cached"]
+    warm = infill(
+        "", "", n_predict=0, samplers=[], response_fields=[""], input_extra=[{"text": "a", "filename": "b"}]
+    )
+    assert ok(port, "/infill", warm) == {}
+    assert ok(port, "/infill", infill(BEFORE, "", n_predict=0))["content"] == ""
+    several = ok(port, "/infill", infill("def task_1_3(value_3, l", "\n", n_cmpl=3))
+    assert isinstance(several, list)
+    assert len(several) == len({each["content"] for each in several}) <= 3
+    assert ok(port, "/infill", infill(BEFORE, "\n", stop=["value", "3"]))["content"] == "ue_"
+    status, data = ask(port, "/infill", {"input_prefix": ""})
+    assert (status, json.loads(data)) == (
+        400,
+        {"error": {"code": 400, "message": "key 'input_suffix' not found", "type": "invalid_request_error"}},
+    )
+
+
+def test_open_files_of_a_request_are_copied_from_in_it_alone(port):
+    before = "x = compute_all_"
+    extra = [{"text": "y = compute_all_the_things(1, 2)\n", "filename": "o.py", "time": [1, 2]}]
+    assert ok(port, "/infill", infill(before, "\n", input_extra=extra))["content"] == "the_things(1, 2)"
+    assert "things" not in ok(port, "/infill", infill(before, "\n"))["content"]
+
+
+def test_all_ways_to_a_line_give_the_same(port):
+    expected = ok(port, "/infill", infill(BEFORE, "\n"))["content"]
+    assert expected
+    fim = f"<|fim_prefix|>{BEFORE}<|fim_suffix|>\n<|fim_middle|>"
+    assert ok(port, "/completion", {"prompt": fim})["content"] == expected
+    assert ok(port, "/v1/completions", {"prompt": fim, "max_tokens": 99})["choices"][0]["text"] == expected
+    body = {"prompt": BEFORE, "suffix": "\n"}
+    assert ok(port, "/v1/completions", body | {"max_tokens": 99})["choices"][0]["text"] == expected
+    assert ok(port, "/v1/fim/completions", body)["choices"][0]["message"]["content"] == expected
+    assert ok(port, "/api/generate", body | {"stream": False})["response"] == expected
+    segments = {"segments": {"prefix": BEFORE, "suffix": "\n", "filepath": "a.py"}}
+    assert ok(port, "/v1/completions", segments)["choices"] == [{"index": 0, "text": expected}]
+    streamed = ask(port, "/v1/completions", body | {"stream": True, "max_tokens": 99})[1].decode()
+    chunks = [line[6:] for line in streamed.splitlines() if line]
+    assert chunks[-1] == "[DONE]"
+    assert "".join(json.loads(c)["choices"][0]["text"] for c in chunks[:-1]) == expected
+
+
+def test_streamed_is_not_streamed(port):
+    body = {"prompt": "def task_", "max_tokens": 30, "temperature": 0.9, "seed": 5, "stop": ["zz"]}
+    whole = ok(port, "/v1/completions", body)["choices"][0]
+    chunks = ask(port, "/v1/completions", body | {"stream": True})[1].decode().split("\n\n")
+    parts = [json.loads(c[6:])["choices"][0] for c in chunks if c and "[DONE]" not in c]
+    assert "".join(p["text"] for p in parts) == whole["text"]
+    assert parts[-1]["finish_reason"] == whole["finish_reason"]
+    plain = {"prompt": "def task_", "n_predict": 30, "temperature": 0, "n_probs": 2}
+    reply = ok(port, "/completion", plain)
+    lines = ask(port, "/completion", plain | {"stream": True})[1].decode().split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line]
+    assert "".join(c["content"] for c in chunks) == reply["content"]
+    assert chunks[-1]["stop"] is True
+    assert len(reply["completion_probabilities"]) == reply["tokens_predicted"] == 30
+    ollama = {"model": "any", "prompt": "def task_", "options": {"num_predict": 9, "temperature": 0}}
+    lines = [json.loads(line) for line in ask(port, "/api/generate", ollama)[1].splitlines()]
+    assert (
+        "".join(line["response"] for line in lines)
+        == reply["content"][: len("".join(x["response"] for x in lines))]
+    )
+    assert lines[-1]["done"]
+    assert lines[-1]["eval_count"] == 9
+
+
+def test_echo_and_logprobs_are_the_models(port, run):
+    loaded = load_with_tokenizer(run)
+    ids = loaded.tokenizer.encode("def task_1_1(value_3")
+    body = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1}
+    choice = ok(port, "/v1/completions", body)["choices"][0]
+    logprobs = choice["logprobs"]
+    with torch.no_grad():
+        expected = loaded.model(torch.tensor([ids]))[0].float().log_softmax(-1)
+    assert logprobs["token_logprobs"][0] is None
+    for i, id in enumerate(ids[1:]):
+        assert abs(logprobs["token_logprobs"][i + 1] - float(expected[i, id])) < 1e-4
+        assert abs(max(logprobs["top_logprobs"][i + 1].values()) - float(expected[i].max())) < 1e-4
+    assert len(logprobs["tokens"]) == len(ids) + 1
+    assert choice["text"].startswith("def task_1_1(value_3")
+    assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
+    none = ok(port, "/v1/completions", body | {"max_tokens": 0})["choices"][0]
+    assert none["text"] == "def task_1_1(value_3"
+
+
+def test_choices_and_prompts_are_listed_in_order(port):
+    body = {"prompt": ["def a", "x = "], "n": 2, "max_tokens": 4, "seed": 1}
+    reply = ok(port, "/v1/completions", body)
+    assert [c["index"] for c in reply["choices"]] == [0, 1, 2, 3]
+    assert reply["usage"]["completion_tokens"] <= 16
+    assert [c["text"] for c in ok(port, "/v1/completions", body)["choices"]] == [
+        c["text"] for c in reply["choices"]
+    ]
+
+
+def test_what_a_server_says_of_itself(port, run):
+    assert ok(port, "/health")["status"] == "ok"
+    listed = ok(port, "/v1/models")
+    assert [m["id"] for m in listed["data"]] == ["run"] == [m["name"] for m in listed["models"]]
+    assert ok(port, "/props")["default_generation_settings"]["n_ctx"] == 96
+    assert ok(port, "/slots")[0]["n_ctx"] == 96
+    assert "insert" in ok(port, "/api/show", {"name": "run"})["capabilities"]
+    assert ok(port, "/api/tags")["models"][0]["name"] == "run"
+    ids = ok(port, "/tokenize", {"content": "é = 1"})["tokens"]
+    assert ids == load_with_tokenizer(run).tokenizer.encode("é = 1")
+    assert ok(port, "/detokenize", {"tokens": ids})["content"] == "é = 1"
+    pieces = ok(port, "/tokenize", {"content": "é", "with_pieces": True})["tokens"]
+    assert (
+        b"".join(bytes(p["piece"]) if isinstance(p["piece"], list) else p["piece"].encode() for p in pieces)
+        == "é".encode()
+    )
+    status, page = ask(port, "/")
+    assert status == 200
+    assert b"http://" not in page.replace(b"http://www.w3.org", b"")
+    assert b"https://" not in page
+    told = ok(port, "/suggest", {"before": BEFORE})
+    assert told["suggestions"][0]["text"].startswith("ue_3")
+    assert "".join(t["text"] for t in told["tokens"]).endswith(told["suggestions"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/infill", infill("a", "b", n_predict="3"), 400, "n_predict"),
+        ("/infill", infill("a", "b", n_cmpl=5), 400, "n_cmpl"),
+        ("/infill", infill("a", "b", stop=["x"] * 500), 400, "stop"),
+        ("/infill", infill("a", "b", input_extra=[{"text": 3}]), 400, "input_extra[0].text"),
+        ("/v1/completions", {"prompt": "a", "n": 99}, 400, "'n'"),
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": [1, -3]}, 400, "token -3"),
+        ("/v1/completions", {"prompt": []}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x = 1\n" * 500}, 400, "exceeds the available context size"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/completion", {"prompt": "a", "grammar": "root ::= x"}, 400, "grammar"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "no chat template"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/api/generate", {"prompt": "a", "format": "json"}, 400, "format"),
+        ("/v1/responses", {}, 404, "File Not Found"),
+        ("/v1/completions", b"{", 400, "not JSON"),
+        ("/v1/completions", b'{"prompt":"' + b"x" * (4 << 20) + b'"}', 413, "4194304 bytes"),
+    ],
+)
+def test_a_bad_request_is_refused_and_says_why(port, path, body, status, said):
+    found, content = ask(port, path, body)
+    error = json.loads(content)["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert found == status
+    assert said in message
+
+
+def test_unlimited_is_the_servers_own_limit(port):
+    for limit in (-1, 10**9):
+        assert ok(port, "/infill", infill(BEFORE, "\n", n_predict=limit))["content"].startswith("ue_3")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.com",
+        "localhost.evil.com",
+        "127.0.0.1.evil.com",
+        "",
+        "evil.com:8012",
+        "0.0.0.0",
+        "[::2]",
+        "localhost@evil.com",
+    ],
+)
+def test_other_hosts_and_origins_get_nothing(port, host):
+    assert ask(port, "/health", headers={"Host": host})[0] in (400, 403)
+    assert ask(port, "/health", headers={"Origin": f"http://{host}"})[0] == 403
+
+
+def test_this_machines_names_are_answered(port):
+    for host in ("localhost", "LOCALHOST:99", "127.0.0.1", "[::1]:8012", "localhost."):
+        assert ask(port, "/health", headers={"Host": host})[0] == 200
+    for origin in ("http://localhost:3000", "vscode-webview://abc"):
+        assert ask(port, "/health", headers={"Origin": origin})[0] == 200
+    assert ask(port, "/health", headers={"Origin": "null"})[0] == 403
+
+
+def test_a_key_is_required_where_one_is_set(run):
+    process, port = started(run, "--no-follow", env={"DUNES_API_KEY": "secret"})
+    assert ask(port, "/v1/models")[0] == 401
+    assert ask(port, "/v1/models", headers={"Authorization": "Bearer secre"})[0] == 401
+    assert ask(port, "/v1/models", headers={"Authorization": "Bearer secret"})[0] == 200
+    threads = [threading.Thread(target=_stream, args=(port, out := [], "secret")) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    status, errors = ended(process)
+    for thread in threads:
+        thread.join(20)
+    assert (status, errors) == (0, "")
+    assert out is not None
+
+
+def _stream(port, out, key):
+    body = {"prompt": "def task_", "max_tokens": 300, "stream": True, "temperature": 0}
+    headers = {"Authorization": f"Bearer {key}"}
+    out.append(ask(port, "/v1/completions", body, headers))
+
+
+def test_a_closed_connection_cancels_and_others_go_on(port):
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        body = json.dumps({"prompt": "def", "max_tokens": 4000, "stream": True, "temperature": 0}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert client.recv(100)
+    start = time.perf_counter()
+    assert ok(port, "/infill", infill(BEFORE, "\n"))["content"]
+    assert time.perf_counter() - start < 5
+
+
+def test_many_clients_at_once_get_their_own_answers(port):
+    bodies = [{"prompt": PROMPTS[i % 6], "max_tokens": 5 + i % 7, "temperature": 0} for i in range(32)]
+    alone = [ok(port, "/v1/completions", body)["choices"][0]["text"] for body in bodies]
+    with ThreadPoolExecutor(32) as pool:
+        together = list(pool.map(lambda b: ok(port, "/v1/completions", b)["choices"][0]["text"], bodies))
+    assert together == alone
+
+
+def test_doctor_says_what_each_client_shows(port, run, monkeypatch):
+    lines = [*examine(f"http://127.0.0.1:{port}", before=BEFORE, after="\n")]
+    assert [line.problem for line in lines] == [""] * 6
+    assert all("shows 'ue_3 * " in line.text for line in lines[1:])
+    with pytest.raises(ValueError, match="no server answers"):
+        [*examine("http://127.0.0.1:9")]
+    with pytest.raises(ValueError, match="expected an address"):
+        [*examine("127.0.0.1:9")]
+
+
+def test_json_has_no_spaces_and_no_nan():
+    assert compact({"a": [1.5, float("nan")], "b": "x y"}) == b'{"a":[1.5,null],"b":"x y"}'
+
+
+def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path):
+    def refused(*args, env=None):
+        command = [sys.executable, "-m", "dunes", "serve", *map(str, args)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=60
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "address already in use" in refused(run, "--port", taken.getsockname()[1])
+    assert "DUNES_API_KEY" in refused(run, "--host", "0.0.0.0")
+    assert "--acceptance is 2.0" in refused(run, "--acceptance", 2)
+    (tmp_path / "empty").mkdir()
+    assert "dunes: " in refused(tmp_path / "empty", "--port", 0)
+
+
+@pytest.mark.parametrize("editor", EDITORS)
+def test_each_editor_has_lines(editor):
+    lines = config(editor, "http://127.0.0.1:9000", "/m/run")
+    assert "http://127.0.0.1:9000" in lines or "/m/run" in lines
+    assert "{" not in lines.replace("{ ", "").replace("{\n", "").replace("{'", "") or editor != "vim"
+    assert "g:llama_config" not in config("vim", "http://127.0.0.1:8012", "/m/run")
+
+
+# it follows the work
+
+
+def eventually(check, seconds=20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if check():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(tmp_path):
+    folder = write_programs(tmp_path / "programs")
+    out = tmp_path / "run"
+    assert train(toy(folder, complete=True, vocab_size=330, context_length=96), out, display()[0]) == 0
+    running = Running([out], 0.0, (), lambda line: None)
+    try:
+        model = running.models.served["run"]
+
+        def shown(before):
+            return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
+
+        before = "x = brand_new_"
+        assert "function" not in shown(before)
+        time.sleep(1.2)
+        (folder / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
+        start = time.monotonic()
+        assert eventually(lambda: shown(before) == "function(1, 2)")
+        assert time.monotonic() - start < 6
+        (folder / "fresh.py").write_text("y = brand_new_procedure(3)\n")
+        assert eventually(lambda: shown(before) == "procedure(3)")
+        (folder / "fresh.py").unlink()
+        assert eventually(lambda: "procedure" not in shown(before))
+        loaded = model.loaded
+        gate = out / "completion" / "gate.json"
+        gate.write_text(gate.read_text())
+        assert eventually(lambda: model.loaded is not loaded)
+    finally:
+        running.close()
+
+
+def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
+    copy = tmp_path / "run"
+    (copy / "completion").mkdir(parents=True)
+    for name in ("files.json", "index.safetensors"):
+        (copy / "completion" / name).write_bytes((run / "completion" / name).read_bytes())
+    lines = []
+    running = Running([copy], 0.0, (), lines.append)
+    try:
+        model = running.models.served["run"]
+        assert "still" in lines[0] or "in training" in lines[0]
+        ask_line = lambda: running.worker.call(lambda: model.lines(LineRequest(BEFORE), lambda: False)).result(20)
+        assert ask_line()[0].text.startswith("ue_3")
+        with pytest.raises(Refused, match="in training"):
+            model.add(TextRequest("a"), print, lambda: False)
+        for path in sorted(run.rglob("*"), key=lambda p: p.name == "config.json"):
+            if path.is_file() and "state" not in path.parts:
+                target = copy / path.relative_to(run)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(path.read_bytes())
+        assert eventually(lambda: model.loaded is not None)
+        assert ask_line()[0].text.startswith("ue_3")
+    finally:
+        running.close()
+
+
+def test_requests_are_plain_data():
+    assert replace(LineRequest("a"), after="b") == LineRequest("a", "b")
