@@ -1,7 +1,7 @@
 """The language server: completion of lines for editors with inline completion, or plain completion.
 
-It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then there are
-no suggestions. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then the newest
+request waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
@@ -38,6 +38,7 @@ class _State:
     running: "Running | None" = None
     failed: str = ""
     newest: "Task | None" = None
+    asked: int = 0
     accepted: int = 0
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
@@ -153,9 +154,14 @@ def _word_before(server: LanguageServer, uri: str, position: types.Position) -> 
 
 
 async def _answers(server: LanguageServer, state: _State, uri: str, position: types.Position) -> list["Answer"]:
-    """The suggestions at a position; none until the model is loaded. A newer request ends an older one."""
-    if state.running is None:
-        return []
+    """The suggestions at a position. A newer request ends an older one, also one that waits for the model."""
+    number = state.asked = state.asked + 1
+    if state.newest is not None:
+        state.newest.cancel()
+    while state.running is None:
+        await asyncio.sleep(0.05)
+        if state.failed or state.asked != number:
+            return []
     from dunes.serve.requests import LineRequest
 
     document = server.workspace.get_text_document(uri)
@@ -168,8 +174,6 @@ async def _answers(server: LanguageServer, state: _State, uri: str, position: ty
         with suppress(RuntimeError):  # the editor has gone
             loop.call_soon_threadsafe(lambda: None if result.done() else result.set_result(event))
 
-    if state.newest is not None:
-        state.newest.cancel()
     task = state.newest = state.running.worker.submit(request, emit)
     try:
         while not result.done():

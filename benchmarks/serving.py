@@ -1,0 +1,228 @@
+"""The server as editors use it: typing through HTTP beside the engine alone, cancellation, many clients, memory.
+
+    python benchmarks/serving.py RUN FILE... [--keys 200] [--cuts 500] [--minutes 30]
+
+The server is a process of its own with one thread. The same lines are typed key by key through `/infill` and in
+the engine, in turns. `--cuts` places are completed by both, and the texts compared. `--minutes` types for so long,
+and prints the server's resident memory as it goes.
+"""
+
+import http.client
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from time import perf_counter, sleep
+
+from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.cuts import file_lines
+from dunes.tables import print_table
+
+import numpy as np
+import torch
+import tyro
+
+
+class Client:
+    """A connection to a server that stays open."""
+
+    def __init__(self, port: int) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ask(self, path: str, body: dict[str, object]) -> dict[str, object]:
+        """A request's reply."""
+        self.connection.request("POST", path, json.dumps(body).encode())
+        reply = self.connection.getresponse()
+        content: dict[str, object] = json.loads(reply.read())
+        assert reply.status == 200, content
+        return content
+
+    def infill(self, before: str, after: str, name: str) -> str:
+        """The rest of a line."""
+        start = before.rfind("\n") + 1
+        body = {"input_prefix": before[:start], "prompt": before[start:], "input_suffix": after, "path": name}
+        return str(self.ask("/infill", body)["content"])
+
+
+def start_server(run: Path) -> tuple[subprocess.Popen[str], int]:
+    """A server that shows all suggestions and follows nothing, and its port."""
+    command = [sys.executable, "-m", "dunes", "serve", str(run), "--port", "0", "--acceptance", "0", "--no-follow"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline().split("127.0.0.1:")[1].split()[0])
+
+
+def type_keys(client: Client, completer: FolderCompleter, path: Path, keys: int) -> dict[str, list[float]]:
+    """Milliseconds of each key through HTTP and in the engine, from the middle of a file on."""
+    text, found = path.read_text(), dict[str, list[float]]({"http": [], "engine": [], "cold": []})
+    lines = file_lines(text)[len(file_lines(text)) // 2 :]
+    for line in lines:
+        for column in range(len(line.text)):
+            before, after = text[: line.start + column], text[line.end :]
+            for side in ("http", "engine") if (column % 2) else ("engine", "http"):
+                start = perf_counter()
+                if side == "http":
+                    client.infill(before, after, path.name)
+                else:
+                    completer.complete(before, after, path.name)
+                took = 1e3 * (perf_counter() - start)
+                if side == "http" and not found["cold"]:
+                    found["cold"].append(took)
+                elif column:
+                    found[side].append(took)
+        if len(found["http"]) >= keys:
+            break
+    return found
+
+
+def compare_cuts(client: Client, completer: FolderCompleter, files: list[Path], count: int) -> tuple[int, int]:
+    """How many of so many random cuts have the same suggestion on both ways, and how many were compared."""
+    draw, equal = random.Random(0), 0
+    texts = [(path.name, path.read_text()) for path in files]
+    for _ in range(count):
+        name, text = draw.choice(texts)
+        cut = draw.randrange(len(text))
+        end = text.find("\n", cut)
+        before, after = text[:cut], text[end:] if end >= 0 else ""
+        expected = completer.complete(before, after, name)
+        shown = "" if len(expected.text) < 3 and not expected.ends_line else expected.text
+        equal += client.infill(before, after, name) == shown
+    return equal, count
+
+
+def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
+    """Milliseconds from the end of a stream's connection to the answer of another request."""
+    times = []
+    body = json.dumps({"prompt": "def f(x):\n" * 9, "max_tokens": 4000, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for _ in range(rounds):
+        with socket.create_connection(("127.0.0.1", port)) as stream:
+            stream.sendall(head + body)
+            stream.recv(1)
+            sleep(0.1)
+        start = perf_counter()
+        client.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        times.append(1e3 * (perf_counter() - start))
+    return times
+
+
+def serve_many(port: int, count: int, seconds: float = 10.0) -> float:
+    """Tokens/s of so many clients that ask for 32 tokens again and again."""
+    tokens, end = [0] * count, perf_counter() + seconds
+
+    def work(i: int) -> None:
+        client = Client(port)
+        while perf_counter() < end:
+            client.ask("/v1/completions", {"prompt": f"def task_{i}(", "max_tokens": 32, "temperature": 0})
+            tokens[i] += 32
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    start = perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(tokens) / (perf_counter() - start)
+
+
+def resident_megabytes(process: int) -> float:
+    """The resident memory of a process."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def time_language_server(run: Path) -> tuple[float, float]:
+    """Seconds until a language server has answered `initialize`, and until it has its first suggestion."""
+
+    def message(content: dict[str, object]) -> bytes:
+        data = json.dumps({"jsonrpc": "2.0", **content}).encode()
+        return b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+    start = perf_counter()
+    command = [sys.executable, "-m", "dunes", "lsp", str(run), "--acceptance", "0", "--no-follow"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    send = lambda content: (process.stdin.write(message(content)), process.stdin.flush())
+
+    def receive() -> dict[str, object]:
+        length = 0
+        while line := process.stdout.readline().strip():
+            if line.lower().startswith(b"content-length"):
+                length = int(line.split(b":")[1])
+        content: dict[str, object] = json.loads(process.stdout.read(length))
+        return content
+
+    send({"id": 1, "method": "initialize", "params": {"capabilities": {}}})
+    receive()
+    initialized = perf_counter() - start
+    send({"method": "initialized", "params": {}})
+    document = {"uri": "file:///x.py", "languageId": "python", "version": 1, "text": "def main():\n    retu"}
+    send({"method": "textDocument/didOpen", "params": {"textDocument": document}})
+    where = {"textDocument": {"uri": "file:///x.py"}, "position": {"line": 1, "character": 8}}
+    number = 1
+    while True:
+        number += 1
+        send({"id": number, "method": "textDocument/completion", "params": where})
+        reply = receive()
+        while reply.get("id") != number:
+            reply = receive()
+        result = reply.get("result")
+        if isinstance(result, dict) and result.get("items"):
+            break
+        sleep(0.05)
+    ready = perf_counter() - start
+    process.kill()
+    process.wait()
+    return initialized, ready
+
+
+def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, minutes: float = 0.0) -> None:
+    """Measure.
+
+    Args:
+        run: A run that completes lines.
+        files: Files to type in.
+        keys: Keys typed in each file.
+        cuts: Cursors at which both ways are compared.
+        minutes: Type for so long at the end, and print the server's memory.
+    """
+    torch.set_num_threads(1)
+    language = [time_language_server(run) for _ in range(3)]
+    process, port = start_server(run)
+    client, completer = Client(port), load_completer(run)
+    found: dict[str, list[float]] = {"http": [], "engine": [], "cold": []}
+    for path in files:
+        completer = load_completer(run)
+        for side, times in type_keys(client, completer, path, keys).items():
+            found[side] += times
+    rows = [
+        [side, *(f"{value:.1f}" for value in np.percentile(times, [50, 95])), str(len(times))]
+        for side, times in found.items()
+    ]
+    print_table("Milliseconds of a key, one thread", ["way", "p50", "p95", "keys"], rows)
+    equal, count = compare_cuts(client, completer, [*files], cuts)
+    print(f"the same suggestion through HTTP and in the engine: {equal} of {count} cuts")
+    cancelled = time_cancel(port, client)
+    print(f"a closed stream frees the model: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
+    for clients in (1, 16, 64):
+        print(f"{clients} clients: {serve_many(port, clients):.0f} tokens/s")
+    initialized, ready = np.min(language, axis=0)
+    print(f"language server: initialize {initialized:.2f} s, first suggestion {ready:.1f} s")
+    print(f"resident memory of the server: {resident_megabytes(process.pid):.0f} MB")
+    print(f"load of this machine: {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    end = perf_counter() + 60 * minutes
+    while perf_counter() < end:
+        for path in files:
+            type_keys(client, completer, path, keys)
+        print(f"{(end - perf_counter()) / 60:.1f} minutes left: {resident_megabytes(process.pid):.1f} MB", flush=True)
+    process.terminate()
+    process.wait()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,315 @@
+# ruff: noqa: F811
+"""Unmodified editors and clients of other people's APIs, against a real server.
+
+Vim's plugin and Neovim are looked for in $DUNES_EDITORS, where `tests/get_editors.sh FOLDER vim-llama.cpp neovim`
+puts them.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dunes.runs.completion.completer import load_completer
+from dunes.serve.editors import config
+from test_serve import BEFORE, ended, eventually, infill, ok, programs, run, started  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.slow
+EDITORS = Path(os.environ.get("DUNES_EDITORS", "/nonexistent"))
+PLUGIN = EDITORS / "usr/share/vim-llama.cpp"
+NVIM = EDITORS / "usr/bin/nvim"
+FIRST = "def task_1_3(value_3, limit=3):"
+
+
+def needs(*modules):
+    missing = [m for m in modules if importlib.util.find_spec(m) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)}: not installed")
+
+
+class Terminal:
+    """A program in a terminal of 100 columns."""
+
+    def __init__(self, command, environment):
+        import pexpect
+        import pyte
+
+        class Screen(pyte.Screen):
+            def select_graphic_rendition(self, *attributes, private=False):
+                if not private:  # pyte takes no such sequences
+                    super().select_graphic_rendition(*attributes)
+
+        self.timeout, self.eof = pexpect.TIMEOUT, pexpect.EOF
+        self.screen = Screen(100, 24)
+        self.stream = pyte.ByteStream(self.screen)
+        env = {**os.environ, "TERM": "xterm-256color", **environment}
+        self.child = pexpect.spawn(command[0], command[1:], dimensions=(24, 100), env=env, timeout=20)
+
+    def wait(self, seconds=0.05):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                self.stream.feed(self.child.read_nonblocking(1 << 16, timeout=0.02))
+            except self.timeout:
+                continue
+            except self.eof:
+                return
+
+    def send(self, text, pause=0.04):
+        for key in text:
+            self.child.send(key)
+            self.wait(pause)
+
+    def shows(self, text, seconds=20):
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.wait(0.1)
+            if any(text in line for line in self.screen.display):
+                return True
+        return False
+
+
+def type_and_accept(editor, file, ghost):
+    """Type the beginning of a line, see its ghost text, accept it, and save."""
+    editor.wait(1.0)
+    editor.send("Go")
+    editor.send(FIRST)
+    editor.send("\r    return val")
+    assert editor.shows(f"    return val{ghost}"), "\n".join(editor.screen.display)
+    assert ghost not in file.read_text().splitlines()[-1]
+    editor.send("\t", 0.5)
+    editor.send("\x1b", 0.5)
+    editor.send(":wq\r", 0.5)
+    editor.wait(1.0)
+    last = file.read_text().splitlines()[-1]
+    assert last == f"    return val{ghost}"
+
+
+def expected_line(port):
+    return ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return val", "\n"))["content"]
+
+
+@pytest.mark.skipif(not PLUGIN.is_dir() or shutil.which("vim") is None, reason=f"no vim, or no {PLUGIN}")
+@needs("pexpect", "pyte")
+def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
+    process, port = started(run, "--acceptance", 0, "--no-follow")
+    file, settings = tmp_path / "new.py", tmp_path / "vimrc"
+    file.write_text("x = 1\n")
+    endpoint = f"let g:llama_config = {{'endpoint_fim': 'http://127.0.0.1:{port}/infill', 'endpoint': 'http://127.0.0.1:{port}/infill'}}"
+    settings.write_text(f"set nocompatible noswapfile rtp^={PLUGIN}\nfiletype off\nsyntax off\n{endpoint}\n")
+    try:
+        ghost = expected_line(port)
+        assert len(ghost) > 10
+        type_and_accept(Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {}), file, ghost)
+    finally:
+        assert ended(process) == (0, "")
+
+
+class Neovim:
+    """A Neovim without a terminal, asked through its own command line. It is started by its own loader, since its
+    libraries are newer than the system's."""
+
+    def __init__(self, settings, file, socket):
+        loader = next(EDITORS.rglob("ld-linux*.so*"))
+        libraries = f"{EDITORS}/usr/lib/x86_64-linux-gnu:{EDITORS}/lib/x86_64-linux-gnu"
+        self.command, self.socket = [str(loader), "--library-path", libraries, str(NVIM)], str(socket)
+        options = ["--headless", "--listen", self.socket, "-u", str(settings), "-i", "NONE", str(file)]
+        self.process = subprocess.Popen([*self.command, *options], stderr=subprocess.DEVNULL)
+        assert eventually(socket.exists)
+
+    def _ask(self, *arguments):
+        command = [*self.command, "--server", self.socket, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
+
+    def send(self, keys):
+        self._ask("--remote-send", keys)
+
+    def ghost_text(self):
+        """The virtual text of the buffer, which it shows but does not have."""
+        marks = "vim.api.nvim_buf_get_extmarks(0, -1, 0, -1, {details = true})"
+        found = json.loads(self._ask("--remote-expr", f"json_encode(luaeval('{marks}'))") or "[]")
+        return "".join(piece for *_, details in found for piece, *_ in details.get("virt_text", []))
+
+    def has_server(self):
+        ready = "vim.iter(vim.lsp.get_clients()):any(function(c) return c.initialized end)"
+        return "true" in self._ask("--remote-expr", f"luaeval('{ready}')")
+
+    def line(self):
+        return self._ask("--remote-expr", "getline('.')").rstrip("\n")
+
+
+@pytest.mark.skipif(not NVIM.exists(), reason=f"no {NVIM}")
+@needs("pygls")
+def test_neovim_completes_inline_with_the_lines_that_are_printed(run, tmp_path, monkeypatch):
+    file, settings = tmp_path / "new.py", tmp_path / "init.lua"
+    file.write_text("x = 1\n")
+    ours = f"'{sys.executable}', '-m', 'dunes', 'lsp', '--acceptance', '0',"
+    lines = config("nvim", "", str(run)).replace("'dunes', 'lsp',", ours)
+    settings.write_text(f"vim.o.swapfile = false\n{lines}")
+    monkeypatch.setenv("VIMRUNTIME", str(EDITORS / "usr/share/nvim/runtime"))
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    expected = load_completer(run).complete(f"x = 1\n{FIRST}\n    return val", "\n", "new.py").text
+    assert len(expected) > 10
+    nvim = Neovim(settings, file, tmp_path / "socket")
+    try:
+        nvim.send(f"Go{FIRST}<CR>    return va")
+        assert eventually(nvim.has_server)
+        nvim.send("l")
+        assert eventually(lambda: expected in nvim.ghost_text(), 40), nvim.ghost_text()
+        nvim.send("<Tab>")
+        assert eventually(lambda: nvim.line() == f"    return val{expected}"), nvim.line()
+        nvim.send("<Esc>:wqa<CR>")
+        assert eventually(lambda: file.read_text().splitlines()[-1] == f"    return val{expected}")
+        assert nvim.process.wait(20) == 0
+    finally:
+        nvim.process.kill()
+        nvim.process.wait()
+
+
+@pytest.fixture(scope="module")
+def clients_port(run):
+    process, port = started(run, "--acceptance", 0, "--no-follow")
+    yield port
+    assert ended(process) == (0, "")
+
+
+@needs("openai")
+def test_openais_client(clients_port):
+    import openai
+
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{clients_port}/v1", api_key="none") as client:
+        ask_openais(client, openai)
+
+
+def ask_openais(client, openai):
+    assert [m.id for m in client.models.list()] == ["run"]
+    line = client.completions.create(model="run", prompt=BEFORE, suffix="\n", max_tokens=64).choices[0].text
+    assert line.startswith("ue_3 * ")
+    settings = {"model": "run", "prompt": "def task_", "max_tokens": 12, "temperature": 0}
+    whole = client.completions.create(**settings, logprobs=2)
+    assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
+    parts = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+    assert "".join(p.choices[0].text for p in parts if p.choices) == whole.choices[0].text
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(model="run", messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="run", prompt="a", temperature=-1)
+
+
+@needs("ollama")
+def test_ollamas_client(clients_port):
+    import ollama
+
+    client = ollama.Client(f"http://127.0.0.1:{clients_port}")
+    with client._client:
+        ask_ollamas(client, ollama)
+
+
+def ask_ollamas(client, ollama):
+    assert [m.model for m in client.list().models] == ["run"]
+    assert "insert" in client.show("run").capabilities
+    assert client.generate("run", BEFORE, suffix="\n").response.startswith("ue_3 * ")
+    parts = list(client.generate("run", "def task_", stream=True, options={"num_predict": 7, "temperature": 0}))
+    assert parts[-1].done
+    assert parts[-1].eval_count == 7
+    with pytest.raises(ollama.ResponseError, match="chat template"):
+        client.chat("run", [{"role": "user", "content": "hi"}])
+
+
+@needs("mistralai")
+def test_mistrals_client(clients_port):
+    from mistralai.client import Mistral
+
+    with Mistral(server_url=f"http://127.0.0.1:{clients_port}", api_key="none") as client:
+        ask_mistrals(client)
+
+
+def ask_mistrals(client):
+    line = client.fim.complete(model="run", prompt=BEFORE, suffix="\n").choices[0].message.content
+    assert line.startswith("ue_3 * ")
+    parts = list(client.fim.stream(model="run", prompt=BEFORE, suffix="\n"))
+    assert "".join(p.data.choices[0].delta.content or "" for p in parts) == line
+
+
+@needs("lm_eval", "tenacity", "aiohttp")
+def test_the_harness_scores_as_the_model(clients_port, run):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from dunes.checkpoint import load_with_tokenizer
+
+    loaded = load_with_tokenizer(run)
+    model = LocalCompletionsAPI(
+        base_url=f"http://127.0.0.1:{clients_port}/v1/completions",
+        model="run",
+        tokenizer=str(run),
+        tokenizer_backend="huggingface",
+        max_length=90,
+    )
+    ids, cut = loaded.tokenizer.encode(BEFORE), 12
+    import torch
+
+    with torch.no_grad():
+        logprobs = loaded.model(torch.tensor([ids]))[0].float().log_softmax(-1)
+    expected = sum(float(logprobs[i - 1, ids[i]]) for i in range(cut, len(ids)))
+    ((found, greedy),) = model._loglikelihood_tokens([(("", ""), ids[:cut], ids[cut:])])
+    assert abs(found - expected) < 1e-3
+    assert greedy == all(int(logprobs[i - 1].argmax()) == ids[i] for i in range(cut, len(ids)))
+
+
+@needs("pygls")
+def test_a_language_server_answers_follows_changes_and_cancels(run, tmp_path):
+    asyncio.run(_speak(run, tmp_path))
+
+
+async def _speak(run, tmp_path):
+    from lsprotocol import types
+    from pygls.lsp.client import BaseLanguageClient
+
+    client = BaseLanguageClient("test", "1")
+    await client.start_io(sys.executable, "-m", "dunes", "lsp", str(run), "--acceptance", "0", "--no-follow")
+    encodings = types.GeneralClientCapabilities(position_encodings=["utf-16"])
+    reply = await client.initialize_async(types.InitializeParams(types.ClientCapabilities(general=encodings)))
+    assert reply.capabilities.inline_completion_provider is not None
+    assert reply.capabilities.position_encoding == "utf-16"
+    client.initialized(types.InitializedParams())
+    uri = (tmp_path / "new.py").as_uri()
+    text = f"x = '🙂é'; {BEFORE.replace(chr(10), '; ')}"  # characters of two units before the cursor
+    document = types.TextDocumentIdentifier(uri)
+    client.text_document_did_open(
+        types.DidOpenTextDocumentParams(types.TextDocumentItem(uri, "python", 1, f"{FIRST}\n{text}"))
+    )
+    column = len(text.encode("utf-16-le")) // 2
+    context = types.InlineCompletionContext(types.InlineCompletionTriggerKind.Automatic)
+    ask = types.InlineCompletionParams(context, document, types.Position(1, column))
+    for _ in range(100):
+        found = await client.text_document_inline_completion_async(ask)
+        if found.items:
+            break
+        await asyncio.sleep(0.1)
+    assert found.items[0].insert_text.startswith("ue_3")
+    assert 1 <= len(found.items) <= 3
+    here = types.Range(types.Position(1, column), types.Position(1, column))
+    change = types.TextDocumentContentChangePartial(here, "ue_")
+    version = types.VersionedTextDocumentIdentifier(2, uri)
+    client.text_document_did_change(types.DidChangeTextDocumentParams(version, [change]))
+    ask = types.InlineCompletionParams(context, document, types.Position(1, column + 3))
+    assert (await client.text_document_inline_completion_async(ask)).items[0].insert_text.startswith("3 * ")
+    plain = await client.text_document_completion_async(types.CompletionParams(document, ask.position))
+    assert plain.is_incomplete
+    assert plain.items[0].text_edit.new_text.startswith("3 * ")
+    assert plain.items[0].label.startswith("value_3 * ")
+    pending = [asyncio.ensure_future(client.text_document_inline_completion_async(ask)) for _ in range(5)]
+    answers = await asyncio.gather(*pending)  # older ones are ended by newer ones, and answered all the same
+    assert answers[-1].items
+    await client.workspace_execute_command_async(types.ExecuteCommandParams("dunes.accepted"))
+    await client.shutdown_async(None)
+    client.exit(None)
+    assert await asyncio.wait_for(client._server.wait(), 20) == 0
