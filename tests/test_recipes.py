@@ -23,8 +23,8 @@ from dunes.runs.progress import Display
 from dunes.runs.run import read_config
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import text_before_cursor
 from dunes.text import Tokenizer
+from dunes.text.lines import text_around_cursor
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -266,7 +266,7 @@ def test_the_demo_cuts_lines_of_unseen_files_as_editors_count_them(tmp_path):
     for file, cut in places:
         number = file.text.count("\n", 0, cut.offset) + 1
         column = cut.offset - file.text.rfind("\n", 0, cut.offset)
-        assert text_before_cursor(f"{tmp_path / file.name}:{number}:{column}") == file.text[: cut.offset]
+        assert text_around_cursor(f"{tmp_path / file.name}:{number}:{column}")[1] == file.text[: cut.offset]
         assert file.text[cut.offset :].startswith(cut.rest)
         assert cut.rest.strip()
 

@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, LineRequest, Piece, TextRequest, fill_in_the_middle
 from dunes.serve.running import Running
 from dunes.serve.served import _answer
+from test_chat_verb import alone, three  # noqa: F401  (fixture)
 
 LINE = "    return value_3 * {0} + limit if value_3 > {0} else other_{0}(value_3)"
 
@@ -548,7 +550,7 @@ def test_what_a_server_says_of_itself(port, run):
     assert status == 200
     assert b"http://" not in page.replace(b"http://www.w3.org", b"")
     assert b"https://" not in page
-    told = ok(port, "/suggest", {"before": BEFORE})
+    told = ok(port, "/suggest", {"before": BEFORE, "tokens": True})
     assert told["suggestions"][0]["text"].startswith("ue_3")
     assert "".join(t["text"] for t in told["tokens"]).endswith(told["suggestions"][0]["text"])
 
@@ -767,3 +769,53 @@ def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_pa
 
 def test_requests_are_plain_data():
     assert replace(LineRequest("a"), after="b") == LineRequest("a", "b")
+
+
+def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, monkeypatch):
+    from dunes.cli import verbs
+    from dunes.serve.client import announced, complete_by_server
+
+    run = shutil.copytree(run, tmp_path / "copy")
+    file = tmp_path / "new.py"
+    file.write_text(f"{BEFORE}\n")
+    line, column = BEFORE.count("\n") + 1, len(BEFORE.split("\n")[-1]) + 1
+    assert complete_by_server(run, BEFORE, "\n", file) is None
+    verbs.complete(str(run), f"{file}:{line}:{column}")
+    expected = capsys.readouterr().out
+    process, _ = started(run, "--no-follow")
+    try:
+        monkeypatch.setattr("dunes.checkpoint.locate_model", None)  # nothing is loaded
+        verbs.complete(str(run), f"{file}:{line}:{column}")
+        assert capsys.readouterr().out == expected
+    finally:
+        assert ended(process) == (0, "")
+    assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"
+    with announced([run], "http://127.0.0.1:9"):
+        assert complete_by_server(run, BEFORE, "\n", file) is None, "nor one that does not answer"
+
+
+def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
+    adapters = ["--adapter", three / "one", "--adapter", three / "two"]
+    process, port = started(three / "base", *adapters, "--no-follow")
+    try:
+        assert [m["id"] for m in ok(port, "/v1/models")["data"]] == ["base", "one", "two"]
+        message = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 12, "temperature": 0}
+
+        def answer(name):
+            return ok(port, "/v1/chat/completions", message | {"model": name})["choices"][0]["message"]["content"]
+
+        expected = {name: alone(three / name) for name in ("base", "one", "two")}
+        assert {name: answer(name) for name in expected} == expected
+        with ThreadPoolExecutor(9) as pool:
+            names = ["one", "two", "base"] * 3
+            assert list(pool.map(answer, names)) == [expected[name] for name in names]
+    finally:
+        assert ended(process) == (0, "")
+    process, port = started(run, three / "base", "--no-follow")
+    try:
+        status, content = ask(port, "/v1/completions", {"prompt": "a", "model": "other"})
+        assert status == 404
+        assert "run, base" in json.loads(content)["error"]["message"]
+        assert ok(port, "/infill", infill(BEFORE, "\n", model="run"))["content"].startswith("ue_3")
+    finally:
+        assert ended(process) == (0, "")

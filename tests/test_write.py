@@ -26,9 +26,10 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import LineSearch
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
-from dunes.runs.write import describe_rates, text_before_cursor
+from dunes.runs.write import describe_rates
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
+from dunes.text.lines import text_around_cursor
 
 
 def test_the_rate_of_a_prompt_ends_with_the_first_token():
@@ -56,10 +57,10 @@ def test_an_interrupted_text_has_rates_once_it_has_begun(pieces, error, monkeypa
 def test_places_in_files(tmp_path):
     file = tmp_path / "a:b.py"
     file.write_text("one\ntwo\n")
-    assert text_before_cursor(f"{file}:2:3") == "one\ntw"
-    assert text_before_cursor(f"{file}:1:1") == ""
-    assert text_before_cursor(f"{file}:2:4") == "one\ntwo"
-    assert text_before_cursor(f"{file}:3:1") == "one\ntwo\n", "the empty line behind the last line end"
+    assert text_around_cursor(f"{file}:2:3")[1] == "one\ntw"
+    assert text_around_cursor(f"{file}:1:1")[1] == ""
+    assert text_around_cursor(f"{file}:2:4")[1] == "one\ntwo"
+    assert text_around_cursor(f"{file}:3:1")[1] == "one\ntwo\n", "the empty line behind the last line end"
     refused = {
         "2:5": r"line 2 has columns 1 to 4",
         "4:1": r"has 3 lines",
@@ -70,11 +71,11 @@ def test_places_in_files(tmp_path):
     }
     for place, message in refused.items():
         with pytest.raises(ValueError, match=message) as caught:
-            text_before_cursor(f"{file}:{place}")
+            text_around_cursor(f"{file}:{place}")
         assert str(caught.value).startswith(f"{file}:{place}: ")
         assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
-        text_before_cursor(str(file))
+        text_around_cursor(str(file))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_places_in_files(tmp_path):
 )
 def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
-    assert text_before_cursor(f"{tmp_path / 'file'}:{place}") == before
+    assert text_around_cursor(f"{tmp_path / 'file'}:{place}")[1] == before
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
 def test_a_place_outside_a_file_is_refused_with_what_there_is(content, place, message, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
     with pytest.raises(ValueError, match=message):
-        text_before_cursor(f"{tmp_path / 'file'}:{place}")
+        text_around_cursor(f"{tmp_path / 'file'}:{place}")
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"caf\xe9\n")
     with pytest.raises(ValueError, match=r"file: not UTF-8 at byte 3"):
-        text_before_cursor(f"{tmp_path / 'file'}:1:1")
+        text_around_cursor(f"{tmp_path / 'file'}:1:1")
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])

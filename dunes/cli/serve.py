@@ -74,6 +74,7 @@ def serve(
     sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
     say = lambda line: print(line, file=sys.stderr, flush=True)
     from dunes.serve.app import Server
+    from dunes.serve.client import announced
     from dunes.serve.running import Running
 
     running = Running(_folders(models), acceptance, adapter, say, not no_follow)
@@ -83,7 +84,8 @@ def serve(
     print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if port == 8012 else f' {address}'}", flush=True)
     try:
-        run(Server(running.models, running.worker).app([host, *allow_host], key), sockets)
+        with announced([] if key else [model.folder for model in running.models.served.values()], address):
+            run(Server(running.models, running.worker).app([host, *allow_host], key), sockets)
     finally:
         running.close()
     return 0
@@ -146,7 +148,7 @@ def doctor(
 
     before, after = BEFORE, AFTER
     if file is not None:
-        from dunes.runs.write import text_around_cursor
+        from dunes.text.lines import text_around_cursor
 
         _, before, after = text_around_cursor(file)
     failed = False

@@ -297,7 +297,8 @@ def complete(
 ) -> None:
     """Complete a line of code or text, up to what stands behind the cursor; lines below are looked at, too.
 
-    A run that is still in training, or was stopped, completes by copying from the training files.
+    A run that is still in training, or was stopped, completes by copying from the training files. A running
+    `dunes serve` of the model is asked, which takes a tenth of the time.
 
     Example: dunes complete runs/project src/main.py:12:9
 
@@ -305,17 +306,21 @@ def complete(
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
     """
-    with _quick_imports():
-        from dunes import checkpoint, measure
-        from dunes.runs.completion.completer import find_completer, name_in_sources
-        from dunes.runs.write import text_around_cursor
-        from dunes.text.lines import decode_text
+    from dunes.serve.client import complete_by_server
+    from dunes.text.lines import decode_text, text_around_cursor
 
     path, after = None, ""
     if place:
         path, before, after = text_around_cursor(place)
     else:
         before = decode_text(sys.stdin.buffer.read(), "standard input")
+    if (text := complete_by_server(Path(model), before, after, path)) is not None:
+        print(text)
+        return
+    with _quick_imports():
+        from dunes import checkpoint, measure
+        from dunes.runs.completion.completer import find_completer, name_in_sources
+
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)

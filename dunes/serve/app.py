@@ -172,7 +172,9 @@ class Server:
         if protocol is openai.COMPLETIONS and tabby.is_segments(fields):
             protocol = tabby.COMPLETIONS
         asked = await self._with_prompts(protocol.read(fields))
-        self.models.find(asked.model)
+        model = self.models.find(asked.model)
+        if not asked.requests and protocol is llama_cpp.INFILL:
+            self.worker.call(partial(model.warm, tuple(llama_cpp.open_files(fields, "input_extra"))))
         events = self._events(asked, request)
         if not asked.stream:
             answers: dict[int, Answer] = {}
@@ -192,7 +194,7 @@ class Server:
         for each in asked.requests:
             if isinstance(each, TextRequest) and each.messages:
                 model = self.models.find(each.model)
-                ids, stop = await asyncio.to_thread(model.chat_prompt, each.messages)
+                ids, stop = await asyncio.to_thread(model.chat_prompt, each.model, each.messages)
                 each = replace(each, prompt=ids, stop_ids=(stop,))
             requests.append(each)
         return replace(asked, requests=requests)
@@ -240,11 +242,9 @@ class Server:
     async def _suggest(self, request: Request) -> Response:
         """The suggestions for the page: their texts, probabilities and tokens."""
         fields = await _fields(request)
-        asked = LineRequest(
-            fields.text("before"), fields.text("after"), fields.text("path"), (), 3, model=fields.text("model")
-        )
-        model = self.models.find(asked.model)
-        explained = await asyncio.wrap_future(self.worker.call(lambda: model.explain(asked)))
+        asked = LineRequest(fields.text("before"), fields.text("after"), fields.text("path"))
+        model, tokens = self.models.find(fields.text("model")), fields.flag("tokens")
+        explained = await asyncio.wrap_future(self.worker.call(lambda: model.explain(asked, tokens)))
         return CompactJSON(explained)
 
     async def _page(self, request: Request) -> Response:

@@ -1,7 +1,6 @@
 """Texts that are generated side by side: one token of each in turn, and long prompts in pieces."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 
@@ -89,29 +88,22 @@ def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
     return TokenText(token.id, data(token.id), token.logprob, top)
 
 
-@dataclass
-class Adapters:
-    """The adapter of the model that each name stands for."""
-
-    names: dict[str, str | None]
-
-    def of(self, name: str) -> str | None:
-        """The adapter of a name; that of the model itself for others."""
-        return self.names.get(name, next(iter(self.names.values()), None))
-
-
 class Batch:
-    """The texts that a model generates side by side. Each is what it would be alone."""
+    """The texts that a model generates side by side. Each is what it would be alone.
+
+    `adapters` are those that the names in requests stand for; other names stand for the `default` one.
+    """
 
     def __init__(
         self,
         loaded: LoadedModel,
         find_step: Callable[[], CompiledStep | None] = lambda: None,
-        adapters: Adapters | None = None,
+        adapters: Mapping[str, str | None] | None = None,
+        default: str | None = None,
     ) -> None:
         self.loaded, self.tokenizer = loaded, loaded.require_tokenizer()
         self.rows: list[Row | None] = [None]
-        self._find_step, self._adapters = find_step, adapters or Adapters({})
+        self._find_step, self._adapters, self._default = find_step, adapters or {}, default
         self._requests: list[Request | None] = [None]
         self._cache = self._new_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
@@ -156,7 +148,7 @@ class Batch:
             seed=asked.seed,
         ).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = asked.logprobs or 0
-        adapter = self._adapters.of(asked.model)
+        adapter = self._adapters.get(asked.model, self._default)
         stops = {*self.tokenizer.stops, *asked.stop_ids}
         request = Request(ids, asked.max_tokens, choose, stops, tops, adapter)
         row = Row(asked, request, self.tokenizer, emit, is_cancelled)
@@ -273,7 +265,7 @@ class Batch:
 
     def _new_cache(self, rows: int) -> PrefixCache:
         model = self.loaded.model
-        return PrefixCache(model, rows, partial(row_adapters, model) if self._adapters.names else None)
+        return PrefixCache(model, rows, partial(row_adapters, model) if self._adapters else None)
 
 
 def _common(known: Sequence[int], ids: Sequence[int]) -> int:

@@ -8,17 +8,24 @@ from typing import Any
 from dunes import checkpoint, measure
 from dunes.augment import lora
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.loading import add_adapter, is_adapter
-from dunes.runs.completion.completer import CopyCompleter, FolderCompleter, find_completer, name_in_sources
+from dunes.checkpoint.loading import is_adapter
+from dunes.runs.chat import NONE, ChatModel, load_chat_engine
+from dunes.runs.completion.completer import (
+    CopyCompleter,
+    FolderCompleter,
+    find_completer,
+    index_in_training,
+    name_in_sources,
+)
 from dunes.runs.completion.engine import OpenFiles
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import WIDTH, CompleteOptions
 from dunes.runs.step_package import step_source
-from dunes.serve.batch import Adapters, Batch
+from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
-from dunes.text.templates import Template, Turn, encode_prompt, find_template
+from dunes.text.templates import Turn
 
 SHORT = 3
 """Characters of a suggestion that does not end its line, at least."""
@@ -49,26 +56,32 @@ class ServedModel:
     def load(self) -> None:
         """Load the model, or load it again: it may have ended its training."""
         self.stamp = model_stamp(self.folder)
-        self.completer = find_completer(self.folder, self._say)
-        self.files = FileFinder(self.completer.training_files)
+        self._chats: dict[str, ChatModel] = {}
         self.loaded: LoadedModel | None = None
         self.batch: Batch | None = None
-        if isinstance(self.completer, FolderCompleter):
-            self.loaded = self.completer.loaded
-            names = {self.name: lora.active_adapter(self.loaded.model)} if self._adapter_folders else {}
-            for i, path in enumerate(self._adapter_folders):
-                add_adapter(self.loaded, path, f"a{i}")
-                names[path.resolve().name] = f"a{i}"
-            if names:
-                lora.set_adapter(self.loaded.model, names[self.name])
-            self.batch = Batch(self.loaded, step_source(self.loaded.model), Adapters(names))
+        if index_in_training(self.folder) is None:
+            self._load_model()
+        self.completer = find_completer(self.folder, self._say, False, self.loaded)
+        self.files = FileFinder(self.completer.training_files)
         if self._texts:
             self.use(self.with_texts({}))
+
+    def _load_model(self) -> None:
+        """Load the model with its adapters."""
+        chats = load_chat_engine(str(self.folder), self._adapter_folders, measure.device()).models
+        base = NONE if self.name in chats else self.name
+        self._chats = {base if name == NONE else name: chat for name, chat in chats.items()}
+        own = self._chats[self.name]
+        self.loaded = own.loaded
+        adapters = {name: chat.adapter for name, chat in self._chats.items()} if len(self._chats) > 1 else {}
+        if adapters:
+            lora.set_adapter(self.loaded.model, own.adapter)
+        self.batch = Batch(self.loaded, step_source(self.loaded.model), adapters, adapters.get(self.name))
 
     @property
     def names(self) -> list[str]:
         """The names of the model and of its adapters."""
-        return [self.name, *(path.resolve().name for path in self._adapter_folders)]
+        return [self.name, *(name for name in self._chats if name != self.name)]
 
     @property
     def threshold(self) -> float:
@@ -95,14 +108,21 @@ class ServedModel:
         threshold, seconds = self.threshold, perf_counter() - start
         return [_answer(suggestion, threshold, seconds) for suggestion in found]
 
-    def explain(self, request: LineRequest) -> dict[str, Any]:
-        """The suggestions at a cursor with their tokens, for the page."""
+    def warm(self, files: Sequence[tuple[str, str]]) -> None:
+        """Index files that the next requests will bring along."""
+        if isinstance(self.completer, FolderCompleter):
+            self.completer.index_files(files)
+
+    def explain(self, request: LineRequest, with_tokens: bool) -> dict[str, Any]:
+        """The suggestions at a cursor, however improbable, and the tokens of the first one."""
         start = perf_counter()
-        name = request.name or self.files.find(request.before, request.after)
-        options = CompleteOptions(alternatives=WIDTH)
+        name = request.name and self.name_of(request.name)
+        name = name or self.files.find(request.before, request.after)
+        options = CompleteOptions(alternatives=WIDTH if with_tokens else 1)
         found = self.completer.alternatives(request.before, request.after, name, options)
         seconds, model = perf_counter() - start, self.completer
-        tokens = [] if isinstance(model, CopyCompleter) else model.explain(request.before, found[0].text, name)
+        explains = with_tokens and isinstance(model, FolderCompleter)
+        tokens = model.explain(request.before, found[0].text, name) if explains else []
         listed = [{"text": s.text, "word": s.word, "line": s.line} for s in found]
         return {
             "file": name,
@@ -138,19 +158,16 @@ class ServedModel:
             raise Refused(503, "the model is in training; it completes lines by copying", "unavailable_error", 30)
         return self.batch
 
-    def chat_prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
+    def chat_prompt(self, name: str, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
         """The ids of a chat whose next turn is the model's, and the id that ends it. Raises Refused if the model
         has no chat template, or refuses the messages."""
-        tokenizer, loaded = self.require_batch().tokenizer, self.loaded
-        assert loaded is not None, "it generates"
-        template: Template | None = find_template(tokenizer, loaded.card)
-        if template is None:
-            raise Refused(400, f"{self.name} has no chat template, so it was not trained to chat; use completions")
+        self.require_batch()
+        chat = self._chats.get(name, self._chats[self.name])
         try:
-            ids = encode_prompt(template, tuple(Turn(role, text) for role, text in messages), tokenizer)
+            ids = chat.encode(tuple(Turn(role, text) for role, text in messages))
+            return ids, chat.template.stop_id(chat.loaded.require_tokenizer())
         except ValueError as error:
             raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
-        return ids, template.stop_id(tokenizer)
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles | Mapping[str, str | None]:
         """The files with these texts, indexed for `use`; any thread may call it."""

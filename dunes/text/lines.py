@@ -6,6 +6,9 @@ https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/spe
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+from dunes.units import plural
 
 _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
@@ -39,3 +42,29 @@ def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
 def valid_text(text: str) -> str:
     """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer takes."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def text_around_cursor(place: str) -> tuple[Path, str, str]:
+    """The file of FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one), and its text before
+    and after this place.
+
+    Raises ValueError for another form, no file, or a position outside of it.
+    """
+    parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
+    if parts is None:
+        raise ValueError(f"{place}: expected FILE:LINE:COLUMN, both numbers counted from 1")
+    path, line, column = parts[1], int(parts[2]), int(parts[3])
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: not a file; expected FILE:LINE:COLUMN")
+    lines = split_lines(decode_text(Path(path).read_bytes(), path))
+    if line > len(lines):
+        raise ValueError(f"{place}: the file has {plural(len(lines), 'line')}")
+    columns = len(lines[line - 1].rstrip("\r\n")) + 1
+    if column > columns:
+        raise ValueError(f"{place}: line {line} has columns 1 to {columns}")
+    current = lines[line - 1]
+    return (
+        Path(path),
+        "".join(lines[: line - 1]) + current[: column - 1],
+        current[column - 1 :] + "".join(lines[line:]),
+    )

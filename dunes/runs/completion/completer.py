@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.forms.card import read_card
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.data import Document, header_name
 from dunes.generate.copying import TextSource
 from dunes.runs.completion.baselines import CopyNearest
@@ -30,8 +32,8 @@ from dunes.runs.trained_text import require_own_sources, trained_text
 class FolderCompleter(CompletionEngine):
     """The completer of a model folder, with what its training left for the evaluation."""
 
-    def __init__(self, folder: Path, any_base: bool = False) -> None:
-        loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
+        loaded = loaded or checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
         index, stored = read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, stored[1] if stored else {}
         gate = stored[0] if stored and index else None
@@ -165,14 +167,20 @@ def load_completer(folder: Path, any_base: bool = False) -> FolderCompleter:
     return FolderCompleter(folder, any_base)
 
 
+def index_in_training(folder: Path) -> TextIndex | None:
+    """The index of a run that has no model yet; None for other folders."""
+    has_model = any((folder / name).exists() for name in (CONFIG, ADAPTER))
+    return None if has_model else read_index(folder)
+
+
 def find_completer(
-    folder: Path, line: Callable[[str], object], any_base: bool = False
+    folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
     """The completer of a model folder, or of a run that has no model yet; `line` is told where it only copies."""
-    if not (folder / "config.json").exists() and (index := read_index(folder)) is not None:
+    if (index := index_in_training(folder)) is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
-    completer = load_completer(folder, any_base)
+    completer = FolderCompleter(folder, any_base, loaded)
     if completer.copies:
         why = "was worse than copying when its training ended" if completer.gate else "has no gate: it was stopped"
         line(f"the model {why}; copying from the training files alone")

@@ -8,7 +8,7 @@ character costs about one id.
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -94,6 +94,10 @@ class CompletionEngine:
         if files is not self._open:
             self._open = files
             self._far_from.cache_clear()
+
+    def index_files(self, files: Sequence[NamedText]) -> None:
+        """Index files that the options of the next requests will have."""
+        self._indexed(tuple(files))
 
     def complete(
         self,
