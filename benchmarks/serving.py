@@ -219,7 +219,9 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, m
     while perf_counter() < end:
         for path in files:
             type_keys(client, completer, path, keys)
-        print(f"{(end - perf_counter()) / 60:.1f} minutes left: {resident_megabytes(process.pid):.1f} MB", flush=True)
+        print(
+            f"{(end - perf_counter()) / 60:.1f} minutes left: {resident_megabytes(process.pid):.1f} MB", flush=True
+        )
     process.terminate()
     process.wait()
 

@@ -64,6 +64,8 @@ def main(minutes: float = 3.0) -> int:
     print(f"model (Hugging Face format): {run}\n\nNext, train on your own code, and complete its lines:")
     print("  .venv/bin/dunes train ~/code/project --out runs/project --minutes 15")
     print("  .venv/bin/dunes complete runs/project ~/code/project/main.py:12:9")
+    print("and in your editor (docs/editors.md):")
+    print("  .venv/bin/pip install -e '.[serve,lsp]' && .venv/bin/dunes serve runs/project")
     return status
 
 

@@ -191,7 +191,7 @@ def search_at(engine, prompt, copies, options=DEFAULTS):
     """The search at a cursor."""
     mixture = engine._mixture_of(options.width)
     search = LineSearch(mixture, prompt, options, engine.loaded.context_length - len(prompt))
-    mixture.begin(copies, engine.gate, len(prompt) + search.limit, options.cancelled)
+    mixture.begin(copies, engine.gate, prompt, search.limit, options.cancelled)
     return search
 
 
@@ -339,7 +339,7 @@ def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
 
     mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
     copies = Copies(engine.sources_above("", []), typed, len(prompt))
-    mixture.begin(copies, engine.gate, len(prompt) + 9, lambda: False)
+    mixture.begin(copies, engine.gate, prompt, 9, lambda: False)
     assert mixture.typed_logprob(prompt) == 0, "nothing is known"
     look(prompt)
     first = (
@@ -349,7 +349,7 @@ def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
         .logsumexp(0)
     )
     assert mixture.typed_logprob(prompt) == pytest.approx(math.log(prob(prompt, typed)) - float(first), abs=1e-4)
-    mixture.begin(copies, engine.gate, len(prompt) + 9, lambda: False)
+    mixture.begin(copies, engine.gate, prompt, 9, lambda: False)
     assert mixture.typed_logprob(prompt) == 0, "another request, which says what a new engine would"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dunes.generate import PrefixCache, copying, generate
+from dunes.generate import PrefixCache, copying, generate, pieces
 from dunes.generate.beam import Beam, beam_search
 from dunes.generate.context_index import ContextIndex, sorted_contexts
 from dunes.generate.copying import (
@@ -605,3 +605,22 @@ def test_a_text_gets_the_row_that_holds_it():
     rows = assigned([[1], [1], [2]], [[1, 5], [1, 6], [1, 7]])
     assert sorted(rows) == [0, 1, 2]
     assert sorted(rows.values()) == [[1, 5], [1, 6], [1, 7]]
+
+
+@torch.no_grad()
+def test_a_text_read_in_pieces_is_in_the_cache_but_for_its_last_piece(monkeypatch):
+    monkeypatch.setattr(pieces, "FIRST", 5)
+    monkeypatch.setattr(pieces, "LEAST", 5)
+    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(30, 32, 2, 64)), 0).eval()
+    text = [(5 * i * i + i) % 30 for i in range(40)]
+    cache, plain = PrefixCache(model), PrefixCache(model)
+    cache.reserve(50)
+    plain.reserve(50)
+    reader, steps = pieces.PieceReader(seconds=0), 0
+    for _ in reader.read(cache, 0, text):
+        assert cache.ids[0] == text[: 5 * steps], "each pause stands before a piece"
+        steps += 1
+    assert steps == 7
+    assert cache.ids[0] == text[:35]
+    assert (cache.logits({0: text})[0] - plain.logits({0: text})[0]).abs().max() < 1e-5
+    assert [*reader.read(cache, 0, text)] == [], "what is known is not read again"

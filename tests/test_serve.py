@@ -243,8 +243,8 @@ def mixed_requests():
 
 
 def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
-    monkeypatch.setattr("dunes.serve.batch.FIRST", 8)  # prompts are read in pieces
-    monkeypatch.setattr("dunes.serve.batch.LEAST", 4)
+    monkeypatch.setattr("dunes.generate.pieces.FIRST", 8)  # prompts are read in pieces
+    monkeypatch.setattr("dunes.generate.pieces.LEAST", 4)
     loaded, requests = load_with_tokenizer(run), mixed_requests()
     together, pieces = generated(Batch(loaded), requests)
     assert len(Batch(loaded).rows) == 1

@@ -235,7 +235,8 @@ class TrainTask:
         lines = [f"model: {folder}"]
         if self.completion is not None and not interrupted:
             lines.append(finish_completion(run.folder, self.completion, self._seconds))
-        return [*lines, f"try: dunes generate {folder}   or: dunes complete {folder} FILE:LINE:COLUMN"]
+        then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
+        return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:

@@ -9,6 +9,8 @@ import torch
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate.pieces import PieceReader
+from dunes.generate.prefix_cache import common_length
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
@@ -16,10 +18,6 @@ from dunes.text import DecodeStream, Tokenizer
 
 ROWS = 16
 """Texts side by side at most; others wait."""
-PIECE = 0.03
-"""Seconds that a piece of a prompt is to take, between which other requests are looked at."""
-FIRST, LEAST = 128, 32
-"""Tokens of the first piece, and of any, at least."""
 
 
 class Row:
@@ -36,6 +34,7 @@ class Row:
         self.asked, self.request, self.emit, self.is_cancelled = asked, request, emit, is_cancelled
         self.tokenizer, self.start = tokenizer, perf_counter()
         self.answer = Answer(prompt_tokens=len(request.prompt))
+        self.pieces: Iterator[None] | None = None
         self.ready = False
         """True once all of the prompt but its last token is in the cache."""
         self._decode, self._pending = DecodeStream(tokenizer), ""
@@ -107,7 +106,7 @@ class Batch:
         self._requests: list[Request | None] = [None]
         self._cache = self._new_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
-        self._piece = float(FIRST)
+        self._reader = PieceReader()
         self._suspects: list[int] = []
         self._held_back = False
 
@@ -225,21 +224,17 @@ class Batch:
         return generate_all(self.loaded.model, self._requests, context_length=context_length, cache=self._cache)
 
     def _read_piece(self, place: int) -> None:
-        """Put the next tokens of a prompt into the cache, as many as take about PIECE seconds."""
+        """Read the next piece of a prompt."""
         row, cache = self.rows[place], self._cache
         assert row is not None, "it waits"
-        ids, start = row.request.prompt, perf_counter()
+        ids = list(row.request.prompt)
         ends = [r.request.end for r in self.rows if r is not None]
         cache.reserve(min(self.loaded.context_length, max(ends)))
         cache.set_adapter(place, row.request.adapter)
-        known = _common(cache.ids[place], ids)
-        row.answer.cached_tokens = row.answer.cached_tokens or known
-        if cache.cache is not None and len(ids) - 1 - known > self._piece:
-            end = known + int(self._piece)
-            cache.logits({place: list(ids[:end])})
-            seconds = perf_counter() - start
-            self._piece = max(LEAST, min(self._piece * PIECE / seconds, 2 * self._piece))
-        else:
+        if row.pieces is None:
+            row.answer.cached_tokens = common_length(cache.ids[place], ids, 1)
+            row.pieces = self._reader.read(cache, place, ids)
+        if next(row.pieces, "read") is not None:
             row.ready, self._requests[place] = True, row.request
 
     def _free_place(self) -> int:
@@ -253,6 +248,8 @@ class Batch:
     def _resize(self, count: int) -> None:
         """Go on with so many rows; what the cache has of the first ones stays."""
         old, self._cache = self._cache, self._new_cache(count)
+        for row in filter(None, self.rows):
+            row.pieces = None  # they go on in the new cache
         kept = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device
@@ -266,8 +263,3 @@ class Batch:
     def _new_cache(self, rows: int) -> PrefixCache:
         model = self.loaded.model
         return PrefixCache(model, rows, partial(row_adapters, model) if self._adapters else None)
-
-
-def _common(known: Sequence[int], ids: Sequence[int]) -> int:
-    """How many ids at the beginning of both are equal."""
-    return next((i for i, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids)))

@@ -128,7 +128,7 @@ class CompletionEngine:
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
         copies = Copies(self._sources(above, below, name, options.files), typed, len(prompt))
-        mixture.begin(copies, self.gate, len(prompt) + search.limit, options.cancelled)
+        mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
         found: dict[str, Suggestion] = {}
         for beam in search.beams():

@@ -9,6 +9,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from dunes.generate.copying import Copies, Gate, Sources
+from dunes.generate.pieces import PieceReader
 from dunes.generate.remembered import Remembered, RememberedLogits
 from dunes.runs.completion.protocol import Cancelled
 from dunes.runs.completion.text import FileTokenizer
@@ -23,10 +24,21 @@ class Mixture:
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
         self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
+        self._reader = PieceReader()
         self._mixed_from: tuple[Sources, Gate | None] | None = None
 
-    def begin(self, copies: Copies, gate: Gate | None, length: int, cancelled: Callable[[], bool]) -> None:
-        """Begin a request for texts of up to `length` ids: what may be copied in it, and what cancels it."""
+    def begin(
+        self,
+        copies: Copies,
+        gate: Gate | None,
+        prompt: Sequence[int],
+        room: int,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        """Begin a request for up to `room` ids after a prompt: what may be copied in it, and what cancels it.
+
+        Raises Cancelled.
+        """
         if (
             self._mixed_from is None
             or self._mixed_from[0] is not copies.sources
@@ -36,7 +48,10 @@ class Mixture:
         self._known.begin()
         self._asked: dict[tuple[int, ...], Tensor] = {}
         self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
-        self.logits.begin(length)
+        self.logits.begin(len(prompt) + room)
+        if self.logits.get(prompt) is None:
+            for _ in self._reader.read(self.logits.cache, 0, prompt):
+                self._stop_if_cancelled()
 
     def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The log-probabilities of what follows each of these texts, -inf for what does not agree with what is
