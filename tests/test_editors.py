@@ -315,3 +315,30 @@ async def _speak(run, tmp_path):
     await client.shutdown_async(None)
     client.exit(None)
     assert await asyncio.wait_for(client._server.wait(), 20) == 0
+
+
+@needs("llm")
+def test_the_llm_command(clients_port, tmp_path):
+    address = f"http://127.0.0.1:{clients_port}/v1"
+    entry = f"- model_id: ours\n  model_name: run\n  api_base: {address}\n  completion: true\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(entry)
+    command = [
+        sys.executable,
+        "-m",
+        "llm",
+        "-m",
+        "ours",
+        "-o",
+        "temperature",
+        "0",
+        "-o",
+        "max_tokens",
+        "9",
+        "def task_",
+    ]
+    env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    body = {"prompt": "def task_", "max_tokens": 9, "temperature": 0}
+    assert done.stdout.rstrip("\n") == ok(clients_port, "/v1/completions", body)["choices"][0]["text"].rstrip(
+        "\n"
+    ), done.stderr

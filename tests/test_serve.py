@@ -819,3 +819,30 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
         assert ok(port, "/infill", infill(BEFORE, "\n", model="run"))["content"].startswith("ue_3")
     finally:
         assert ended(process) == (0, "")
+
+
+def test_replies_have_the_reference_servers_keys_and_types(port):
+    """The keys and types of llama-server b11669 (Debian's llama.cpp-tools), as recorded by hand."""
+    settings = {
+        "seed": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repeat_penalty": float,
+        "stop": list, "max_tokens": int, "n_predict": int, "stream": bool, "n_probs": int, "samplers": list,
+        "speculative.types": str, "lora": list, "grammar": str, "dry_sequence_breakers": list, "ignore_eos": bool,
+    }  # fmt: skip
+    timings = {"cache_n": int, "prompt_n": int, "prompt_ms": float, "prompt_per_second": float, "predicted_n": int}
+    reply = ok(port, "/infill", infill(BEFORE, "\n", temperature=0.0))
+    props = ok(port, "/props")
+    for found, expected in (
+        (reply["generation_settings"], settings),
+        (reply["timings"], timings),
+        (props["default_generation_settings"]["params"], {k: v for k, v in settings.items() if k != "stop"}),
+        (
+            props,
+            {"total_slots": int, "model_path": str, "chat_template": str, "bos_token": str, "modalities": dict},
+        ),
+        (
+            ok(port, "/slots")[0],
+            {"id": int, "n_ctx": int, "is_processing": bool, "params": dict, "next_token": list},
+        ),
+        (ok(port, "/v1/models")["data"][0], {"id": str, "object": str, "created": int, "meta": dict}),
+    ):
+        assert {name: type(found[name]) for name in expected} == expected

@@ -5,7 +5,7 @@ from hashlib import sha256
 from typing import Any
 
 from dunes import __version__
-from dunes.serve.llama_cpp import settings
+from dunes.serve.llama_cpp import REFERENCE, settings
 from dunes.serve.served import ServedModel
 
 
@@ -14,8 +14,8 @@ def describe_model(model: ServedModel) -> dict[str, Any]:
     changed = datetime.fromtimestamp(max(model.stamp) / 1e9, UTC).isoformat().replace("+00:00", "Z")
     digest = sha256(repr((str(model.folder), model.stamp)).encode()).hexdigest()
     facts = {"modified_at": changed, "digest": digest, "created": int(max(model.stamp) / 1e9), "family": "dunes"}
-    facts |= {"parameters": 0, "size": 0, "context_length": 0, "vocab": 0, "dim": 0, "dtype": "", "folder": ""}
-    facts |= {"bos": "", "eos": "", "template": "", "folder": str(model.folder)}
+    facts |= {"parameters": 0, "size": 0, "context_length": 0, "vocab": 0, "dim": 0, "dtype": ""}
+    facts |= {"bos": "", "eos": "", "folder": str(model.folder)}
     if model.loaded is None:
         return facts
     tokenizer, parameters = model.loaded.require_tokenizer(), [*model.loaded.model.parameters()]
@@ -51,42 +51,17 @@ def model_entry(name: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 def props(model: ServedModel, facts: dict[str, Any]) -> dict[str, Any]:
     """The reference server's /props; llama.vscode reads the context length."""
-    names = (
-        "object_arguments",
-        "parallel_tool_calls",
-        "preserve_reasoning",
-        "reasoning_effort",
-        "tool_calls",
-        "tools",
-    )
-    capabilities = {f"supports_{name}": False for name in (*names, "typed_content")}
-    capabilities |= {"supports_string_content": True, "supports_system_role": True}
-    return {
+    return REFERENCE["props"] | {
         "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
-        "total_slots": 4,
         "model_alias": model.name,
         "model_ftype": facts["dtype"],
         "model_path": facts["folder"],
-        "modalities": {"vision": False, "video": False, "audio": False},
-        "media_marker": "",
-        "endpoint_slots": True,
-        "endpoint_props": True,
-        "endpoint_metrics": False,
-        "ui": True,
-        "ui_settings": {},
-        "chat_template": facts["template"],
-        "chat_template_caps": capabilities,
         "bos_token": facts["bos"],
         "eos_token": facts["eos"],
         "build_info": f"dunes-{__version__}",
-        "is_sleeping": False,
-        "cors_proxy_enabled": False,
     }
 
 
 def slots(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The reference server's /slots: one, which is free between two requests."""
-    token = {"has_next_token": False, "has_new_line": False, "n_remain": -1, "n_decoded": 0}
-    slot = {"id": 0, "n_ctx": facts["context_length"], "speculative": False, "is_processing": False, "id_task": 0}
-    slot |= {"n_prompt_tokens": 0, "n_prompt_tokens_processed": 0, "n_prompt_tokens_cache": 0}
-    return [slot | {"params": settings(None), "next_token": [token]}]
+    return [REFERENCE["slot"] | {"n_ctx": facts["context_length"], "params": settings(None)}]

@@ -4,7 +4,9 @@ https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README 
 not what it does: it stands before the cursor.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from dunes.serve.asked import (
@@ -23,6 +25,8 @@ from dunes.serve.asked import (
 from dunes.serve.fields import Fields
 from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, TokenText, named
 
+REFERENCE = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
+"""What the reference server says and this one has not: neutral settings, and properties."""
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
 
 
@@ -186,47 +190,7 @@ def settings(request: Request | None) -> dict[str, Any]:
     """The settings of a request under the reference server's names; what is not ours has its neutral value."""
     text = request if isinstance(request, TextRequest) else TextRequest("", temperature=0.0, seed=0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
-    neutral = {
-        "dynatemp_range": 0.0,
-        "dynatemp_exponent": 1.0,
-        "top_n_sigma": -1.0,
-        "xtc_probability": 0.0,
-        "xtc_threshold": 0.1,
-        "typical_p": 1.0,
-        "repeat_last_n": -1,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "dry_multiplier": 0.0,
-        "dry_base": 1.75,
-        "dry_allowed_length": 2,
-        "dry_penalty_last_n": 0,
-        "dry_sequence_breakers": [],
-        "mirostat": 0,
-        "mirostat_tau": 5.0,
-        "mirostat_eta": 0.1,
-        "adaptive_target": -1.0,
-        "adaptive_decay": 0.9,
-        "n_keep": 0,
-        "n_discard": 0,
-        "ignore_eos": False,
-        "logit_bias": [],
-        "min_keep": 0,
-        "grammar": "",
-        "grammar_lazy": False,
-        "grammar_triggers": [],
-        "preserved_tokens": [],
-        "chat_format": "Content-only",
-        "reasoning_format": "none",
-        "reasoning_in_content": False,
-        "generation_prompt": "",
-        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
-        "speculative.types": "none",
-        "timings_per_token": False,
-        "post_sampling_probs": False,
-        "backend_sampling": False,
-        "lora": [],
-    }
-    return neutral | {
+    return REFERENCE["settings"] | {
         "seed": text.seed,
         "temperature": text.temperature,
         "top_k": text.top_k,
