@@ -373,7 +373,7 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     with pytest.raises(Refused, match="64 requests") as refused:
         running.worker.submit(LineRequest("a"), lambda event: None)
     assert (refused.value.status, refused.value.retry) == (503, 1)
-    monkeypatch.setattr(running.models.served["run"].completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(running.models.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
     go.set()
     assert eventually(lambda: not running.worker._lines)
     got = []
@@ -734,10 +734,10 @@ def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(tmp_path):
         assert eventually(lambda: shown(before) == "procedure(3)")
         (folder / "fresh.py").unlink()
         assert eventually(lambda: "procedure" not in shown(before))
-        loaded = model.loaded
+        loaded = model.now.loaded
         gate = out / "completion" / "gate.json"
         gate.write_text(gate.read_text())
-        assert eventually(lambda: model.loaded is not loaded)
+        assert eventually(lambda: model.now.loaded is not loaded)
     finally:
         running.close()
 
@@ -761,7 +761,7 @@ def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_pa
                 target = copy / path.relative_to(run)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
-        assert eventually(lambda: model.loaded is not None)
+        assert eventually(lambda: model.now.loaded is not None)
         assert ask_line()[0].text.startswith("ue_3")
     finally:
         running.close()
@@ -773,7 +773,7 @@ def test_requests_are_plain_data():
 
 def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, monkeypatch):
     from dunes.cli import verbs
-    from dunes.serve.client import announced, complete_by_server
+    from dunes.serve.client import complete_by_server, socket_file
 
     run = shutil.copytree(run, tmp_path / "copy")
     file = tmp_path / "new.py"
@@ -790,8 +790,12 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     finally:
         assert ended(process) == (0, "")
     assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"
-    with announced([run], "http://127.0.0.1:9"):
-        assert complete_by_server(run, BEFORE, "\n", file) is None, "nor one that does not answer"
+    with socket.socket(socket.AF_UNIX) as dead:  # a server that was killed leaves its socket
+        dead.bind(str(socket_file(run)))
+    assert complete_by_server(run, BEFORE, "\n", file) is None
+    process, _ = started(run, "--no-follow")
+    assert complete_by_server(run, BEFORE, "\n", file) == expected.rstrip("\n")
+    assert ended(process) == (0, "")
 
 
 def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
@@ -846,3 +850,173 @@ def test_replies_have_the_reference_servers_keys_and_types(port):
         (ok(port, "/v1/models")["data"][0], {"id": str, "object": str, "created": int, "meta": dict}),
     ):
         assert {name: type(found[name]) for name in expected} == expected
+
+
+# what an attack found
+
+
+@pytest.fixture
+def copied(run, programs, tmp_path):
+    """A run and its sources, which tests may change."""
+    folder = shutil.copytree(programs, tmp_path / "programs")
+    out = tmp_path / "run"
+    assert train(toy(folder, complete=True, vocab_size=330, context_length=96), out, display()[0]) == 0
+    return out, folder
+
+
+def shown_by(running, before):
+    model = running.models.served["run"]
+    return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
+
+
+def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
+    out, _ = copied
+    said = []
+    running = Running([out], 0.0, (), said.append)
+    try:
+        model, events, done = running.models.served["run"], [], threading.Event()
+
+        def emit(event):
+            events.append(event)
+            if isinstance(event, Answer):
+                done.set()
+
+        running.worker.submit(TextRequest("def task_", 3000, 0.0), emit)
+        assert eventually(lambda: events)
+        old = model.now
+        (out / "config.json").touch()
+        assert eventually(lambda: model.now is not old)
+        assert not done.is_set(), "the text has not ended yet"
+        assert done.wait(60)
+        assert events[-1].new_tokens == 3000
+        weights = out / "model.safetensors"
+        data, old = weights.read_bytes(), model.now
+        weights.write_bytes(data[: len(data) // 2])
+        assert eventually(lambda: said)
+        assert model.now is old
+        assert shown_by(running, BEFORE)
+        weights.write_bytes(data)
+        assert eventually(lambda: model.now is not old, 30)
+        assert len(said) == 1, said
+    finally:
+        running.close()
+
+
+def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copied, tmp_path):
+    out, folder = copied
+    running = Running([out], 0.0, (), lambda line: None)
+    try:
+        assert eventually(lambda: running._followers[0]._folders)
+        new = folder / "deep" / "deeper"
+        new.mkdir(parents=True)
+        time.sleep(1.5)
+        (new / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
+        assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1, 2)")
+        folder.rename(tmp_path / "away")
+        time.sleep(2.5)
+        (tmp_path / "away").rename(folder)
+        (folder / "later.py").write_text("y = quite_another_thing(3)\n")
+        assert eventually(lambda: shown_by(running, "x = quite_another_") == "thing(3)")
+        secret = tmp_path / "secret.py"
+        secret.write_text("y = secret_word_is_swordfish\n")
+        (folder / "later.py").unlink()
+        (folder / "later.py").symlink_to(secret)
+        time.sleep(2.5)
+        assert "swordfish" not in shown_by(running, "x = secret_word_")
+        assert "thing" not in shown_by(running, "x = quite_another_")
+        (folder / "module_1.py").rename(folder / "renamed.py")
+        text = (folder / "renamed.py").read_text()
+        files = running.models.served["run"].now.files
+        assert eventually(lambda: files.find(text, "") == "renamed.py")
+    finally:
+        running.close()
+
+
+def test_open_files_that_change_together_are_all_copied_from(running):
+    names = [f"open_{i}" for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda n: running.take_in(f"{n}.py", f"y = call_of_{n}_thing(1)\n"), names))
+    assert [shown_by(running, f"x = call_of_{name}_") for name in names] == ["thing(1)"] * 6
+    running.take_in("open_1.py", None)
+    assert "thing" not in shown_by(running, "x = call_of_open_1_")
+
+
+def test_a_repeated_key_is_found_at_once():
+    body = "{" + ",".join(f'"{i}":1' for i in range(100_000)) + ',"b":1,"b":2}'
+    start = time.perf_counter()
+    with pytest.raises(Refused, match="'b' occurs twice"):
+        parse(body.encode())
+    assert time.perf_counter() - start < 5
+
+
+def test_large_prompts_and_paths_are_refused_before_the_work(port):
+    for path, body, status in (
+        ("/completion", {"prompt": "x = 1\n" * 500_000}, 400),
+        ("/infill", infill("a", "b", filename="/" + "a/" * 200_000), 400),
+        ("/infill", infill("a", "b", filename="a\0b"), 400),
+    ):
+        start = time.perf_counter()
+        assert ask(port, path, body)[0] == status
+        assert time.perf_counter() - start < 2
+
+
+def test_several_lines_and_no_tokens_are_answered(port):
+    prompts = [f"<|fim_prefix|>{BEFORE[:end]}<|fim_suffix|>\n<|fim_middle|>" for end in (-3, -5)]
+    both = ok(port, "/completion", {"prompt": prompts})
+    assert [r["content"] for r in both] == [ok(port, "/completion", {"prompt": p})["content"] for p in prompts]
+    assert (
+        ok(port, "/v1/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 0})["choices"][0]["text"]
+        == ""
+    )
+    assert ok(port, "/completion", {"prompt": prompts[0], "n_predict": 0})["content"] == ""
+    body = {"prompt": BEFORE, "suffix": "\n", "stream": False, "options": {"num_predict": 0}}
+    assert ok(port, "/api/generate", body)["response"] == ""
+    assert ask(port, "/completion", {"prompt": ["x"] * 40, "n_cmpl": 4})[0] == 400
+    assert len(ok(port, "/completion", {"prompt": [5, 6], "n_cmpl": 2, "n_predict": 3})) == 2
+    assert ask(port, "/v1/completions", {"prompt": "a", "suffix": "b", "logprobs": 1})[0] == 400
+    assert ask(port, "/completion", {"prompt": "a", "mirostat": 2})[0] == 400
+    assert ask(port, "/completion", {"prompt": "a", "mirostat": 0, "typical_p": 1.0, "n_predict": 1})[0] == 200
+    assert ask(port, "/v1/completions", {"prompt": "a", "stream": True, "stream_options": 3})[0] == 400
+    assert len(ok(port, "/completion", {"prompt": "a", "n_predict": 3, "return_tokens": True})["tokens"]) == 3
+    usage = ok(port, "/v1/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 99})["usage"]
+    assert usage["prompt_tokens"] > 5
+    assert usage["completion_tokens"] > 3
+
+
+def test_an_echoed_prompt_is_streamed_too(port):
+    body = {"prompt": "def task_", "max_tokens": 4, "temperature": 0, "echo": True, "logprobs": 1}
+    whole = ok(port, "/v1/completions", body)["choices"][0]
+    chunks = ask(port, "/v1/completions", body | {"stream": True})[1].decode().split("\n\n")
+    parts = [json.loads(c[6:])["choices"][0] for c in chunks if c and "[DONE]" not in c]
+    assert "".join(p["text"] for p in parts) == whole["text"]
+    tokens = [t for p in parts if p["logprobs"] for t in p["logprobs"]["tokens"]]
+    assert tokens == whole["logprobs"]["tokens"]
+
+
+def test_closed_requests_for_the_page_end_their_work_and_leave_the_queue(port):
+    body = json.dumps({"before": BEFORE[:-1], "tokens": True}).encode()
+    head = f"POST /suggest HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for _ in range(150):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head + body)
+    assert eventually(lambda: ask(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200, 5)
+
+
+@pytest.mark.parametrize("folder", ["/m/it's", '/m/a"b\\c', "/m/plain"])
+def test_editors_lines_quote_the_folder(folder):
+    import tomllib
+
+    assert tomllib.loads(config("helix", "http://x", folder))["language-server"]["dunes"]["args"] == [
+        "lsp",
+        folder,
+    ]
+    line = next(line for line in config("nvim", "http://x", folder).splitlines() if "cmd" in line)
+    assert line.count("'") - line.count("\\'") == 8, "Lua's strings are closed"
+
+
+def test_addresses_are_urls():
+    from dunes.serve.editors import url
+
+    assert url("::1", 1) == "http://[::1]:1"
+    assert url("0.0.0.0", 1) == "http://127.0.0.1:1"
+    assert url("localhost", 1) == "http://localhost:1"

@@ -55,10 +55,10 @@ def serve(
         raise ValueError(f"--port is {port}; expected 0 to 65535")
     if not models:
         raise ValueError("MODEL is missing; name a model folder, as runs/project")
-    from dunes.serve.editors import EDITORS
+    from dunes.serve.editors import EDITORS, url
     from dunes.serve.editors import config as editor_config
 
-    address = f"http://{host}:{port}"
+    address = url(host, port)
     if config is not None:
         print(editor_config(config, address, os.path.abspath(models[0])), end="")
         return 0
@@ -74,19 +74,21 @@ def serve(
     sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
     say = lambda line: print(line, file=sys.stderr, flush=True)
     from dunes.serve.app import Server
-    from dunes.serve.client import announced
+    from dunes.serve.client import listen, remove
     from dunes.serve.running import Running
 
     running = Running(_folders(models), acceptance, adapter, say, not no_follow)
-    address = f"http://{host}:{sockets[0].getsockname()[1]}"
+    address = url(host, sockets[0].getsockname()[1])
     names = ", ".join(name for model in running.models.served.values() for name in model.names)
     print(f"serving {names} at {address} (Ctrl-C ends it)")
     print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if port == 8012 else f' {address}'}", flush=True)
+    own = [] if key else [listen(model.folder) for model in running.models.served.values()]
     try:
-        with announced([] if key else [model.folder for model in running.models.served.values()], address):
-            run(Server(running.models, running.worker).app([host, *allow_host], key), sockets)
+        run(Server(running.models, running.worker).app([host, *allow_host], key), [*sockets, *filter(None, own)])
     finally:
+        for each in filter(None, own):
+            remove(each)
         running.close()
     return 0
 

@@ -32,7 +32,8 @@ class SourceFile:
 
 
 class Walk:
-    """The files of some sources, sorted by name; `skipped` collects the others by reason.
+    """The files of some sources, sorted by name; `skipped` collects the others by reason. `folders` are those that
+    were read, with their times (ns).
 
     `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
     `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.
@@ -41,6 +42,7 @@ class Walk:
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
         self.follow_links = follow_links
         self.skipped: dict[str, list[str]] = {}
+        self.folders: dict[Path, int] = {}
         self.sources = [(source, _source_path(source)) for source in sources]
         self._roots = [path.resolve() for _, path in self.sources]
 
@@ -60,6 +62,7 @@ class Walk:
 
     def _below(self, folder: Path, root: Path, rules: Rules) -> Iterator[SourceFile]:
         try:
+            self.folders[folder] = os.stat(folder).st_mtime_ns  # before it is read
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError:
             self.skip("unreadable", folder.relative_to(root).as_posix())

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve import llama_cpp, ollama, openai, tabby
-from dunes.serve.asked import Asked, Protocol
+from dunes.serve.asked import Asked, Protocol, open_files
 from dunes.serve.describe import describe_model, model_entry, props, slots
 from dunes.serve.fields import BODY, Fields, Refused, parse
 from dunes.serve.requests import Answer, Event, LineRequest, Piece, TextRequest
@@ -43,6 +43,10 @@ KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     503: "unavailable_error",
 }  # fmt: skip
+
+
+EMPTY = Answer(reason="length")
+"""The answer to a request for no tokens."""
 
 
 class CompactJSON(JSONResponse):
@@ -173,8 +177,11 @@ class Server:
             protocol = tabby.COMPLETIONS
         asked = await self._with_prompts(protocol.read(fields))
         model = self.models.find(asked.model)
+        files = [request.files for request in asked.requests if isinstance(request, LineRequest)]
         if not asked.requests and protocol is llama_cpp.INFILL:
-            self.worker.call(partial(model.warm, tuple(llama_cpp.open_files(fields, "input_extra"))))
+            files = [open_files(fields, "input_extra")]
+        for each in filter(None, files):
+            await asyncio.to_thread(model.warm, tuple(each))
         events = self._events(asked, request)
         if not asked.stream:
             answers: dict[int, Answer] = {}
@@ -182,7 +189,7 @@ class Server:
                 async for index, event in events:
                     if isinstance(event, Answer):
                         answers[index] = event
-            return CompactJSON(protocol.reply(asked, [answers[i] for i in sorted(answers)] or [Answer()]))
+            return CompactJSON(protocol.reply(asked, [answers[i] for i in sorted(answers)] or [EMPTY]))
         first = await anext(events, None)  # what is refused has no stream
         chunks = _chunks(protocol, asked, first, events)
         kind = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
@@ -215,11 +222,11 @@ class Server:
                 pass
             queue.put_nowait((0, None))
 
-        tasks: list[Task] = []
+        tasks, first = list[Task](), asked.first_choices
         watcher = asyncio.create_task(watch())
         try:
             for index, each in enumerate(asked.requests):
-                tasks.append(self.worker.submit(each, partial(emit, index)))
+                tasks.append(self.worker.submit(each, partial(emit, first[index])))
             left = len(tasks)
             while left:
                 index, event = await queue.get()
@@ -228,7 +235,7 @@ class Server:
                 if isinstance(event, Exception):
                     raise event if isinstance(event, Refused) else _internal(event)
                 if isinstance(event, list):
-                    for i, answer in enumerate(event):
+                    for i, answer in enumerate(event, index):
                         yield i, Piece(answer.text)
                         yield i, answer
                 else:
@@ -240,12 +247,24 @@ class Server:
                 task.cancel()
 
     async def _suggest(self, request: Request) -> Response:
-        """The suggestions for the page: their texts, probabilities and tokens."""
+        """The suggestions for the page and for `dunes complete`, with probabilities, and tokens if wanted."""
         fields = await _fields(request)
-        asked = LineRequest(fields.text("before"), fields.text("after"), fields.text("path"))
-        model, tokens = self.models.find(fields.text("model")), fields.flag("tokens")
-        explained = await asyncio.wrap_future(self.worker.call(lambda: model.explain(asked, tokens)))
-        return CompactJSON(explained)
+        line = LineRequest(
+            fields.text("before"),
+            fields.text("after"),
+            fields.path("path"),
+            alternatives=3 if fields.flag("tokens") else 1,
+            model=fields.text("model"),
+            shows_all=True,
+            explains=fields.flag("tokens"),
+        )
+        self.models.find(line.model)
+        events = self._events(Asked(fields, [line], line.model), request)
+        async with aclosing(events):
+            answers = [event async for _, event in events if isinstance(event, Answer)]
+        listed = [{"text": a.text, "word": a.word, "line": a.line} for a in answers]
+        seconds = answers[0].seconds
+        return CompactJSON({"suggestions": listed, "milliseconds": 1e3 * seconds, **answers[0].explained})
 
     async def _page(self, request: Request) -> Response:
         """One page, with nothing from elsewhere."""
@@ -281,7 +300,7 @@ class Server:
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
         tokenizer = self.models.find(fields.text("model")).require_batch().tokenizer
-        ids = tokenizer.encode(fields.text("content"))
+        ids = await asyncio.to_thread(tokenizer.encode, fields.text("content"))
         if not fields.flag("with_pieces"):
             return CompactJSON({"tokens": ids})
         return CompactJSON({"tokens": [{"id": i, "piece": _piece_of(tokenizer.token_bytes[i])} for i in ids]})
@@ -332,7 +351,7 @@ async def _chunks(
 
     try:
         if first is None:
-            yield chunk(0, Answer())
+            yield chunk(0, EMPTY)
         else:
             yield chunk(*first)
         async for index, event in events:

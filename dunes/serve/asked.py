@@ -1,17 +1,24 @@
 """How a protocol's request is read, and the fields that several protocols share."""
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from itertools import accumulate
 from typing import Any, NamedTuple
 
-from dunes.serve.fields import CHOICES, FILES, Fields
+from dunes.serve.fields import CHOICES, FILES, Fields, Refused
 from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, fill_in_the_middle
 
+REFERENCE = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
+"""What the reference server says and this one has not: neutral settings, and properties."""
 SEEDS = 2**64 - 1
-PROMPTS = 64
-"""Prompts of one request at most."""
+PROMPTS = 48
+"""Choices of all prompts of one request at most, so that others find room in the queue."""
+OPEN = 256_000
+"""Characters of open files that a request may bring along; the last ones count."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +27,17 @@ class Asked:
 
     fields: Fields
     requests: Sequence[Request]
+    model: str = ""
+    """The name of the model, as the client spells it."""
     stream: bool = False
     id: str = ""
     created: int = 0
 
     @property
-    def model(self) -> str:
-        """The name of the model, as the client spells it."""
-        return self.requests[0].model if self.requests else ""
-
-    @property
-    def line(self) -> LineRequest | None:
-        """The request for a line; None if texts are asked for."""
-        first = self.requests[0] if self.requests else None
-        return first if isinstance(first, LineRequest) else None
+    def first_choices(self) -> list[int]:
+        """The index of each request's first choice."""
+        counts = [r.alternatives if isinstance(r, LineRequest) else 1 for r in self.requests]
+        return [0, *accumulate(counts)][:-1]
 
 
 class Protocol(NamedTuple):
@@ -52,12 +56,9 @@ class Protocol(NamedTuple):
 def asked(fields: Fields, requests: Sequence[Request], prefix: str, stream: bool | None = None) -> Asked:
     """The requests of a body with an id of their own."""
     stream = fields.flag("stream") if stream is None else stream
-    return Asked(fields, requests, stream, prefix + uuid.uuid4().hex, int(time.time()))
-
-
-def model_name(fields: Fields) -> str:
-    """The name of the model; clients with a single model send an empty one, or any."""
-    return fields.text("model")
+    if len(requests) > PROMPTS:
+        raise fields.refused("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
+    return Asked(fields, requests, fields.text("model"), stream, prefix + uuid.uuid4().hex, int(time.time()))
 
 
 def token_limit(fields: Fields, name: str, default: int = -1) -> int:
@@ -73,9 +74,10 @@ def seed_of(fields: Fields, name: str = "seed") -> int:
 
 
 def refuse_unsupported(fields: Fields, *names: str) -> None:
-    """Raise Refused for a field whose effect a client would miss."""
+    """Raise Refused for a field whose effect a client would miss, unless its value is the one without effect."""
     for name in names:
-        if fields.body.get(name):
+        value = fields.body.get(name)
+        if value and value != REFERENCE["settings"].get(name):
             raise fields.refused(name, "not supported by this server; leave it out")
 
 
@@ -90,17 +92,29 @@ def choice_count(fields: Fields, name: str = "n") -> int:
 
 
 def line_or_text(text: TextRequest, before: str, after: str | None, count: int = 1) -> list[Request]:
-    """The line that is asked for if there is text behind the cursor, or the prompt spells it; else texts."""
+    """The line that is asked for if there is text behind the cursor, or the prompt spells it; else texts.
+
+    Nothing for a line of no tokens.
+    """
     if after is not None:
         line: LineRequest | None = LineRequest(before, after)
     else:
         line = fill_in_the_middle(before)
     if line is None:
         return choices(replace(text, prompt=before), count)
+    if text.echo or text.logprobs is not None:
+        raise Refused(400, "log-probabilities and echo are not supported for the rest of a line; leave them out")
     limit = text.max_tokens if text.max_tokens < ENDLESS else None
+    if limit == 0:
+        return []
     return [replace(line, alternatives=count, max_tokens=limit, stop=text.stop, model=text.model)]
 
 
 def open_files(fields: Fields, name: str) -> list[tuple[str, str]]:
-    """The names and texts of other files in a request."""
-    return [(file.text("filename"), file.text("text")) for file in fields.objects(name, FILES)]
+    """The names and texts of other files in a request: the last ones, of which there is room for."""
+    files, room = list[tuple[str, str]](), OPEN
+    for file in reversed([(each.path("filename"), each.text("text")) for each in fields.objects(name, FILES)]):
+        room -= len(file[1])
+        if room >= 0:
+            files.insert(0, file)
+    return files

@@ -16,6 +16,8 @@ from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
 
+EXCEEDS, TOO_LONG = "the request exceeds the available context size", "exceed_context_size_error"
+"""The reference server's words for a prompt that is too long."""
 ROWS = 16
 """Texts side by side at most; others wait."""
 
@@ -46,29 +48,31 @@ class Row:
         self.answer.new_tokens += 1
         tokens = [token_text(self.tokenizer, token)] if self.asked.logprobs is not None else []
         self.answer.tokens += tokens
+        self.answer.ids.append(token.id)
         text = self._pending + self._decode.step(token.id)
         places = [(text.find(stop), stop) for stop in self.asked.stop if stop in text]
         if places:
             place, self.answer.stopped_at = min(places)
-            self._emit(text[:place], tokens)
+            self.emit_text(text[:place], tokens, token.id)
             self._pending, self.request.end = "", len(self.request.ids)
         else:
             kept = max((_overlap(text, stop) for stop in self.asked.stop), default=0)
             self._pending = text[len(text) - kept :]
-            self._emit(text[: len(text) - kept], tokens)
+            self.emit_text(text[: len(text) - kept], tokens, token.id)
 
     def finish(self) -> None:
         """Emit the answer."""
-        self._emit(self._pending, [])
+        self.emit_text(self._pending)
         answer, ended = self.answer, self.answer.new_tokens < self.asked.max_tokens
         answer.reason = "word" if answer.stopped_at else "stop" if ended else "length"
         answer.seconds = perf_counter() - self.start
         self.emit(answer)
 
-    def _emit(self, text: str, tokens: Sequence[TokenText]) -> None:
+    def emit_text(self, text: str, tokens: Sequence[TokenText] = (), *ids: int) -> None:
+        """Emit a piece, if there is anything in it."""
         self.answer.text += text
-        if text or tokens:
-            self.emit(Piece(text, tokens))
+        if text or tokens or ids:
+            self.emit(Piece(text, tokens, ids))
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -122,17 +126,17 @@ class Batch:
 
     def prompt_ids(self, asked: TextRequest) -> Sequence[int]:
         """The ids of a prompt. Raises Refused for one that the model cannot read."""
-        ids = self.tokenizer.prompt(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        vocab, room = self.tokenizer.vocab, self.loaded.context_length
+        vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, asked.prompt
+        longest = max(map(len, self.tokenizer.token_bytes))
+        if isinstance(prompt, str) and len(prompt.encode()) > longest * room:
+            raise Refused(400, f"{EXCEEDS}: {len(prompt)} characters; at most {room} tokens", TOO_LONG)
+        ids = self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt
         if invalid := [i for i in ids if not 0 <= i < vocab]:
             raise Refused(400, f"Field 'prompt': token {invalid[0]}; the model has tokens 0 to {vocab - 1}")
         if not ids:
             raise Refused(400, "Field 'prompt': no tokens; expected at least one")
         if len(ids) > room:
-            message = (
-                f"the request exceeds the available context size: {len(ids)} tokens of a prompt; at most {room}"
-            )
-            raise Refused(400, message, "exceed_context_size_error")
+            raise Refused(400, f"{EXCEEDS}: {len(ids)} tokens of a prompt; at most {room}", TOO_LONG)
         return ids
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
@@ -151,15 +155,24 @@ class Batch:
         stops = {*self.tokenizer.stops, *asked.stop_ids}
         request = Request(ids, asked.max_tokens, choose, stops, tops, adapter)
         row = Row(asked, request, self.tokenizer, emit, is_cancelled)
-        if asked.echo and asked.logprobs is not None:
-            known = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
-            first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
-            row.answer.tokens = [first, *(token_text(self.tokenizer, token) for token in known)]
+        if asked.echo:
+            self._echo(row, ids, tops)
         if not asked.max_tokens:
             row.finish()
             return
         place = self._free_place()
         self.rows[place] = row
+
+    def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
+        """Emit the prompt, with its tokens where log-probabilities are wanted; the first one has none."""
+        tokens: list[TokenText] = []
+        if row.asked.logprobs is not None:
+            known = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
+            first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
+            tokens = [first, *(token_text(self.tokenizer, token) for token in known)]
+        prompt = row.asked.prompt
+        row.emit_text(prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tokens)
+        row.answer.tokens = tokens
 
     def advance(self) -> None:
         """Read a piece of a prompt, and generate the next token of each text whose prompt is read."""

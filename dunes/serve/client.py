@@ -1,44 +1,90 @@
-"""Servers of this user: where they listen, and a line from one, without loading a model."""
+"""A running server of this user, asked for a line without loading a model.
 
+It also listens at a socket in the user's own folder, which no other user can reach or replace.
+"""
+
+import http.client
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import os
+import socket
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from dunes.serve.doctor import ask
 from dunes.staging import cache_home
 
+TIMEOUT = 10.0
+"""Seconds after which a server is not waited for any longer."""
 
-@contextmanager
-def announced(folders: Sequence[Path], address: str) -> Iterator[None]:
-    """Inside, `complete_by_server` finds the server of these folders at this address."""
-    files = [_record(folder) for folder in folders]
-    content = json.dumps({"address": address})
-    with suppress(OSError, ValueError):
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file.write_text(content)
-    try:
-        yield
-    finally:
-        for file in files:
-            with suppress(OSError):
-                if file.read_text() == content:  # not a newer server's
-                    file.unlink()
+
+class _SocketConnection(http.client.HTTPConnection):
+    """A connection to a socket in the file system."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=TIMEOUT)
+        self._path = str(path)
+
+    def connect(self) -> None:
+        """Connect."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(TIMEOUT)
+        self.sock.connect(self._path)
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> str | None:
     """The rest of a line by a running server of this folder; None if there is none."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        address = json.loads(_record(folder).read_text())["address"]
-        name = str(path.absolute()) if path else ""
-        reply = ask(address, "/suggest", {"before": before, "after": after, "path": name})
-        if reply.status == 200:
-            return str(reply.json()["suggestions"][0]["text"])
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
+    with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        connection = _SocketConnection(socket_file(folder))
+        try:
+            content = json.dumps(body | {"model": folder.resolve().name}).encode()
+            connection.request("POST", "/suggest", content, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            if reply.status == 200:
+                return str(json.loads(reply.read())["suggestions"][0]["text"])
+        finally:
+            connection.close()
     return None
 
 
-def _record(folder: Path) -> Path:
-    digest = blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=16)
+def listen(folder: Path) -> socket.socket | None:
+    """A listening socket for a folder's server; None where there can be none, as for another user's folder, or if
+    another server has it."""
+    if not hasattr(socket, "AF_UNIX"):
+        return None
+    opened = socket.socket(socket.AF_UNIX)
+    with suppress(OSError, ValueError):
+        file = socket_file(folder)
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = file.parent.lstat()
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077 and not _answers(file):
+            file.unlink(missing_ok=True)
+            opened.bind(str(file))
+            opened.listen(16)
+            opened.setblocking(False)
+            return opened
+    opened.close()
+    return None
+
+
+def remove(opened: socket.socket) -> None:
+    """Close a socket of `listen`, and remove its file."""
+    with suppress(OSError):
+        Path(opened.getsockname()).unlink()
+    opened.close()
+
+
+def _answers(file: Path) -> bool:
+    """True if a server listens at the socket."""
+    with socket.socket(socket.AF_UNIX) as opened, suppress(OSError):
+        opened.connect(str(file))
+        return True
+    return False
+
+
+def socket_file(folder: Path) -> Path:
+    """The socket of a folder's server."""
+    digest = blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8)
     return cache_home() / "servers" / digest.hexdigest()

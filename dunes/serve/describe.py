@@ -5,26 +5,33 @@ from hashlib import sha256
 from typing import Any
 
 from dunes import __version__
-from dunes.serve.llama_cpp import REFERENCE, settings
+from dunes.serve.asked import REFERENCE
+from dunes.serve.llama_cpp import settings
 from dunes.serve.served import ServedModel
 
 
 def describe_model(model: ServedModel) -> dict[str, Any]:
     """The facts of a model; those of one in training are zero."""
-    changed = datetime.fromtimestamp(max(model.stamp) / 1e9, UTC).isoformat().replace("+00:00", "Z")
-    digest = sha256(repr((str(model.folder), model.stamp)).encode()).hexdigest()
-    facts = {"modified_at": changed, "digest": digest, "created": int(max(model.stamp) / 1e9), "family": "dunes"}
+    written = max(model.now.stamp) / 1e9
+    changed = datetime.fromtimestamp(written, UTC).isoformat().replace("+00:00", "Z")
+    digest = sha256(repr((str(model.folder), model.now.stamp)).encode()).hexdigest()
+    facts = {
+        "modified_at": changed,
+        "digest": digest,
+        "created": int(written),
+        "family": "dunes",
+    }
     facts |= {"parameters": 0, "size": 0, "context_length": 0, "vocab": 0, "dim": 0, "dtype": ""}
     facts |= {"bos": "", "eos": "", "folder": str(model.folder)}
-    if model.loaded is None:
+    if (loaded := model.now.loaded) is None:
         return facts
-    tokenizer, parameters = model.loaded.require_tokenizer(), [*model.loaded.model.parameters()]
+    tokenizer, parameters = loaded.require_tokenizer(), [*loaded.model.parameters()]
     return facts | {
-        "family": str(model.loaded.card.get("family") or "dunes"),
+        "family": str(loaded.card.get("family") or "dunes"),
         "parameters": sum(p.numel() for p in parameters),
         "size": sum(p.numel() * p.element_size() for p in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "context_length": model.loaded.context_length,
+        "context_length": loaded.context_length,
         "vocab": tokenizer.vocab,
         "dim": parameters[0].shape[-1],
         "eos": tokenizer.inner.id_to_token(tokenizer.eos) or "",
@@ -51,7 +58,8 @@ def model_entry(name: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 def props(model: ServedModel, facts: dict[str, Any]) -> dict[str, Any]:
     """The reference server's /props; llama.vscode reads the context length."""
-    return REFERENCE["props"] | {
+    known: dict[str, Any] = REFERENCE["props"]
+    return known | {
         "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
         "model_alias": model.name,
         "model_ftype": facts["dtype"],

@@ -1,11 +1,24 @@
 """What makes an editor ask this server: the lines for each."""
 
+import json
+
 EDITORS = ("vim", "nvim", "vscode", "zed", "emacs", "helix")
+
+
+def url(host: str, port: int) -> str:
+    """The address of a server that listens at a host; of one that listens at all, this machine's own."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host.strip("[]"), host)
+    return f"http://[{name}]:{port}" if ":" in name and not name.startswith("[") else f"http://{name}:{port}"
 
 
 def config(editor: str, address: str, model: str) -> str:
     """The lines for an editor's settings; `model` is the folder, absolute."""
-    return _LINES[editor].format(address=address, model=model, vim=_vim(address))
+    # JSON's strings are TOML's, too.
+    escaped = model.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    lua = f"'{escaped}'"
+    return _LINES[editor].format(
+        address=address, lua=lua, toml=json.dumps(model, ensure_ascii=False), vim=_vim(address)
+    )
 
 
 def _vim(address: str) -> str:
@@ -22,7 +35,7 @@ _LINES = {
 """,
     "nvim": """\
 -- ~/.config/nvim/init.lua (Neovim 0.12): no plugin, and no server to start.
-vim.lsp.config('dunes', {{ cmd = {{ 'dunes', 'lsp', '{model}' }} }})
+vim.lsp.config('dunes', {{ cmd = {{ 'dunes', 'lsp', {lua} }} }})
 vim.lsp.enable('dunes')
 vim.lsp.inline_completion.enable()
 vim.keymap.set('i', '<Tab>', function()
@@ -58,7 +71,7 @@ end, {{ expr = true }})
 # ~/.config/helix/languages.toml: plain completion; name the languages that you use.
 [language-server.dunes]
 command = "dunes"
-args = ["lsp", "{model}"]
+args = ["lsp", {toml}]
 
 [[language]]
 name = "python"

@@ -9,8 +9,9 @@ from dunes.text.lines import valid_text
 
 BODY = 4 << 20
 """Bytes of a request at most."""
-TEXT, STOPS, STOP, CHOICES, FILES = BODY, 64, 1_000, 4, 64
-"""Characters of a text, strings to stop at, characters of one of them, choices, and open files, at most."""
+TEXT, PATH, STOPS, STOP, CHOICES, FILES = BODY, 4_096, 64, 1_000, 4, 64
+"""Characters of a text and of a path, strings to stop at, characters of one of them, choices, and open files, at
+most."""
 Number = TypeVar("Number", int, float)
 
 
@@ -41,10 +42,11 @@ def parse(data: bytes) -> "Fields":
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!a} occurs twice")
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"{name[:80]!a} occurs twice")
+        content[name] = value
     return content
 
 
@@ -74,6 +76,14 @@ class Fields:
         if len(value) > TEXT:
             raise self.refused(name, f"{len(value)} characters; at most {TEXT}")
         return valid_text(value)
+
+    def path(self, *names: str) -> str:
+        """The path of a file in the first of these fields that has one."""
+        name = next((name for name in names if self.has(name)), names[0])
+        path = self.text(name)
+        if len(path) > PATH or "\0" in path:
+            raise self.refused(name, f"no path: at most {PATH} characters, none of them NUL")
+        return path
 
     def flag(self, name: str, default: bool = False) -> bool:
         """A boolean."""

@@ -1,113 +1,143 @@
-"""What follows the user's work: saved files enter the index, and a run's model is loaded when it is there.
+"""What follows the user's work: saved files enter the index, and a run's model is loaded when it is complete.
 
 No editor needs to say anything. The files of the training's sources are looked at every second: their times and
 sizes, and the times of their folders, which change when a file comes or goes.
 """
 
 import os
+import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from dunes.data.document import header_name, plain_document
 from dunes.data.files import SourceFile, Walk
 from dunes.runs.completion.completer import training_sources
 from dunes.runs.completion.index import MOST, named_texts
-from dunes.serve.served import ServedModel, model_stamp
+from dunes.serve.served import ServedModel, file_time, model_stamp
 from dunes.serve.worker import Worker
 
-PERIOD = 1.0
-"""Seconds between two looks at the files."""
+PERIOD, PATIENCE = 1.0, 60.0
+"""Seconds between two looks at the files, and the longest time between two tries to load a model."""
 LARGE = 400_000
-"""Bytes of a file from which on it is not followed."""
+"""Bytes of a file from which on its changes are not followed."""
 Stamp = tuple[int, int]
 
 
 class Follower(threading.Thread):
-    """Keeps a served model in step with its folder and with the files of its training's sources."""
+    """Keeps a served model in step with its folder and with the files of its training's sources.
 
-    def __init__(self, model: ServedModel, worker: Worker) -> None:
+    Errors are said once, and end nothing.
+    """
+
+    def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
         super().__init__(name="dunes-follow", daemon=True)
-        self.model, self.worker = model, worker
-        self._sources, self._follow_links = training_sources(model.folder)
+        self.model, self.worker, self._say, self._said = model, worker, say, ""
         self._known: dict[Path, Stamp] = {}
         self._folders: dict[Path, int] = {}
-        self._names: dict[Path, str] = {}
+        self._files: dict[Path, str] = {}
+        self._wait, self._left, self._follow_links = PERIOD, 0.0, False
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Look at the files until it is closed."""
-        index = self.model.folder / "completion" / "index.safetensors"
-        self._take_in(self._changes(index.stat().st_mtime_ns if index.exists() else 0))
+        self._guarded(self._begin)
         while not self._ended.wait(PERIOD):
-            self.look()
+            self._guarded(self.look)
 
     def look(self) -> None:
         """Take in what has changed since the last look."""
-        if model_stamp(self.model.folder) != self.model.stamp:
-            self.worker.call(self.model.load).exception()
-        self._take_in(self._changes())
+        self._load_again()
+        if self._has_come_or_gone():
+            self._walk()
+        self._take_in([path for path in self._files if self._stamp(path) != self._known.get(path)])
 
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
 
-    def _take_in(self, texts: Mapping[str, str | None]) -> None:
-        if texts:
-            indexed = self.model.with_texts(texts)
-            self.worker.call(lambda: self.model.use(indexed))
+    def _guarded(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+            self._said = ""
+        except Exception as error:
+            self._folders = {}  # all is looked at again
+            message = f"{self.model.name}: {' '.join(str(error).split())}"
+            if message != self._said:
+                self._say(message)
+            self._said = message
 
-    def _changes(self, since: int | None = None) -> dict[str, str | None]:
-        """The names and texts of files that have changed since the last look; None for those that are gone.
+    def _begin(self) -> None:
+        """Take in what has changed since the training, or is not in its index."""
+        self._walk()
+        since, names = (
+            file_time(self.model.folder / "completion" / "index.safetensors"),
+            self.model.now.files.names,
+        )
+        for path, name in self._files.items():
+            found = self._stamp(path)
+            if found and found[0] <= since and name in names:
+                self._known[path] = found
+        self._take_in([path for path in self._files if path not in self._known])
 
-        With `since` (ns), those that have changed since then, or that the index does not have.
-        """
-        if since is not None or any(_folder_time(path) != time for path, time in self._folders.items()):
-            self._walk()
-        texts: dict[str, str | None] = {}
-        for path, name in [*self._names.items()]:
-            stamp = _stamp(path)
-            if stamp == self._known.get(path):
-                continue
-            first = path not in self._known
-            self._known[path] = stamp or (0, 0)
-            if since is not None and first and stamp and stamp[0] <= since and name in self.model.files.names:
-                continue
-            texts[name] = _read(path, name) if stamp else None
-            if not stamp:
-                del self._names[path], self._known[path]
-        size = 0
-        for name in [*texts]:
-            size += len(texts[name] or "")
-            if size > MOST // 4:  # what is left of it is in the next training
-                del texts[name]
-        return texts
+    def _load_again(self) -> None:
+        """Load the model again where its folder has changed; if that fails, try again later."""
+        self._left -= PERIOD
+        if model_stamp(self.model.folder) == self.model.now.stamp or self._left > 0:
+            return
+        self._left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
+        self.worker.call(self.model.reload).result()
+        self._left, self._wait = 0.0, PERIOD
+
+    def _has_come_or_gone(self) -> bool:
+        return not self._folders or any(file_time(path) != time for path, time in self._folders.items())
 
     def _walk(self) -> None:
-        """Find the files of the sources, and their folders."""
-        if not self._sources:
+        """Find the files of the sources, and their folders; files that are gone leave the index."""
+        sources, self._follow_links = training_sources(self.model.folder)
+        if not sources:
+            self._folders = {self.model.folder: file_time(self.model.folder)}
             return
-        found = [file for file in Walk(self._sources, self._follow_links).files() if not file.path.is_symlink()]
-        self._names |= {file.path: header_name(file.name) for file in found}
-        self._folders = {path: _folder_time(path) for path in {file.path.parent for file in found}}
+        walk = Walk(sources, self._follow_links)
+        files = {file.path: header_name(file.name) for file in walk.files() if self._stamp(file.path)}
+        gone = [path for path in self._files if path not in files]
+        self._folders = walk.folders
+        names = {self._files[path] for path in gone} - {*files.values()}
+        self._files = files
+        for path in gone:
+            self._known.pop(path, None)
+        if names:
+            self.model.take_in(self.worker, dict.fromkeys(names))
 
+    def _stamp(self, path: Path) -> Stamp | None:
+        """The time and the size of a regular file; None for what is none, as a link that is not followed."""
+        try:
+            status = os.stat(path, follow_symlinks=self._follow_links)
+        except OSError:
+            return None
+        return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def _folder_time(path: Path) -> int:
-    return (_stamp(path) or (0, 0))[0]
+    def _take_in(self, paths: list[Path]) -> None:
+        """Take in these files, of which the first have the more room."""
+        texts, room = dict[str, str | None](), MOST // 4
+        for path in paths:
+            found, name = self._stamp(path), self._files[path]
+            if found is None:
+                continue  # the next walk knows that it is gone
+            self._known[path] = found
+            if found[1] > min(LARGE, room):
+                continue  # what the index has of it stays
+            text = _read(path, name)
+            if text is not None or name in self.model.now.files.names:
+                texts[name] = text
+                room -= len(text or "")
+        if texts:
+            self.model.take_in(self.worker, texts)
 
 
 def _read(path: Path, name: str) -> str | None:
     """The text of a file that training would read; None for others."""
-    stamp = _stamp(path)
-    document = plain_document(SourceFile(path, name, False)) if stamp and stamp[1] <= LARGE else "large"
+    document = plain_document(SourceFile(path, name, False))
     if isinstance(document, str):
         return None
     try:

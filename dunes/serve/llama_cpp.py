@@ -4,19 +4,19 @@ https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README 
 not what it does: it stands before the cursor.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from dataclasses import replace
 from typing import Any
 
 from dunes.serve.asked import (
     PROMPTS,
+    REFERENCE,
     Asked,
     Protocol,
     asked,
     choice_count,
+    choices,
     line_or_text,
-    model_name,
     open_files,
     refuse_unsupported,
     seed_of,
@@ -25,8 +25,11 @@ from dunes.serve.asked import (
 from dunes.serve.fields import Fields
 from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, TokenText, named
 
-REFERENCE = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""What the reference server says and this one has not: neutral settings, and properties."""
+NEUTRAL = (
+    "grammar", "logit_bias", "ignore_eos", "lora", "presence_penalty", "frequency_penalty", "typical_p",
+    "mirostat", "dynatemp_range", "top_n_sigma", "xtc_probability", "dry_multiplier",
+)  # fmt: skip
+"""Settings that would change a text, and are refused unless they are neutral."""
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
 
 
@@ -35,8 +38,9 @@ def read_infill(fields: Fields) -> Asked:
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), token_limit(fields, "n_predict")
     count, stop, files = choice_count(fields, "n_cmpl"), fields.stops(), open_files(fields, "input_extra")
-    name = fields.text("filename") or fields.text("path")
-    request = LineRequest(before, after, name, files, count, limit or 1, stop, model_name(fields))
+    fields.items("response_fields", 256)
+    name = fields.path("filename", "path")
+    request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
     return asked(fields, [named(request)] if limit else [], "")
 
 
@@ -44,17 +48,19 @@ def read_completion(fields: Fields) -> Asked:
     """Texts after prompts, or the rest of a line where a prompt spells it."""
     text = text_request(fields)
     requests: list[Request] = []
+    count = choice_count(fields, "n_cmpl")
+    fields.items("response_fields", 256)
     for prompt in prompts(fields):
-        if isinstance(prompt, str):
-            requests += line_or_text(text, prompt, None, choice_count(fields, "n_cmpl"))
+        if isinstance(prompt, str) and text.logprobs is None:
+            requests += line_or_text(text, prompt, None, count)
         else:
-            requests.append(TextRequest(**{**vars(text), "prompt": prompt}))
+            requests += choices(replace(text, prompt=prompt), count)
     return asked(fields, requests, "")
 
 
 def text_request(fields: Fields) -> TextRequest:
     """The settings of a text."""
-    refuse_unsupported(fields, "grammar", "json_schema", "logit_bias", "ignore_eos", "lora")
+    refuse_unsupported(fields, "json_schema", *NEUTRAL)
     top = fields.integer("n_probs", 0, 0, 100)
     return TextRequest(
         "",
@@ -67,7 +73,7 @@ def text_request(fields: Fields) -> TextRequest:
         seed_of(fields),
         fields.stops(),
         logprobs=top or None,
-        model=model_name(fields),
+        model=fields.text("model"),
     )
 
 
@@ -107,7 +113,7 @@ def write_reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
     reply = {
         "index": index,
         "content": answer.text,
-        "tokens": [token.id for token in answer.tokens] if body.get("return_tokens") else [],
+        "tokens": answer.ids if body.get("return_tokens") else [],
         "id_slot": 0,
         "stop": True,
         "model": request.model,
@@ -142,7 +148,7 @@ def flat_fields(reply: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, An
 
 def write_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
     """A part of a stream."""
-    chunk: dict[str, Any] = {"index": index, "content": piece.text, "tokens": [t.id for t in piece.tokens]}
+    chunk: dict[str, Any] = {"index": index, "content": piece.text, "tokens": list(piece.ids)}
     chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
     if piece.tokens and request.fields.body.get("n_probs"):
         chunk["completion_probabilities"] = [probabilities(token) for token in piece.tokens]
@@ -190,7 +196,8 @@ def settings(request: Request | None) -> dict[str, Any]:
     """The settings of a request under the reference server's names; what is not ours has its neutral value."""
     text = request if isinstance(request, TextRequest) else TextRequest("", temperature=0.0, seed=0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
-    return REFERENCE["settings"] | {
+    known: dict[str, Any] = REFERENCE["settings"]
+    return known | {
         "seed": text.seed,
         "temperature": text.temperature,
         "top_k": text.top_k,

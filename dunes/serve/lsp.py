@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
@@ -39,6 +40,7 @@ class _State:
     failed: str = ""
     newest: "Task | None" = None
     asked: int = 0
+    is_closed: bool = False
     accepted: int = 0
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
@@ -74,9 +76,11 @@ def _add_life(server: LanguageServer, state: _State) -> None:
     def closed(params: types.DidCloseTextDocumentParams) -> None:
         if timer := state.timers.pop(params.text_document.uri, None):
             timer.cancel()
+        _take_in(state, params.text_document.uri, None)
 
     @server.feature(types.SHUTDOWN)
     def shutdown(params: Any) -> None:
+        state.is_closed = True
         if state.running:
             state.running.close()
 
@@ -108,9 +112,21 @@ def _index(server: LanguageServer, state: _State, uri: str) -> None:
         _index_later(server, state, uri)
         return
     state.timers.pop(uri, None)
-    text = server.workspace.get_text_document(uri).source
-    running, path = state.running, _path(uri)
-    work = lambda: running.take_in(path, text)
+    if uri in server.workspace.text_documents:
+        _take_in(state, uri, server.workspace.text_documents[uri].source)
+
+
+def _take_in(state: _State, uri: str, text: str | None) -> None:
+    """Let other files copy from this text; None for what is saved."""
+
+    def work() -> None:
+        if running is not None:
+            path, found = _path(uri), text
+            with suppress(OSError, UnicodeDecodeError, ValueError):
+                found = Path(path).read_text(encoding="utf-8") if text is None else text
+            running.take_in(path, found)
+
+    running = state.running
     threading.Thread(target=work, daemon=True, name="dunes-index").start()
 
 
@@ -145,8 +161,10 @@ def _add_completion(server: LanguageServer, state: _State) -> None:
 
 def _word_before(server: LanguageServer, uri: str, position: types.Position) -> str:
     """The part of a word before the cursor, which editors filter by."""
-    document = server.workspace.get_text_document(uri)
-    before = document.source[: document.offset_at_position(position)]
+    if uri not in server.workspace.text_documents:
+        return ""
+    document = server.workspace.text_documents[uri]
+    before: str = document.source[: document.offset_at_position(position)]
     start = len(before)
     while start and (before[start - 1].isalnum() or before[start - 1] == "_"):
         start -= 1
@@ -162,9 +180,11 @@ async def _answers(server: LanguageServer, state: _State, uri: str, position: ty
         await asyncio.sleep(0.05)
         if state.failed or state.asked != number:
             return []
+    if state.is_closed or uri not in server.workspace.text_documents:
+        return []
     from dunes.serve.requests import LineRequest
 
-    document = server.workspace.get_text_document(uri)
+    document = server.workspace.text_documents[uri]
     offset = document.offset_at_position(position)
     before, after = document.source[:offset], document.source[offset:]
     request = LineRequest(before, after, _path(uri), (), ITEMS)

@@ -10,7 +10,6 @@ from dunes.serve.asked import (
     Protocol,
     asked,
     line_or_text,
-    model_name,
     refuse_unsupported,
     seed_of,
     token_limit,
@@ -52,7 +51,7 @@ def _text_request(fields: Fields) -> TextRequest:
         options.number("repeat_penalty", 1.0, 1e-3, 1e3),
         seed_of(options),
         options.stops(),
-        model=model_name(fields),
+        model=fields.text("model"),
     )
 
 

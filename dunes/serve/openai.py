@@ -8,21 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from dunes.serve.asked import (
-    PROMPTS,
     Asked,
     Protocol,
     asked,
     choice_count,
     choices,
     line_or_text,
-    model_name,
     refuse_unsupported,
     seed_of,
     token_limit,
 )
 from dunes.serve.fields import Fields
 from dunes.serve.llama_cpp import prompts
-from dunes.serve.requests import Answer, LineRequest, Piece, Request, TextRequest, TokenText
+from dunes.serve.requests import Answer, Piece, Request, TextRequest, TokenText
 
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 DEFAULT_TOKENS = 16
@@ -40,14 +38,11 @@ def read_completions(fields: Fields) -> Asked:
     text = replace(text, echo=fields.flag("echo"))
     requests: list[Request] = []
     for prompt in prompts(fields):
-        if not isinstance(prompt, str) or text.echo or text.logprobs is not None:
+        if not isinstance(prompt, str) or (after is None and (text.echo or text.logprobs is not None)):
             requests += choices(replace(text, prompt=prompt), count)
         else:
             requests += line_or_text(text, prompt, after, count)
-    if len(requests) > PROMPTS:
-        raise fields.refused("n", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
-    if len(requests) > 1 and any(isinstance(request, LineRequest) for request in requests):
-        raise fields.refused("prompt", "several prompts with a suffix; send one at a time")
+    fields.object("stream_options").flag("include_usage")
     return asked(fields, requests, "cmpl-")
 
 
@@ -55,6 +50,7 @@ def read_chat(fields: Fields) -> Asked:
     """A model's next turn in a chat."""
     refuse_unsupported(fields, "tools", "functions", "response_format")
     limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
+    fields.object("stream_options").flag("include_usage")
     if not fields.has(limit) and fields.has("n_predict"):
         limit = "n_predict"
     text = _text_request(fields, limit, -1)
@@ -81,7 +77,7 @@ def _text_request(fields: Fields, limit: str, default: int) -> TextRequest:
         fields.number("min_p", 0.0, 0, 1),
         seed=seed_of(fields),
         stop=fields.stops(),
-        model=model_name(fields),
+        model=fields.text("model"),
     )
 
 
@@ -103,16 +99,9 @@ def write_completions(request: Asked, answers: Sequence[Answer]) -> dict[str, An
 
 
 def _text_choice(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    own = request.requests[min(index, len(request.requests) - 1)]
-    prompt = own.prompt if isinstance(own, TextRequest) and own.echo else ""
-    if not isinstance(prompt, str):
-        count = len(prompt)
-        known = answer.tokens[:count]
-        prompt = b"".join(token.data for token in known).decode(errors="replace")
-    wanted = isinstance(own, TextRequest) and own.logprobs is not None
-    logprobs = legacy_logprobs(answer.tokens) if wanted else None
+    logprobs = legacy_logprobs(answer.tokens) if request.fields.has("logprobs") else None
     return {
-        "text": prompt + answer.text,
+        "text": answer.text,
         "index": index,
         "logprobs": logprobs,
         "finish_reason": REASONS[answer.reason],

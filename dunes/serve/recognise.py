@@ -12,38 +12,52 @@ FEWEST, SHARE = 3, 0.5
 
 
 class FileFinder:
-    """The lines of some files, each of which only one file has."""
+    """The lines of some files, to find that of a text by lines that only one file has."""
 
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
-        self.names: set[str] = set()
-        self._owners: dict[int, str | None] = {}
-        for name, text in files:
-            self._add(name, text)
+        self._lines: dict[str, frozenset[int]] = {}
+        self._numbers: dict[str, int] = {}
+        self._by_number: list[str] = []
+        # How many files have a line, and the sum of their numbers: with one file, that is its number.
+        self._owners: dict[int, tuple[int, int]] = {}
+        self.update(dict(files))
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of all files."""
+        return self._lines.keys()
 
     def update(self, texts: Mapping[str, str | None]) -> None:
-        """Take in these texts of files. Lines that a file had before stay its own."""
+        """From now on the files have these texts; None for those that are gone."""
         for name, text in texts.items():
+            number = self._number(name)
+            for key in self._lines.pop(name, ()):
+                count, total = self._owners[key]
+                self._owners[key] = count - 1, total - number
+                if count == 1:
+                    del self._owners[key]
             if text:
-                self._add(name, text)
+                self._lines[name] = frozenset(_keys(split_lines(text)))
+                for key in self._lines[name]:
+                    count, total = self._owners.get(key, (0, 0))
+                    self._owners[key] = count + 1, total + number
 
     def find(self, before: str, after: str) -> str:
         """The name of the file that these texts around a cursor are of; empty if it is none, or not sure."""
         above, below = split_lines(before[-(1 << 16) :])[-LINES:], split_lines(after[: 1 << 16])[:LINES]
-        keys = {key for line in (*above[:-1], *below[1:]) if (key := _key(line)) is not None}
-        owners = Counter(owner for key in keys if (owner := self._owners.get(key)))
+        found = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
+        owners = Counter(number for count, number in found if count == 1)
         if not owners:
             return ""
-        name, count = owners.most_common(1)[0]
-        return name if count >= FEWEST and count >= SHARE * owners.total() else ""
+        number, count = owners.most_common(1)[0]
+        return self._by_number[number] if count >= FEWEST and count >= SHARE * owners.total() else ""
 
-    def _add(self, name: str, text: str) -> None:
-        self.names.add(name)
-        for line in split_lines(text):
-            key = _key(line)
-            if key is not None and self._owners.setdefault(key, name) != name:
-                self._owners[key] = None
+    def _number(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self._by_number)
+            self._by_number.append(name)
+        return self._numbers[name]
 
 
-def _key(line: str) -> int | None:
-    line = line.strip()
-    return hash(line) if len(line) >= LENGTH else None
+def _keys(lines: Iterable[str]) -> Iterable[int]:
+    return (hash(line) for line in map(str.strip, lines) if len(line) >= LENGTH)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dunes.runs.completion.protocol import NamedText
 
@@ -37,6 +37,9 @@ class LineRequest:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     model: str = ""
+    shows_all: bool = False
+    explains: bool = False
+    """Whether suggestions are wanted however improbable or short, and the tokens of the first one."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,11 @@ class TokenText(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: text that is complete, and the tokens that came with it."""
+    """A part of an answer: text that is complete, and the tokens that came with it, where they are wanted."""
 
     text: str
     tokens: Sequence[TokenText] = ()
+    ids: Sequence[int] = ()
 
 
 @dataclass
@@ -98,8 +102,11 @@ class Answer:
     prompt_seconds: float = 0.0
     seconds: float = 0.0
     tokens: list[TokenText] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    word: float | None = None
     line: float | None = None
-    """The probability of a line; None for other texts."""
+    """The probabilities of a line's first word and of all of it; None for other texts."""
+    explained: dict[str, Any] = field(default_factory=dict)
 
 
 Event = Piece | Answer | list[Answer] | Exception

@@ -29,17 +29,15 @@ class Running:
             raise
         self.models = models[0]
         self._warm_up()
-        self._followers = (
-            [Follower(model, self.worker) for model in self.models.served.values()] if follows else []
-        )
+        served = self.models.served.values()
+        self._followers = [Follower(model, self.worker, say) for model in served] if follows else []
         for follower in self._followers:
             follower.start()
 
-    def take_in(self, path: str, text: str) -> None:
+    def take_in(self, path: str, text: str | None) -> None:
         """Complete lines of other files with this text of an open file, in all models."""
         for model in self.models.served.values():
-            indexed = model.with_texts({model.name_of(path): text})
-            self.worker.call(lambda model=model, indexed=indexed: model.use(indexed))  # type: ignore[misc]
+            model.take_in(self.worker, {model.name_of(path): text})
 
     def close(self) -> None:
         """End the threads."""

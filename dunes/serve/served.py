@@ -1,13 +1,17 @@
 """A model folder that is served: lines by its completer, texts by its model, and what follows the user's work."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
+import torch
+from torch import nn
+
 from dunes import checkpoint, measure
 from dunes.augment import lora
-from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.loading import is_adapter
 from dunes.runs.chat import NONE, ChatModel, load_chat_engine
 from dunes.runs.completion.completer import (
@@ -17,24 +21,65 @@ from dunes.runs.completion.completer import (
     index_in_training,
     name_in_sources,
 )
-from dunes.runs.completion.engine import OpenFiles
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import WIDTH, CompleteOptions
+from dunes.runs.completion.text import near_text
 from dunes.runs.step_package import step_source
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
+from dunes.serve.worker import Worker
 from dunes.text.templates import Turn
 
 SHORT = 3
 """Characters of a suggestion that does not end its line, at least."""
 UNFITTED = 0.3
 """The probability from which on a suggestion is shown where no threshold was fitted."""
+FILES = (
+    *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
+    *("completion/gate.json", "completion/index.safetensors"),
+)
+"""Files whose times say that a model, its gate or its index was written."""
+
+
+class LoadedFolder:
+    """A model folder as it was when it was loaded. Raises ValueError for one that cannot complete."""
+
+    def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
+        self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
+        self.batch: Batch | None = None
+        own = None
+        if index_in_training(folder) is None:
+            chats = load_chat_engine(str(folder), adapters, measure.device()).models
+            base = NONE if name in chats else name
+            self.chats = {base if key == NONE else key: chat for key, chat in chats.items()}
+            own = self.chats[name]
+            take_out_of_file(own.loaded.model)
+            names = {key: chat.adapter for key, chat in self.chats.items()} if len(self.chats) > 1 else {}
+            if names:
+                lora.set_adapter(own.loaded.model, own.adapter)
+            self.batch = Batch(own.loaded, step_source(own.loaded.model), names, names.get(name))
+        self.loaded = own.loaded if own else None
+        self.completer = find_completer(folder, say, False, self.loaded)
+        self.files = FileFinder(self.completer.training_files)
+
+
+def take_out_of_file(model: nn.Module) -> None:
+    """Copy weights that lie in a mapped file into memory: a file that is cut short would end the process."""
+    copies: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage: Any = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if tensor.device.type == "cpu" and storage.nbytes():
+            if address not in copies:
+                copies[address] = storage.clone()
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[address], *place)
 
 
 class ServedModel:
-    """A model folder. It is used in the worker's thread alone, but for `with_texts`.
+    """A model folder. All but `take_in` and `warm` is called in the worker's thread alone.
 
     A share of about `acceptance` of the shown suggestions is accepted, as its training measured; 0 shows all.
     Raises ValueError for a folder that cannot complete.
@@ -48,93 +93,90 @@ class ServedModel:
         adapters: Sequence[Path] = (),
         say: Callable[[str], object] = print,
     ) -> None:
-        self.folder, self.name, self.acceptance, self._say = folder, name, acceptance, say
-        self._adapter_folders = adapters
+        self.folder, self.name, self.acceptance = folder, name, acceptance
+        self._load = partial(LoadedFolder, folder, name, adapters, say)
         self._texts: dict[str, str | None] = {}
-        self.load()
+        self._changing, self._ending = Lock(), list[Batch]()
+        self.now = self._load()
 
-    def load(self) -> None:
-        """Load the model, or load it again: it may have ended its training."""
-        self.stamp = model_stamp(self.folder)
-        self._chats: dict[str, ChatModel] = {}
-        self.loaded: LoadedModel | None = None
-        self.batch: Batch | None = None
-        if index_in_training(self.folder) is None:
-            self._load_model()
-        self.completer = find_completer(self.folder, self._say, False, self.loaded)
-        self.files = FileFinder(self.completer.training_files)
+    def reload(self) -> None:
+        """Load the folder again: its training may have ended. Texts that were begun go on with the old model.
+
+        Raises ValueError or OSError for what cannot be loaded; the old model stays.
+        """
+        new = self._load()
+        if self.now.batch is not None and self.now.batch.active:
+            self._ending.append(self.now.batch)
         if self._texts:
-            self.use(self.with_texts({}))
+            _use(new, new.completer.with_texts(self._texts), self._texts)
+        self.now = new
 
-    def _load_model(self) -> None:
-        """Load the model with its adapters."""
-        chats = load_chat_engine(str(self.folder), self._adapter_folders, measure.device()).models
-        base = NONE if self.name in chats else self.name
-        self._chats = {base if name == NONE else name: chat for name, chat in chats.items()}
-        own = self._chats[self.name]
-        self.loaded = own.loaded
-        adapters = {name: chat.adapter for name, chat in self._chats.items()} if len(self._chats) > 1 else {}
-        if adapters:
-            lora.set_adapter(self.loaded.model, own.adapter)
-        self.batch = Batch(self.loaded, step_source(self.loaded.model), adapters, adapters.get(self.name))
+    def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
+        """Complete lines with these texts of files from now on; None for a file that is gone.
+
+        They are indexed in this thread, one change after the other.
+        """
+        with self._changing:
+            self._texts |= texts
+            while True:
+                completer = self.now.completer
+                files = completer.with_texts(self._texts)
+                if worker.call(lambda: self._use(completer, files, texts)).result():  # noqa: B023
+                    return
+
+    def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
+        """Use these files, unless they were indexed for a model that has been replaced."""
+        if completer is self.now.completer:
+            _use(self.now, files, texts)
+        return completer is self.now.completer
 
     @property
     def names(self) -> list[str]:
         """The names of the model and of its adapters."""
-        return [self.name, *(name for name in self._chats if name != self.name)]
+        return [self.name, *(name for name in self.now.chats if name != self.name)]
 
     @property
     def threshold(self) -> float:
         """The probability of its first word from which on a suggestion is shown."""
+        completer = self.now.completer
         if self.acceptance <= 0:
             return 0.0
-        fitted = isinstance(self.completer, CopyCompleter) or bool(self.completer.facts.get("thresholds"))
-        return self.completer.threshold("word", self.acceptance) if fitted else UNFITTED
+        fitted = isinstance(completer, CopyCompleter) or bool(completer.facts.get("thresholds"))
+        return completer.threshold("word", self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
         """The suggestions at a cursor, the best first; one that is too improbable or too short is empty."""
-        start = perf_counter()
+        start, completer, files = perf_counter(), self.now.completer, self.now.files
         name = request.name and self.name_of(request.name)
-        name = name or self.files.find(request.before, request.after)
-        alternatives = min(WIDTH, request.alternatives)
+        name = name or files.find(request.before, request.after)
         options = CompleteOptions(
-            alternatives=alternatives,
+            alternatives=min(WIDTH, request.alternatives),
             max_tokens=request.max_tokens,
             stop=request.stop,
             cancelled=is_cancelled,
             files=request.files,
         )
-        found = self.completer.alternatives(request.before, request.after, name, options)
-        threshold, seconds = self.threshold, perf_counter() - start
-        return [_answer(suggestion, threshold, seconds) for suggestion in found]
+        found = completer.alternatives(request.before, request.after, name, options)
+        threshold, seconds = None if request.shows_all else self.threshold, perf_counter() - start
+        answers = [_answer(suggestion, threshold, seconds) for suggestion in found]
+        if isinstance(completer, FolderCompleter):
+            read = len(completer.files.tokenize(near_text(request.before), name).ids)
+            for answer in answers:
+                answer.new_tokens = len(completer.files.line(answer.text))
+                answer.prompt_tokens = min(read, completer.loaded.context_length)
+            if request.explains:
+                tokens = completer.explain(request.before, found[0].text, name, is_cancelled)
+                answers[0].explained = {"file": name, "tokens": tokens, "threshold": min(1.0, self.threshold)}
+        return answers
 
     def warm(self, files: Sequence[tuple[str, str]]) -> None:
-        """Index files that the next requests will bring along."""
-        if isinstance(self.completer, FolderCompleter):
-            self.completer.index_files(files)
-
-    def explain(self, request: LineRequest, with_tokens: bool) -> dict[str, Any]:
-        """The suggestions at a cursor, however improbable, and the tokens of the first one."""
-        start = perf_counter()
-        name = request.name and self.name_of(request.name)
-        name = name or self.files.find(request.before, request.after)
-        options = CompleteOptions(alternatives=WIDTH if with_tokens else 1)
-        found = self.completer.alternatives(request.before, request.after, name, options)
-        seconds, model = perf_counter() - start, self.completer
-        explains = with_tokens and isinstance(model, FolderCompleter)
-        tokens = model.explain(request.before, found[0].text, name) if explains else []
-        listed = [{"text": s.text, "word": s.word, "line": s.line} for s in found]
-        return {
-            "file": name,
-            "suggestions": listed,
-            "tokens": tokens,
-            "milliseconds": 1e3 * seconds,
-            "threshold": min(1.0, self.threshold),
-        }
+        """Index files that a request will bring along; any thread may call it."""
+        if files and isinstance(self.now.completer, FolderCompleter):
+            self.now.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
         """The name that a file has in training, for its path or its name there."""
-        return path if path in self.files.names else name_in_sources(Path(path), self.folder)
+        return path if path in self.now.files.names else name_in_sources(Path(path), self.folder)
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Begin to generate a text. Raises Refused for a prompt that the model cannot read."""
@@ -142,56 +184,59 @@ class ServedModel:
 
     def advance(self) -> bool:
         """Go on with the texts by a token of each; False if there is none."""
-        if self.batch is None or not self.batch.active:
-            return False
-        self.batch.advance()
-        return True
+        self._ending = [batch for batch in self._ending if batch.active]
+        batches = [batch for batch in (self.now.batch, *self._ending) if batch is not None and batch.active]
+        for batch in batches:
+            batch.advance()
+        return bool(batches)
 
     @property
     def is_full(self) -> bool:
         """True if another text has to wait."""
-        return self.batch is not None and self.batch.is_full
+        return self.now.batch is not None and self.now.batch.is_full
 
     def require_batch(self) -> Batch:
         """What generates texts. Raises Refused while the model is in training."""
-        if self.batch is None:
+        if self.now.batch is None:
             raise Refused(503, "the model is in training; it completes lines by copying", "unavailable_error", 30)
-        return self.batch
+        return self.now.batch
 
     def chat_prompt(self, name: str, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
         """The ids of a chat whose next turn is the model's, and the id that ends it. Raises Refused if the model
         has no chat template, or refuses the messages."""
         self.require_batch()
-        chat = self._chats.get(name, self._chats[self.name])
+        chat = self.now.chats.get(name, self.now.chats[self.name])
         try:
             ids = chat.encode(tuple(Turn(role, text) for role, text in messages))
             return ids, chat.template.stop_id(chat.loaded.require_tokenizer())
         except ValueError as error:
             raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
 
-    def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles | Mapping[str, str | None]:
-        """The files with these texts, indexed for `use`; any thread may call it."""
-        return self.completer.with_texts({**self._texts, **texts})
 
-    def use(self, files: Any) -> None:
-        """Complete lines with these files from now on."""
-        texts = files.texts if isinstance(files, OpenFiles) else files
-        self._texts |= texts
-        self.completer.use(files)
-        self.files.update(texts)
+def _use(folder: LoadedFolder, files: Any, texts: Mapping[str, str | None]) -> None:
+    folder.completer.use(files)
+    folder.files.update(texts)
 
 
-def _answer(suggestion: Suggestion, threshold: float, seconds: float) -> Answer:
+def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
+    """The answer with a suggestion; below the threshold, and where it is too short, without its text."""
     text = suggestion.text
-    if suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line):
+    if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
-    return Answer(text, "stop", line=suggestion.line, seconds=seconds)
+    return Answer(text, "stop", word=suggestion.word, line=suggestion.line, seconds=seconds)
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """What changes when a model or its gate is written into a folder."""
-    files = (folder / "config.json", folder / "completion" / "gate.json", folder / "adapter_config.json")
-    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+    """What changes when a model, its gate or its index is written into a folder."""
+    return tuple(file_time(folder / name) for name in FILES)
+
+
+def file_time(path: Path) -> int:
+    """When a file was written (ns); 0 if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class Models:
@@ -214,10 +259,12 @@ class Models:
         }
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name or with this adapter; the only one for any name. Raises Refused for an unknown
-        name."""
+        """The model of this name or with this adapter; the only one for any name, the first for an empty one.
+
+        Raises Refused for an unknown name.
+        """
         for model in self.served.values():
-            if name in model.names or len(self.served) == 1:
+            if not name or name in model.names or len(self.served) == 1:
                 return model
         listed = ", ".join(n for model in self.served.values() for n in model.names)
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}", "not_found_error")

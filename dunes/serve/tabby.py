@@ -19,7 +19,7 @@ def read(fields: Fields) -> Asked:
     parts = fields.object("segments")
     others = (*parts.objects("declarations", FILES), *parts.objects("relevant_snippets_from_changed_files", FILES))
     files = [(other.text("filepath"), other.text("body")) for other in others]
-    line = LineRequest(parts.text("prefix"), parts.text("suffix"), parts.text("filepath"), files)
+    line = LineRequest(parts.text("prefix"), parts.text("suffix"), parts.path("filepath"), files)
     return asked(fields, [line], "cmpl-", False)
 
 

@@ -83,7 +83,7 @@ class Worker:
         with self._wake:
             if self._is_closed:
                 raise Refused(503, "the server is shutting down", "unavailable_error", retry=1)
-            if len(self._lines) + len(self._texts) >= QUEUE:
+            if sum(not waiting.is_cancelled() for waiting in (*self._lines, *self._texts)) >= QUEUE:
                 raise Refused(503, f"{QUEUE} requests are waiting", "unavailable_error", retry=1)
             (self._lines if isinstance(request, LineRequest) else self._texts).append(task)
             self._wake.notify()
@@ -120,10 +120,11 @@ class Worker:
             return True
         if self._calls:
             work, result = self._calls.popleft()
-            try:
-                result.set_result(work())
-            except BaseException as error:
-                result.set_exception(error)
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except Exception as error:
+                    result.set_exception(error)
             return True
         while self._texts and self._begin_text():
             pass

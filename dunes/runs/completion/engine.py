@@ -21,7 +21,7 @@ from dunes.runs.completion.cuts import first_line, first_word
 from dunes.runs.completion.gate import scored_places
 from dunes.runs.completion.index import TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
-from dunes.runs.completion.protocol import NamedText, Suggestion
+from dunes.runs.completion.protocol import Cancelled, NamedText, Suggestion
 from dunes.runs.completion.renaming import renamed_rest
 from dunes.runs.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.runs.completion.text import (
@@ -37,6 +37,8 @@ from dunes.text.lines import valid_text
 
 SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
+LIKELY = 4
+"""Alternatives that are shown of a token."""
 FILES = 4
 """Files whose surroundings are remembered, and sets of files of single requests."""
 
@@ -140,10 +142,12 @@ class CompletionEngine:
         best, *others = found.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]
 
-    def explain(self, before: str, rest: str, name: str = "", top: int = 4) -> list[dict[str, Any]]:
+    def explain(
+        self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
+    ) -> list[dict[str, Any]]:
         """Each token of the rest of a line: its text, its probability, the model's alone, and the likeliest ones.
 
-        The text behind the cursor is not looked at.
+        The text behind the cursor is not looked at. Raises Cancelled.
         """
         before, name = near_text(before), valid_text(name)
         text, size = self.files.tokenize(before + rest, name), len(before.encode())
@@ -154,10 +158,12 @@ class CompletionEngine:
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
         for id in text.ids[first:]:
+            if cancelled():
+                raise Cancelled("nobody waits")
             logits = model.along([*window(ids, self.loaded.context_length - 1)])
             alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
-            best = mixed.topk(min(top, len(mixed)))
+            best = mixed.topk(min(LIKELY, len(mixed)))
             others = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
             likely = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in others]
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
