@@ -74,7 +74,7 @@ def serve(
     sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
     say = lambda line: print(line, file=sys.stderr, flush=True)
     from dunes.serve.app import Server
-    from dunes.serve.client import listen, remove
+    from dunes.serve.client import listen, socket_file
     from dunes.serve.running import Running
 
     running = Running(_folders(models), acceptance, adapter, say, not no_follow)
@@ -83,12 +83,13 @@ def serve(
     print(f"serving {names} at {address} (Ctrl-C ends it)")
     print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if port == 8012 else f' {address}'}", flush=True)
-    own = [] if key else [listen(model.folder) for model in running.models.served.values()]
+    folders = [] if key else [model.folder for model in running.models.served.values()]
+    own = {folder: opened for folder in folders if (opened := listen(folder)) is not None}
     try:
-        run(Server(running.models, running.worker).app([host, *allow_host], key), [*sockets, *filter(None, own)])
+        run(Server(running.models, running.worker).app([host, *allow_host], key), [*sockets, *own.values()])
     finally:
-        for each in filter(None, own):
-            remove(each)
+        for folder in own:
+            socket_file(folder).unlink(missing_ok=True)
         running.close()
     return 0
 

@@ -69,13 +69,6 @@ def listen(folder: Path) -> socket.socket | None:
     return None
 
 
-def remove(opened: socket.socket) -> None:
-    """Close a socket of `listen`, and remove its file."""
-    with suppress(OSError):
-        Path(opened.getsockname()).unlink()
-    opened.close()
-
-
 def _answers(file: Path) -> bool:
     """True if a server listens at the socket."""
     with socket.socket(socket.AF_UNIX) as opened, suppress(OSError):
