@@ -7,6 +7,7 @@ puts them.
 
 import asyncio
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -315,6 +316,45 @@ async def _speak(run, tmp_path):
     await client.shutdown_async(None)
     client.exit(None)
     assert await asyncio.wait_for(client._server.wait(), 20) == 0
+
+
+@needs("pygls")
+def test_the_first_answer_is_the_librarys_own(run):
+    from dunes import __version__
+    from dunes.serve.handshake import message, shake_hands
+    from dunes.serve.lsp import build
+
+    for offered in (None, ["utf-16"], ["utf-32", "utf-8", "utf-16"]):
+        general = {"general": {"positionEncodings": offered}} if offered else {}
+        request = {"jsonrpc": "2.0", "id": "a", "method": "initialize", "params": {"capabilities": general}}
+        out = io.BytesIO()
+        stdin, stdout = shake_hands(io.BytesIO(message(request) + b"rest"), out, __version__)
+        answered = out.getvalue()
+        dropped = io.BytesIO()
+        stdout._stream, again = dropped, b""
+        while not again.endswith(b"\r\n\r\n"):
+            again += stdin.readline()
+        body = stdin.read(int(again.split(b":")[1]))
+        server = build(lambda: None)
+        written = []
+        server.protocol.set_writer(Collect(written, stdout))
+        server.protocol.handle_message(json.loads(body, object_hook=server.protocol.structure_message))
+        assert json.loads(written[0].partition(b"\r\n\r\n")[2]) == json.loads(answered.partition(b"\r\n\r\n")[2])
+        assert dropped.getvalue() == b"", "it is not answered twice"
+        assert stdin.read(4) == b"rest"
+    stdin, stdout = shake_hands(io.BytesIO(b"Content-Length: 2\r\n\r\n[]more"), out, __version__)
+    assert stdin.readline() == b"Content-Length: 2\r\n"
+
+
+class Collect:
+    """A writer that keeps what it passes on."""
+
+    def __init__(self, written, stream):
+        self.written, self.stream = written, stream
+
+    def write(self, data):
+        self.written.append(data)
+        self.stream.write(data)
 
 
 @needs("llm")

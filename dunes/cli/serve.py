@@ -117,7 +117,14 @@ def lsp(
     folder = Path(model)
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
-    extra("pygls", "lsp")
+    from importlib.util import find_spec
+
+    if find_spec("pygls") is None:
+        extra("pygls", "lsp")
+    from dunes import __version__
+    from dunes.serve.handshake import shake_hands
+
+    streams = shake_hands(sys.stdin.buffer, sys.stdout.buffer, __version__)
     from dunes.serve.lsp import start
 
     def load() -> "Running":
@@ -126,7 +133,7 @@ def lsp(
         say = lambda line: print(line, file=sys.stderr, flush=True)
         return Running([folder], acceptance, (), say, not no_follow)
 
-    start(load)
+    start(load, *streams)
     return 0
 
 

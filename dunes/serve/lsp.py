@@ -1,7 +1,7 @@
 """The language server: completion of lines for editors with inline completion, or plain completion.
 
-It answers `initialize` before anything slow is imported; the model is loaded meanwhile, and until then the newest
-request waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+`handshake.py` has answered `initialize` by now; the model is loaded meanwhile, and until then the newest request
+waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types
 from pygls.lsp.server import LanguageServer
 
 from dunes import __version__
+from dunes.serve.handshake import ACCEPTED, TRIGGERS
 
 if TYPE_CHECKING:
     from dunes.serve.requests import Answer, Event
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 ITEMS = 3
 """Suggestions at most."""
-ACCEPTED = "dunes.accepted"
-"""The command that an editor executes when a suggestion was accepted."""
 IDLE = 0.5
 """Seconds without a change after which an open file is indexed for the completion of others."""
 
@@ -45,9 +44,9 @@ class _State:
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
 
-def start(load: Callable[[], "Running"]) -> None:
-    """Speak on standard input and output until the editor ends it; `load` loads the model, in another thread."""
-    build(load).start_io()
+def start(load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO) -> None:
+    """Speak on these streams until the editor ends it; `load` loads the model, in another thread."""
+    build(load).start_io(stdin, stdout)
 
 
 def build(load: Callable[[], "Running"]) -> LanguageServer:
@@ -139,7 +138,7 @@ def _add_completion(server: LanguageServer, state: _State) -> None:
         items = [types.InlineCompletionItem(a.text, range=here, command=command) for a in answers]
         return types.InlineCompletionList(items)
 
-    @server.feature(types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=[*" .(,=:<\"'"]))
+    @server.feature(types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=[*TRIGGERS]))
     async def completion(params: types.CompletionParams) -> types.CompletionList:
         answers = await _answers(server, state, params.text_document.uri, params.position)
         here = types.Range(params.position, params.position)

@@ -1,7 +1,7 @@
 """A model folder that is served: lines by its completer, texts by its model, and what follows the user's work."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -34,6 +34,8 @@ from dunes.text.templates import Turn
 
 SHORT = 3
 """Characters of a suggestion that does not end its line, at least."""
+PATHS = 64
+"""Paths whose names are remembered: to find one, the model's card is read."""
 UNFITTED = 0.3
 """The probability from which on a suggestion is shown where no threshold was fitted."""
 FILES = (
@@ -63,6 +65,7 @@ class LoadedFolder:
         self.loaded = own.loaded if own else None
         self.completer = find_completer(folder, say, False, self.loaded)
         self.files = FileFinder(self.completer.training_files)
+        self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
 
 def take_out_of_file(model: nn.Module) -> None:
@@ -176,7 +179,7 @@ class ServedModel:
 
     def name_of(self, path: str) -> str:
         """The name that a file has in training, for its path or its name there."""
-        return path if path in self.now.files.names else name_in_sources(Path(path), self.folder)
+        return path if path in self.now.files.names else self.now.name_in_sources(path)
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Begin to generate a text. Raises Refused for a prompt that the model cannot read."""
