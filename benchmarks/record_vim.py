@@ -81,24 +81,26 @@ def animation(frames: list[tuple[float, list[str]]], hold: float = 3.0) -> str:
     """The frames as an SVG that shows one after another, again and again."""
     first, total = frames[0][0], frames[-1][0] - frames[0][0] + hold
     width, height = COLUMNS * WIDTH + 20, (ROWS - 1) * HEIGHT + 20
-    rules, groups = [], []
+    rules, groups, known = [], [], dict[str, int]()
     ends = [*(when for when, _ in frames[1:]), frames[-1][0] + hold]
     for i, ((when, lines), end) in enumerate(zip(frames, ends, strict=True)):
         a, b = 100 * (when - first) / total, 100 * (end - first) / total
-        shown = f"0%,{a:.3f}%{{opacity:0}}{a + 0.001:.3f}%,{b:.3f}%{{opacity:1}}{min(b + 0.001, 100):.3f}%,100%{{opacity:0}}"
+        later = f"{min(b + 0.001, 100):.3f}%,100%{{opacity:0}}"
+        shown = f"0%,{a:.3f}%{{opacity:0}}{a + 0.001:.3f}%,{b:.3f}%{{opacity:1}}{later}"
         if i == 0:
-            shown = f"0%,{b:.3f}%{{opacity:1}}{b + 0.001:.3f}%,100%{{opacity:0}}"
+            shown = f"0%,{b:.3f}%{{opacity:1}}{later}"
         rules.append(f"@keyframes f{i}{{{shown}}}.f{i}{{animation:f{i} {total:.2f}s step-end infinite;opacity:0}}")
         rows = [
-            f'<text x="10" y="{10 + HEIGHT * (n + 0.75):.1f}">{line}</text>'
+            f'<use href="#l{known.setdefault(line, len(known))}" y="{10 + HEIGHT * (n + 0.75):.1f}"/>'
             for n, line in enumerate(lines)
             if line
         ]
         groups.append(f'<g class="f{i}">{"".join(rows)}</g>')
+    texts = "".join(f'<text id="l{n}" x="10">{line}</text>' for line, n in known.items())
     style = "text{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre}" + "".join(rules)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}">'
-        f'<style>{style}</style><rect width="100%" height="100%" rx="6" fill="#2e3440"/>{"".join(groups)}</svg>\n'
+        f'<style>{style}</style><rect width="100%" height="100%" rx="6" fill="#2e3440"/><defs>{texts}</defs>{"".join(groups)}</svg>\n'
     )
 
 
@@ -125,7 +127,7 @@ def main(
         shutil.copy(file, copy)
         address = f"http://127.0.0.1:{port}/infill"
         settings.write_text(
-            f"set nocompatible noswapfile noshowmode noruler autoindent expandtab shiftwidth=4\n"
+            f"set nocompatible noswapfile noshowmode noruler noautoindent expandtab shiftwidth=4\n"
             f"set rtp^={plugin}\nsyntax on\nset background=dark\n"
             f"let g:llama_config = {{'endpoint_fim': '{address}', 'endpoint': '{address}', 'show_info': 0}}\n"
         )
