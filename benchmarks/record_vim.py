@@ -100,7 +100,8 @@ def animation(frames: list[tuple[float, list[str]]], hold: float = 3.0) -> str:
     style = "text{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre}" + "".join(rules)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}">'
-        f'<style>{style}</style><rect width="100%" height="100%" rx="6" fill="#2e3440"/><defs>{texts}</defs>{"".join(groups)}</svg>\n'
+        f'<style>{style}</style><rect width="100%" height="100%" rx="6" fill="#2e3440"/>'
+        f"<defs>{texts}</defs>{''.join(groups)}</svg>\n"
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from conftest import display, toy
 from dunes.checkpoint import load_with_tokenizer
 from dunes.generate import sampler
+from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.completer import load_completer
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import CompleteOptions
@@ -384,7 +385,7 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     assert isinstance(got[0], ZeroDivisionError)
 
 
-def test_an_error_of_one_text_is_its_own(run, monkeypatch):
+def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
     loaded, original = load_with_tokenizer(run), sampler
 
     def broken(*args, seed=0, **more):
@@ -392,20 +393,50 @@ def test_an_error_of_one_text_is_its_own(run, monkeypatch):
         return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
 
     monkeypatch.setattr("dunes.serve.batch.sampler", broken)
-    batch, events = Batch(loaded), {i: [] for i in range(4)}
-    asked = [TextRequest("def task_", 9, 0.0), TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0)]
-    for i, request in enumerate(asked):
-        batch.add(request, events[i].append, lambda: False)
-    while batch.active:
-        batch.advance()
-    assert isinstance(events[1][-1], ZeroDivisionError)
-    for i in (0, 2):
+    asked = [TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0), TextRequest("def", 9, 1.0, seed=3)]
+    together, _ = generated(Batch(loaded), asked)
+    assert isinstance(together[0], ZeroDivisionError)
+    for i in (1, 2):
         (alone,), _ = generated(Batch(loaded), [asked[i]])
-        assert events[i][-1].text == alone.text
-    batch.add(asked[0], events[3].append, lambda: False)
-    while batch.active:
-        batch.advance()
-    assert events[3][-1].text == events[0][-1].text
+        assert together[i].text == alone.text
+
+
+def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
+    model = running.models.served["run"]
+    before = Batch.__dict__["_read_piece"]
+
+    def broken(self, place):
+        raise RuntimeError("no memory left")
+
+    monkeypatch.setattr(Batch, "_read_piece", broken)
+    events = []
+    running.worker.submit(TextRequest("def", 5, 0.0), events.append)
+    assert eventually(lambda: events)
+    assert isinstance(events[0], RuntimeError)
+    monkeypatch.setattr(Batch, "_read_piece", before)
+    later = []
+    running.worker.submit(TextRequest("def", 5, 0.0), later.append)
+    assert eventually(lambda: later and isinstance(later[-1], Answer))
+    assert model.now.batch is not None
+
+
+class Gone:
+    """A stream whose reader has gone."""
+
+    def write(self, text):
+        raise OSError("nobody reads")
+
+    flush = write
+
+
+def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Gone())
+    monkeypatch.setattr(running.models.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
+    got = []
+    running.worker.submit(LineRequest("a"), got.append)
+    assert eventually(lambda: got)
+    monkeypatch.undo()
+    assert shown_by(running, BEFORE)
 
 
 # HTTP
@@ -939,6 +970,58 @@ def test_open_files_that_change_together_are_all_copied_from(running):
     assert [shown_by(running, f"x = call_of_{name}_") for name in names] == ["thing(1)"] * 6
     running.take_in("open_1.py", None)
     assert "thing" not in shown_by(running, "x = call_of_open_1_")
+
+
+def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
+    monkeypatch.setattr("dunes.serve.follow.MOST", 400_000)  # a quarter of it at a look
+    out, folder = copied
+    (folder / "module_2.py").unlink()
+    text = (folder / "module_3.py").read_text()
+    (folder / "module_3.py").write_text(text + "brand_new_line = brand_new_function(1)\n")
+    os.utime(folder / "module_3.py", (1, 1))  # older than the index, as a file that was edited during training
+    for i in range(12):
+        (folder / f"large_{i}.py").write_text(f"value_{i} = quite_unheard_of_{i}(2)\n" + f"# {'x' * 60}\n" * 500)
+    running = Running([out], 0.0, (), lambda line: None)
+    try:
+        assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1)", 60)
+        assert "module_2.py" not in running.models.served["run"].now.files.names
+        completer = running.models.served["run"].now.completer
+        names = lambda: {n for n, text in completer._open.texts.items() if text}
+        assert eventually(lambda: {f"large_{i}.py" for i in range(12)} <= names(), 60)
+    finally:
+        running.close()
+
+
+def test_a_small_change_among_many_open_files_is_indexed_alone(run):
+    completer = load_completer(run)
+    many = {f"f{i}.py": f"name_{i} = first_call_{i}(1)\n" * 50 for i in range(100)}
+    completer.use(completer.with_texts(many))
+    sizes = []
+    for i in range(12):
+        completer.use(
+            completer.with_texts({f"g{i}.py": f"x = later_call_{i}(2)\n", "f3.py": f"y = changed_{i}(3)\n"})
+        )
+        sizes.append([len(index.text) for _, index in completer._open.parts])
+    assert all(len(part) <= 5 for part in sizes)
+    assert all(part[0] == sizes[0][0] for part in sizes), "the large one is not made again"
+    copied = lambda before: CopyNearest(completer._far_from("new.py", ()).texts).complete(before).text
+    for i in range(12):
+        assert copied(f"x = later_call_{i}") == "(2)"
+    assert copied("y = changed_") == "11(3)"
+    assert copied("name_5 = first_call_5") == "(1)"
+    completer.use(completer.with_texts({"f5.py": None}))
+    assert copied("name_5 = first_call_5") != "(1)"
+
+
+def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(running):
+    import weakref
+
+    model = running.models.served["run"]
+    old, request = weakref.ref(model.now.loaded.model), TextRequest("a", 3, made_for=object())
+    running.worker.call(model.reload).result(60)
+    assert eventually(lambda: old() is None, 5)
+    with pytest.raises(Refused, match="loaded again"):
+        model.add(request, print, lambda: False)
 
 
 def test_a_repeated_key_is_found_at_once():

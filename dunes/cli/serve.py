@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -72,12 +73,11 @@ def serve(
             f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
         )
     sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
-    say = lambda line: print(line, file=sys.stderr, flush=True)
     from dunes.serve.app import Server
     from dunes.serve.client import listen, socket_file
     from dunes.serve.running import Running
 
-    running = Running(_folders(models), acceptance, adapter, say, not no_follow)
+    running = Running(_folders(models), acceptance, adapter, _say, not no_follow)
     address = url(host, sockets[0].getsockname()[1])
     names = ", ".join(name for model in running.models.served.values() for name in model.names)
     print(f"serving {names} at {address} (Ctrl-C ends it)")
@@ -130,8 +130,7 @@ def lsp(
     def load() -> "Running":
         from dunes.serve.running import Running
 
-        say = lambda line: print(line, file=sys.stderr, flush=True)
-        return Running([folder], acceptance, (), say, not no_follow)
+        return Running([folder], acceptance, (), _say, not no_follow)
 
     start(load, *streams)
     return 0
@@ -166,6 +165,12 @@ def doctor(
         print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")
         failed |= bool(line.problem)
     return 1 if failed else 0
+
+
+def _say(line: str) -> None:
+    """A line on standard error, which may be gone while a server lives on."""
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _folders(models: tuple[str, ...]) -> list[Path]:

@@ -200,9 +200,7 @@ class Server:
         requests = []
         for each in asked.requests:
             if isinstance(each, TextRequest) and each.messages:
-                model = self.models.find(each.model)
-                ids, stop = await asyncio.to_thread(model.chat_prompt, each.model, each.messages)
-                each = replace(each, prompt=ids, stop_ids=(stop,))
+                each = await asyncio.to_thread(self.models.find(each.model).with_prompt, each)
             requests.append(each)
         return replace(asked, requests=requests)
 

@@ -5,12 +5,14 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Request, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens, sampler
 from dunes.generate.pieces import PieceReader
 from dunes.generate.prefix_cache import common_length
+from dunes.generate.sampling import greedy
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
@@ -32,7 +34,10 @@ class Row:
         tokenizer: Tokenizer,
         emit: Callable[[Event], None],
         is_cancelled: Callable[[], bool],
+        errors: Sequence[Exception] = (),
     ) -> None:
+        self.errors = errors
+        """What its own sampling raised."""
         self.asked, self.request, self.emit, self.is_cancelled = asked, request, emit, is_cancelled
         self.tokenizer, self.start = tokenizer, perf_counter()
         self.answer = Answer(prompt_tokens=len(request.prompt))
@@ -80,6 +85,21 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def _guarded(choose: Sampler, errors: list[Exception]) -> Sampler:
+    """A sampler whose errors end no other text's step: they are listed, and the most probable id is taken."""
+    if choose.choose is greedy:
+        return choose  # nothing in it fails, and it stays the one that compiled steps know
+
+    def pick(logits: Tensor) -> Tensor:
+        try:
+            return choose.choose(logits)
+        except Exception as error:
+            errors.append(error)
+            return logits.argmax(-1)
+
+    return Sampler(choose.processors, pick)
+
+
 def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
     """A token with its bytes, and those of its alternatives; special tokens as they are spelled."""
 
@@ -111,8 +131,6 @@ class Batch:
         self._cache = self._new_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
         self._reader = PieceReader()
-        self._suspects: list[int] = []
-        self._held_back = False
 
     @property
     def active(self) -> bool:
@@ -153,8 +171,9 @@ class Batch:
         tops = asked.logprobs or 0
         adapter = self._adapters.get(asked.model, self._default)
         stops = {*self.tokenizer.stops, *asked.stop_ids}
-        request = Request(ids, asked.max_tokens, choose, stops, tops, adapter)
-        row = Row(asked, request, self.tokenizer, emit, is_cancelled)
+        errors: list[Exception] = []
+        request = Request(ids, asked.max_tokens, _guarded(choose, errors), stops, tops, adapter)
+        row = Row(asked, request, self.tokenizer, emit, is_cancelled, errors)
         if asked.echo:
             self._echo(row, ids, tops)
         if not asked.max_tokens:
@@ -180,41 +199,24 @@ class Batch:
             if row is not None and row.is_cancelled():
                 self._release(place)
         waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
-        if waiting:
-            self._read_piece(waiting[0])
         try:
+            if waiting:
+                self._read_piece(waiting[0])
             if any(self._requests):
                 self._next_tokens()
         except Exception as error:
-            self._find_guilty(error)
-        else:
-            self._suspects = self._suspects[1:]
-        if self._suspects:
-            self._only(self._suspects[0])
-        elif self._held_back:
-            self._only(None)
+            self.fail(error)
         if not self.active and len(self.rows) > 1:
             self._resize(1)
 
-    def _find_guilty(self, error: Exception) -> None:
-        """After an error, let each text go on alone once; the one that fails alone gets the error."""
-        ready = [place for place, request in enumerate(self._requests) if request is not None]
+    def fail(self, error: Exception) -> None:
+        """End all texts with an error, and forget what the cache has."""
         self._tokens = iter(())
-        if len(ready) > 1:
-            self._suspects = ready
-            return
-        self._suspects = self._suspects[1:]
-        row = self.rows[ready[0]]
-        assert row is not None, "it has a request"
-        row.emit(error)
-        self._release(ready[0])
-
-    def _only(self, place: int | None) -> None:
-        """Let this text alone go on; None for all that are ready."""
-        for i, row in enumerate(self.rows):
-            goes = row is not None and row.ready and (place is None or i == place)
-            self._requests[i] = row.request if row is not None and goes else None
-        self._held_back = place is not None
+        self._cache = self._new_cache(len(self.rows))
+        for place, row in enumerate(self.rows):
+            self._release(place)
+            if row is not None:
+                row.emit(error)
 
     def _next_tokens(self) -> None:
         if len(self._cache.ids) == 1:
@@ -225,10 +227,13 @@ class Batch:
             tokens = next(self._tokens, None)
         for place, token in enumerate(tokens or ()):
             current = self.rows[place]
-            if current is not None and token is not None:
+            if current is not None and token is not None and not current.errors:
                 current.push(token)
         for place, current in enumerate(self.rows):
-            if current is not None and current.ready and not current.request.unfinished:
+            if current is not None and current.errors:
+                current.emit(current.errors[0])
+                self._release(place)
+            elif current is not None and current.ready and not current.request.unfinished:
                 current.finish()
                 self._release(place)
 

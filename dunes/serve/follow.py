@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from dunes.data.document import header_name, plain_document
@@ -36,7 +37,7 @@ class Follower(threading.Thread):
         self._known: dict[Path, Stamp] = {}
         self._folders: dict[Path, int] = {}
         self._files: dict[Path, str] = {}
-        self._wait, self._left, self._follow_links = PERIOD, 0.0, False
+        self._wait, self._left, self._failed, self._follow_links = PERIOD, 0.0, "", False
         self._ended = threading.Event()
 
     def run(self) -> None:
@@ -62,32 +63,41 @@ class Follower(threading.Thread):
             self._said = ""
         except Exception as error:
             self._folders = {}  # all is looked at again
-            message = f"{self.model.name}: {' '.join(str(error).split())}"
-            if message != self._said:
+            self._said = self._say_once(error, self._said)
+
+    def _say_once(self, error: Exception, said: str) -> str:
+        message = f"{self.model.name}: {' '.join(str(error).split())}"
+        if message != said:
+            with suppress(OSError, ValueError):  # nobody may read it
                 self._say(message)
-            self._said = message
+        return message
 
     def _begin(self) -> None:
-        """Take in what has changed since the training, or is not in its index."""
+        """Take in what differs from the index: what has changed since the training read it, come or gone."""
+        self._folders, self._known, self._files = {}, {}, {}
         self._walk()
-        since, names = (
-            file_time(self.model.folder / "completion" / "index.safetensors"),
-            self.model.now.files.names,
-        )
+        indexed = dict(self.model.now.completer.training_files)
         for path, name in self._files.items():
             found = self._stamp(path)
-            if found and found[0] <= since and name in names:
+            if found and name in indexed and (found[1] > LARGE or _read(path, name) == indexed[name]):
                 self._known[path] = found
+        if self._files and (gone := {*filter(None, indexed)} - {*self._files.values()}):
+            self.model.take_in(self.worker, dict.fromkeys(gone))
         self._take_in([path for path in self._files if path not in self._known])
 
     def _load_again(self) -> None:
-        """Load the model again where its folder has changed; if that fails, try again later."""
+        """Load the model again where its folder has changed; if that fails, say it once, and try again later."""
         self._left -= PERIOD
         if model_stamp(self.model.folder) == self.model.now.stamp or self._left > 0:
             return
         self._left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
-        self.worker.call(self.model.reload).result()
-        self._left, self._wait = 0.0, PERIOD
+        try:
+            self.worker.call(self.model.reload).result()
+        except Exception as error:
+            self._failed = self._say_once(error, self._failed)
+        else:
+            self._left, self._wait, self._failed = 0.0, PERIOD, ""
+            self._begin()
 
     def _has_come_or_gone(self) -> bool:
         return not self._folders or any(file_time(path) != time for path, time in self._folders.items())
@@ -119,20 +129,20 @@ class Follower(threading.Thread):
 
     def _take_in(self, paths: list[Path]) -> None:
         """Take in these files, of which the first have the more room."""
-        texts, room = dict[str, str | None](), MOST // 4
+        texts, read, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             found, name = self._stamp(path), self._files[path]
-            if found is None:
-                continue  # the next walk knows that it is gone
-            self._known[path] = found
-            if found[1] > min(LARGE, room):
-                continue  # what the index has of it stays
-            text = _read(path, name)
-            if text is not None or name in self.model.now.files.names:
-                texts[name] = text
-                room -= len(text or "")
+            if found is None or LARGE >= found[1] > room:
+                continue  # the next walk knows that it is gone, or the next look has room
+            read[path] = found
+            if found[1] <= LARGE:  # of a larger one, what the index has stays
+                text = _read(path, name)
+                if text is not None or name in self.model.now.files.names:
+                    texts[name] = text
+                    room -= len(text or "")
         if texts:
             self.model.take_in(self.worker, texts)
+        self._known |= read
 
 
 def _read(path: Path, name: str) -> str | None:

@@ -129,7 +129,7 @@ def write_reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
         "timings": timings(answer),
     }
     if body.get("n_probs"):
-        reply["completion_probabilities"] = [probabilities(token) for token in answer.tokens]
+        reply[PROBS] = [probabilities(token) for token in answer.tokens]
     wanted = request.fields.items("response_fields", 256)
     return flat_fields(reply, [name for name in wanted if isinstance(name, str)]) if wanted else reply
 
@@ -151,13 +151,14 @@ def write_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
     chunk: dict[str, Any] = {"index": index, "content": piece.text, "tokens": list(piece.ids)}
     chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
     if piece.tokens and request.fields.body.get("n_probs"):
-        chunk["completion_probabilities"] = [probabilities(token) for token in piece.tokens]
+        chunk[PROBS] = [probabilities(token) for token in piece.tokens]
     return chunk
 
 
 def write_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
     """The end of a stream."""
-    return write_reply(request, index, answer) | {"content": ""}
+    last = write_reply(request, index, answer)
+    return {**last, **{name: type(last[name])() for name in ("content", "tokens", PROBS) if name in last}}
 
 
 def probabilities(token: TokenText) -> dict[str, Any]:
@@ -210,6 +211,9 @@ def settings(request: Request | None) -> dict[str, Any]:
         "stream": False,
         "n_probs": text.logprobs or 0,
     }
+
+
+PROBS = "completion_probabilities"
 
 
 def no_end(request: Asked, answers: Sequence[Answer]) -> Sequence[Any]:

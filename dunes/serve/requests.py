@@ -58,6 +58,8 @@ class TextRequest:
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     messages: Sequence[tuple[str, str]] = ()
+    made_for: object = None
+    """The batch of the model whose ids the prompt has, if it was made here."""
     logprobs: int | None = None
     echo: bool = False
     model: str = ""

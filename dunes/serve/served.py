@@ -1,6 +1,8 @@
 """A model folder that is served: lines by its completer, texts by its model, and what follows the user's work."""
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
@@ -99,7 +101,8 @@ class ServedModel:
         self.folder, self.name, self.acceptance = folder, name, acceptance
         self._load = partial(LoadedFolder, folder, name, adapters, say)
         self._texts: dict[str, str | None] = {}
-        self._changing, self._ending = Lock(), list[Batch]()
+        self._pending: dict[str, str | None] = {}
+        self._adding, self._changing, self._ending = Lock(), Lock(), list[Batch]()
         self.now = self._load()
 
     def reload(self) -> None:
@@ -110,26 +113,32 @@ class ServedModel:
         new = self._load()
         if self.now.batch is not None and self.now.batch.active:
             self._ending.append(self.now.batch)
-        if self._texts:
-            _use(new, new.completer.with_texts(self._texts), self._texts)
+        indexed = dict(new.completer.training_files)
+        self._texts = {name: text for name, text in self._texts.items() if indexed.get(name) != text}
+        _use(new, new.completer.with_texts(self._texts), self._texts)
         self.now = new
+        gc.collect()  # engines are cycles, and the old one has a model
 
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
         """Complete lines with these texts of files from now on; None for a file that is gone.
 
-        They are indexed in this thread, one change after the other.
+        They are indexed in this thread, or in another one that came before and takes them in, too.
         """
+        with self._adding:
+            self._pending |= texts
         with self._changing:
-            self._texts |= texts
-            while True:
+            with self._adding:
+                new, self._pending = self._pending, {}
+            taken = not new
+            while not taken:
                 completer = self.now.completer
-                files = completer.with_texts(self._texts)
-                if worker.call(lambda: self._use(completer, files, texts)).result():  # noqa: B023
-                    return
+                files = completer.with_texts(new)
+                taken = worker.call(partial(self._use, completer, files, new)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
         """Use these files, unless they were indexed for a model that has been replaced."""
         if completer is self.now.completer:
+            self._texts |= texts
             _use(self.now, files, texts)
         return completer is self.now.completer
 
@@ -183,7 +192,10 @@ class ServedModel:
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Begin to generate a text. Raises Refused for a prompt that the model cannot read."""
-        self.require_batch().add(asked, emit, is_cancelled)
+        batch = self.require_batch()
+        if asked.made_for not in (None, batch):
+            raise Refused(503, "the model was loaded again meanwhile", "unavailable_error", retry=1)
+        batch.add(asked, emit, is_cancelled)
 
     def advance(self) -> bool:
         """Go on with the texts by a token of each; False if there is none."""
@@ -204,14 +216,17 @@ class ServedModel:
             raise Refused(503, "the model is in training; it completes lines by copying", "unavailable_error", 30)
         return self.now.batch
 
-    def chat_prompt(self, name: str, messages: Sequence[tuple[str, str]]) -> tuple[list[int], int]:
-        """The ids of a chat whose next turn is the model's, and the id that ends it. Raises Refused if the model
-        has no chat template, or refuses the messages."""
-        self.require_batch()
-        chat = self.now.chats.get(name, self.now.chats[self.name])
+    def with_prompt(self, asked: TextRequest) -> TextRequest:
+        """The request with the prompt of its chat, whose next turn is the model's; any thread may call it.
+
+        Raises Refused if the model has no chat template, or refuses the messages.
+        """
+        batch, chats = self.require_batch(), self.now.chats
+        chat = chats.get(asked.model, chats[self.name])
         try:
-            ids = chat.encode(tuple(Turn(role, text) for role, text in messages))
-            return ids, chat.template.stop_id(chat.loaded.require_tokenizer())
+            ids = chat.encode(tuple(Turn(role, text) for role, text in asked.messages))
+            stop = chat.template.stop_id(chat.loaded.require_tokenizer())
+            return replace(asked, prompt=ids, stop_ids=(stop,), made_for=batch)
         except ValueError as error:
             raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
 

@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -90,17 +91,22 @@ class Worker:
         return task
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Run a function in the worker's thread, between two requests."""
+        """Run a function in the worker's thread, between two requests; cancelled once the worker is closed."""
         result: Future[T] = Future()
         with self._wake:
-            self._calls.append((work, result))
-            self._wake.notify()
+            if self._is_closed:
+                result.cancel()
+            else:
+                self._calls.append((work, result))
+                self._wake.notify()
         return result
 
     def close(self) -> None:
         """End the thread after the call, the line or the token that it works on."""
         with self._wake:
             self._is_closed = True
+            for _, result in self._calls:
+                result.cancel()
             self._wake.notify()
         self._thread.join(5)
 
@@ -126,6 +132,9 @@ class Worker:
                 except Exception as error:
                     result.set_exception(error)
             return True
+        if any(task.is_cancelled() for task in self._texts):
+            with self._wake:
+                self._texts = deque(task for task in self._texts if not task.is_cancelled())
         while self._texts and self._begin_text():
             pass
         return sum(model.advance() for model in self._models().values()) > 0  # each goes on
@@ -161,5 +170,6 @@ class Worker:
 def _shown(error: Exception) -> Exception:
     """The error, with its traceback on standard error unless it is the request's own."""
     if not isinstance(error, Refused):
-        traceback.print_exception(error)
+        with suppress(OSError, ValueError):  # nobody may read it
+            traceback.print_exception(error)
     return error

@@ -9,7 +9,7 @@ character costs about one id.
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -39,16 +39,26 @@ SUFFIX = 0.25
 """The part of the context length that the text behind the cursor may take."""
 LIKELY = 4
 """Alternatives that are shown of a token."""
+MERGED = 3
+"""Indexes of changed files, beyond which the smaller ones become one."""
 FILES = 4
 """Files whose surroundings are remembered, and sets of files of single requests."""
 
 
 @dataclass(frozen=True)
 class OpenFiles:
-    """The texts of files by name that have changed since the index was made (None: they are gone), indexed."""
+    """The texts of files by name that have changed since the index was made (None: they are gone), and indexes of
+    them, each with the names of the files of which it has the newest text. Later ones are smaller."""
 
-    texts: Mapping[str, str | None]
-    index: TextIndex | None
+    texts: Mapping[str, str | None] = field(default_factory=dict)
+    parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
+
+    def far(self, name: str) -> Far:
+        """What can be copied from these files but one."""
+        newest = [
+            index.without({file.name for file in index.files} - names | {name}) for names, index in self.parts
+        ]
+        return Far([i for part in newest for i in part.ids], [t for part in newest for t in part.texts])
 
 
 class CompletionEngine:
@@ -71,7 +81,7 @@ class CompletionEngine:
         self._vocabulary = Vocabulary(self.files.pieces, self._encode)
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
-        self._open = OpenFiles({}, None)
+        self._open = OpenFiles()
         self._near: tuple[list[int], list[int], str, Far, Sources] | None = None
         self._form = fim_form(loaded)
         self._far_from = lru_cache(FILES)(self._find_far)
@@ -85,11 +95,22 @@ class CompletionEngine:
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
         """The open files with these texts, for `use`; another thread may call it while lines are completed."""
         new = {valid_text(name): valid_text(text) if text else None for name, text in texts.items()}
-        known = {**self._open.texts, **new}
-        if known == self._open.texts:
-            return self._open
-        present = [(name, text) for name, text in known.items() if text]
-        return OpenFiles(known, index_texts(present, self.files) if present else None)
+        known, absent = self._open, object()
+        new = {name: text for name, text in new.items() if known.texts.get(name, absent) != text}
+        if not new:
+            return known
+        after = {**known.texts, **new}
+        parts = [(left, index) for names, index in known.parts if (left := names - new.keys())]
+        fresh = {name for name, text in new.items() if text}
+        size = sum(len(after[name] or "") for name in fresh)
+        while parts and (len(parts) > MERGED or 2 * size > len(parts[-1][1].text)):
+            names, index = parts.pop()
+            fresh |= names
+            size += len(index.text)
+        if fresh:
+            index = index_texts([(name, after[name] or "") for name in sorted(fresh)], self.files)
+            parts.append((frozenset(fresh), index))
+        return OpenFiles(after, parts)
 
     def use(self, files: OpenFiles) -> None:
         """Complete lines with these files from now on."""
@@ -212,7 +233,7 @@ class CompletionEngine:
     def _find_far(self, name: str, texts: tuple[NamedText, ...]) -> Far:
         """All files but this one: those in the index that have not changed, those that have, and these texts."""
         parts = [self._unchanged(frozenset({name, *self._open.texts}))] if self.index is not None else []
-        parts += [self._open.index.without([name])] if self._open.index is not None else []
+        parts.append(self._open.far(name))
         parts += [self._indexed(texts)] if texts else []
         return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
 
