@@ -11,6 +11,7 @@ import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -382,3 +383,25 @@ def test_the_llm_command(clients_port, tmp_path):
     assert done.stdout.rstrip("\n") == ok(clients_port, "/v1/completions", body)["choices"][0]["text"].rstrip(
         "\n"
     ), done.stderr
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /infill HTTP/1.1\r\nHost: localhost\r\n", b"BODY"])
+def test_a_client_that_sends_a_byte_now_and_then_is_closed(clients_port, sent):
+    if sent == b"BODY":
+        sent = b"POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    start, closed = time.monotonic(), False
+    with socket.create_connection(("127.0.0.1", clients_port), timeout=0.5) as client:
+        client.sendall(sent)
+        while time.monotonic() - start < 20 and not closed:
+            try:
+                if sent:
+                    client.sendall(b"X")
+                reply = client.recv(1000)
+                closed = not reply or b"408" in reply.partition(b"\r\n")[0]
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+    assert closed
+    assert 8 < time.monotonic() - start < 14
+    assert ok(clients_port, "/infill", infill(BEFORE, "\n"))["content"], "others are served"
