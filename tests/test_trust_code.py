@@ -1,6 +1,8 @@
 """--trust-code: every command that opens a model folder has it, and imports nothing without it."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -10,10 +12,11 @@ from dunes.cli import augment, bench
 from dunes.cli import main as command
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.runs import comparison
+from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP
 
-OF_NO_MODEL = ["bench", "bench compare", "bench plot", "bench report", "augment"]
+OF_NO_MODEL = ["bench", "bench compare", "bench plot", "bench report", "doctor", "augment"]
 COMMANDS = [
     *command.VERBS,
     *(f"augment {name}" for name in augment.COMMANDS),
@@ -23,6 +26,7 @@ ARGUMENTS = {
     "train": ["{text}", "--from", "{model}", "--out", "{out}"],
     "finetune": ["{model}", "--data", "{data}", "--out", "{out}"],
     "complete": ["{model}", "{text}:1:2"],
+    "serve": ["{model}", "--port", "0"],
     "eval": ["{model}", "{text}"],
     "bench shrink": ["{model}", "--validation", "{text}"],
     "augment quantize": ["{model}", "{out}", "--kind", "int8"],
@@ -78,7 +82,7 @@ def dunes(name, kept, tmp_path, monkeypatch, capsys, *options):
     return ended.value.code, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_NO_MODEL])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*OF_NO_MODEL, "lsp")])
 def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_option(
     name, kept, tmp_path, monkeypatch, capsys
 ):
@@ -101,7 +105,7 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
     assert not checkpoint.cards_trusted()
 
 
-@pytest.mark.parametrize("name", OF_NO_MODEL[1:4])
+@pytest.mark.parametrize("name", OF_NO_MODEL[1:5])
 def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), "-h"])
     with pytest.raises(SystemExit):
@@ -109,6 +113,25 @@ def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, cap
     shown = capsys.readouterr().out
     assert f"usage: dunes {name}" in shown
     assert "--trust-code" not in shown
+
+
+@pytest.mark.parametrize("options", [[], ["--trust-code"]])
+def test_a_language_server_imports_by_a_card_only_with_the_option(options, kept, tmp_path):
+    (tmp_path / "stranger.py").write_text(SOURCE)
+    command = [sys.executable, "-m", "dunes", "lsp", str(kept / "model"), *options]
+    env = {**os.environ, "PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])}
+    first = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"capabilities": {}}}
+    messages = [first, {"jsonrpc": "2.0", "method": "initialized", "params": {}}]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path, env=env
+    ) as process:
+        process.stdin.write(b"".join(map(message, messages)))
+        process.stdin.flush()
+        said = b""
+        while b"showMessage" not in said:
+            said += process.stdout.read1(1 << 16)
+        process.kill()
+    assert (tmp_path / "ran").exists() == bool(options)
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def _main() -> int:
     commands = {
         verb: getattr(serve if hasattr(serve, verb) else verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS
     }
-    return run("dunes", ABOUT, with_trust(commands), sys.argv[1:])
+    return run("dunes", ABOUT, with_trust(commands) | {"doctor": serve.doctor}, sys.argv[1:])
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:

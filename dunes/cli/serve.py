@@ -3,6 +3,8 @@
 import os
 import sys
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -77,16 +79,26 @@ def serve(
     from dunes.serve.client import listen, socket_file
     from dunes.serve.running import Running
 
-    running = Running(_folders(models), acceptance, adapter, _say, not no_follow)
-    address = url(host, sockets[0].getsockname()[1])
-    names = ", ".join(name for model in running.models.served.values() for name in model.names)
-    print(f"serving {names} at {address} (Ctrl-C ends it)")
-    print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
-    print(f"nothing appears? dunes doctor{'' if port == 8012 else f' {address}'}", flush=True)
+    try:
+        running = Running(_folders(models), acceptance, adapter, _say, not no_follow)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
     folders = [] if key else [model.folder for model in running.models.served.values()]
     own = {folder: opened for folder in folders if (opened := listen(folder)) is not None}
+
+    def ready() -> None:
+        place = url(host, ports[0])
+        names = ", ".join(name for model in running.models.served.values() for name in model.names)
+        print(f"serving {names} at {place} (Ctrl-C ends it)")
+        print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
+        print(f"nothing appears? dunes doctor{'' if ports[0] == 8012 else f' {place}'}", flush=True)
+
+    ports = [each.getsockname()[1] for each in sockets]
     try:
-        run(Server(running.models, running.worker).app([host, *allow_host], key), [*sockets, *own.values()])
+        app = Server(running.models, running.worker).app([host, *allow_host], key)
+        run(app, [*sockets, *own.values()], ready)
     finally:
         for folder in own:
             socket_file(folder).unlink(missing_ok=True)
@@ -132,7 +144,7 @@ def lsp(
 
         return Running([folder], acceptance, (), _say, not no_follow)
 
-    start(load, *streams)
+    start(partial(copy_context().run, load), *streams)  # what is trusted, in another thread, too
     return 0
 
 

@@ -17,6 +17,7 @@ from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
+from dunes.units import plural
 
 EXCEEDS, TOO_LONG = "the request exceeds the available context size", "exceed_context_size_error"
 """The reference server's words for a prompt that is too long."""
@@ -154,7 +155,7 @@ class Batch:
         if not ids:
             raise Refused(400, "Field 'prompt': no tokens; expected at least one")
         if len(ids) > room:
-            raise Refused(400, f"{EXCEEDS}: {len(ids)} tokens of a prompt; at most {room}", TOO_LONG)
+            raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} of a prompt; at most {room}", TOO_LONG)
         return ids
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:

@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import copy_context
 from pathlib import Path
 
 from dunes.data.document import header_name, plain_document
@@ -38,10 +39,15 @@ class Follower(threading.Thread):
         self._folders: dict[Path, int] = {}
         self._files: dict[Path, str] = {}
         self._wait, self._left, self._failed, self._follow_links = PERIOD, 0.0, "", False
+        self._context = copy_context()
+        """What is trusted."""
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Look at the files until it is closed."""
+        self._context.run(self._run)
+
+    def _run(self) -> None:
         self._guarded(self._begin)
         while not self._ended.wait(PERIOD):
             self._guarded(self.look)

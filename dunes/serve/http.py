@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import h11
@@ -51,7 +51,16 @@ class DeadlineProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which ends with a status instead of the signal that ended it."""
+    """uvicorn's server, which says when it is ready, and ends with a status instead of by a signal."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        self._ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -94,10 +103,10 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def run(app: ASGIApp, sockets: Sequence[socket.socket]) -> None:
-    """Serve the application until SIGINT or SIGTERM."""
+def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object]) -> None:
+    """Serve the application until SIGINT or SIGTERM; `ready` is called when it does."""
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
     config = uvicorn.Config(app, **options)
-    asyncio.run(_Server(config).serve(sockets=[*sockets]))
+    asyncio.run(_Server(config, ready).serve(sockets=[*sockets]))

@@ -1,6 +1,8 @@
 """Models in their worker, with what follows their files, for the HTTP server and the language server."""
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 
 from dunes.serve.follow import Follower
@@ -23,7 +25,8 @@ class Running:
         models: list[Models] = []
         self.worker = Worker(lambda name: models[0].find(name), lambda: models[0].served if models else {})
         try:
-            models.append(self.worker.call(lambda: Models(folders, acceptance, adapters, say)).result())
+            load = partial(copy_context().run, Models, folders, acceptance, adapters, say)  # what is trusted
+            models.append(self.worker.call(load).result())
         except BaseException:
             self.worker.close()
             raise

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -98,12 +99,21 @@ class ServedModel:
         adapters: Sequence[Path] = (),
         say: Callable[[str], object] = print,
     ) -> None:
-        self.folder, self.name, self.acceptance = folder, name, acceptance
-        self._load = partial(LoadedFolder, folder, name, adapters, say)
+        self.folder, self.name, self.acceptance, self._adapters, self._say = (
+            folder,
+            name,
+            acceptance,
+            adapters,
+            say,
+        )
+        self._context = copy_context()
         self._texts: dict[str, str | None] = {}
         self._pending: dict[str, str | None] = {}
         self._adding, self._changing, self._ending = Lock(), Lock(), list[Batch]()
         self.now = self._load()
+
+    def _load(self) -> LoadedFolder:
+        return self._context.run(LoadedFolder, self.folder, self.name, self._adapters, self._say)
 
     def reload(self) -> None:
         """Load the folder again: its training may have ended. Texts that were begun go on with the old model.
