@@ -98,12 +98,9 @@ class Gate:
         async def send_in_time(message: Message) -> None:
             await asyncio.wait_for(send(message), SENDING)
 
-        async def receive_in_time() -> Message:
-            return await receive()
-
         try:
             self._check(scope)
-            await self.app(scope, receive_in_time, send_in_time)
+            await self.app(scope, receive, send_in_time)
         except Refused as error:
             await error_response(error, scope["path"])(scope, receive, send)
         except (TimeoutError, ClientDisconnect):

@@ -32,7 +32,7 @@ IDLE = 0.5
 
 @dataclass
 class _State:
-    """The model once it is loaded, the newest request, and what was accepted."""
+    """The model once it is loaded, and the newest request."""
 
     load: Callable[[], "Running"]
     running: "Running | None" = None
@@ -40,7 +40,6 @@ class _State:
     newest: "Task | None" = None
     asked: int = 0
     is_closed: bool = False
-    accepted: int = 0
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
 
@@ -85,7 +84,7 @@ def _add_life(server: LanguageServer, state: _State) -> None:
 
     @server.command(ACCEPTED)
     def accepted(*_: Any) -> None:
-        state.accepted += 1
+        """Editors execute it after an acceptance; nothing learns from it yet."""
 
 
 def _load(server: LanguageServer, state: _State) -> None:

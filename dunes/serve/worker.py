@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 from dunes.runs.completion.protocol import Cancelled
@@ -72,7 +71,6 @@ class Worker:
         self._lines, self._texts = deque[Task](), deque[Task]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._wake, self._is_closed = threading.Condition(), False
-        self.started = perf_counter()
         before = threading.stack_size(STACK)
         self._thread = threading.Thread(target=self._run, name="dunes-model", daemon=True)
         self._thread.start()
