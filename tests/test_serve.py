@@ -31,7 +31,7 @@ from dunes.serve.doctor import examine
 from dunes.serve.editors import EDITORS, config
 from dunes.serve.fields import Refused, parse
 from dunes.serve.recognise import FileFinder
-from dunes.serve.requests import Answer, LineRequest, Piece, TextRequest, fill_in_the_middle
+from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
 from dunes.serve.running import Running
 from dunes.serve.served import _answer
 from test_chat_verb import alone, three  # noqa: F401  (fixture)
@@ -224,7 +224,7 @@ def generated(batch, requests):
     answers, pieces = {}, dict.fromkeys(range(len(requests)), "")
 
     def emit(index, event):
-        if isinstance(event, Piece):
+        if isinstance(event, Answer) and not event.reason:
             pieces[index] += event.text
         else:
             answers[index] = event
@@ -291,7 +291,7 @@ def test_pieces_have_whole_characters_and_stops_are_exact_for_any_cut():
                 row.push(Token(id, 0.0))
                 row.request.ids.append(id)
         row.finish()
-        assert "".join(e.text for e in seen if isinstance(e, Piece)) == text.partition(stop)[0]
+        assert "".join(e.text for e in seen if not e.reason) == text.partition(stop)[0]
         assert all("�" not in e.text for e in seen)
 
 
@@ -329,7 +329,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
     def emit(event):
         events.append(event)
         order.append("token")
-        if isinstance(event, Answer):
+        if event.reason:
             done.set()
 
     running.worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
@@ -348,7 +348,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
         assert [answer.text for answer in lines[i]] == [expected.text]
     assert done.wait(20)
     assert "line" in order[: order.index("token") + 80], "no line waits for the end of a text"
-    assert "".join(e.text for e in events if isinstance(e, Piece)) == events[-1].text
+    assert "".join(e.text for e in events if not e.reason) == events[-1].text
 
 
 def test_a_cancelled_line_says_nothing_and_others_go_on(running):
@@ -416,7 +416,7 @@ def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkey
     monkeypatch.setattr(Batch, "_read_piece", before)
     later = []
     running.worker.submit(TextRequest("def", 5, 0.0), later.append)
-    assert eventually(lambda: later and isinstance(later[-1], Answer))
+    assert eventually(lambda: later and later[-1].reason)
     assert model.now.batch is not None
 
 
@@ -909,7 +909,7 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
 
         def emit(event):
             events.append(event)
-            if isinstance(event, Answer):
+            if event.reason:
                 done.set()
 
         running.worker.submit(TextRequest("def task_", 3000, 0.0), emit)
@@ -964,12 +964,12 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
 
 
 def test_open_files_that_change_together_are_all_copied_from(running):
-    names = [f"open_{i}" for i in range(6)]
+    names = ["open_red", "open_blue", "open_green", "open_black", "open_white", "open_pink"]
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda n: running.take_in(f"{n}.py", f"y = call_of_{n}_thing(1)\n"), names))
     assert [shown_by(running, f"x = call_of_{name}_") for name in names] == ["thing(1)"] * 6
-    running.take_in("open_1.py", None)
-    assert "thing" not in shown_by(running, "x = call_of_open_1_")
+    running.take_in("open_blue.py", None)
+    assert "thing" not in shown_by(running, "x = call_of_open_blue_")
 
 
 def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):

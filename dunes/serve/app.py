@@ -17,11 +17,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dunes.serve import llama_cpp, ollama, openai, tabby
+from dunes.serve import describe, llama_cpp, ollama, openai, tabby
 from dunes.serve.asked import Asked, Protocol, open_files
-from dunes.serve.describe import describe_model, model_entry, props, slots
+from dunes.serve.describe import Named
 from dunes.serve.fields import BODY, Fields, Refused, parse
-from dunes.serve.requests import Answer, Event, LineRequest, Piece, TextRequest
+from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
 from dunes.serve.served import Models
 from dunes.serve.worker import Task, Worker
 
@@ -39,6 +39,20 @@ PATHS: dict[str, Protocol] = {
     "/api/generate": ollama.GENERATE,
     "/api/chat": ollama.CHAT,
 }
+ABOUT: dict[str, Callable[[Named], Any]] = {
+    "/health": describe.health,
+    "/v1/health": describe.health,
+    "/v1/models": describe.list_models,
+    "/models": describe.list_models,
+    "/props": describe.props,
+    "/slots": describe.slots,
+    "/v1beta/server_setting": tabby.server_setting,
+    "/api/tags": ollama.tags,
+    "/api/ps": ollama.tags,
+    "/api/show": ollama.show,
+    "/api/version": lambda models: {"version": ollama.VERSION},
+}
+"""What is said of models."""
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     503: "unavailable_error",
@@ -146,22 +160,12 @@ class Server:
             Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
         ]
         others: dict[str, Callable[[Request], Any]] = {
+            **{path: partial(self._describe, write) for path, write in ABOUT.items()},
             "/": self._page,
             "/suggest": self._suggest,
-            "/health": self._health,
-            "/v1/health": self._health,
-            "/v1/models": self._list_models,
-            "/models": self._list_models,
-            "/props": self._props,
-            "/slots": self._slots,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/v1/events": self._ignore,
-            "/v1beta/server_setting": self._settings,
-            "/api/tags": self._tags,
-            "/api/ps": self._tags,
-            "/api/show": self._show,
-            "/api/version": self._version,
         }
         routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in others.items()]
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_found, 500: _failed})
@@ -181,13 +185,10 @@ class Server:
             await asyncio.to_thread(model.warm, tuple(each))
         events = self._events(asked, request)
         if not asked.stream:
-            answers: dict[int, Answer] = {}
             async with aclosing(events):
-                async for index, event in events:
-                    if isinstance(event, Answer):
-                        answers[index] = event
-            return CompactJSON(protocol.reply(asked, [answers[i] for i in sorted(answers)] or [EMPTY]))
-        first = await anext(events, None)  # what is refused has no stream
+                answers = {index: answer async for index, answer in events if answer.reason}
+            return CompactJSON(protocol.write(asked, dict(sorted(answers.items())) or {0: EMPTY}, False))
+        first = await anext(events, (0, EMPTY))  # what is refused has no stream
         chunks = _chunks(protocol, asked, first, events)
         kind = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
@@ -201,8 +202,8 @@ class Server:
             requests.append(each)
         return replace(asked, requests=requests)
 
-    async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Piece | Answer], None]:
-        """The pieces and the answers, with the index of their choice. A client that has gone cancels the rest.
+    async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
+        """The answers and parts of them, with the index of their choice. A client that has gone cancels the rest.
 
         Raises Refused.
         """
@@ -231,11 +232,11 @@ class Server:
                     raise event if isinstance(event, Refused) else _internal(event)
                 if isinstance(event, list):
                     for i, answer in enumerate(event, index):
-                        yield i, Piece(answer.text)
+                        yield i, Answer(answer.text)
                         yield i, answer
                 else:
                     yield index, event
-                left -= not isinstance(event, Piece)
+                left -= isinstance(event, list) or bool(event.reason)
         finally:
             watcher.cancel()
             for task in tasks:
@@ -256,7 +257,7 @@ class Server:
         self.models.find(line.model)
         events = self._events(Asked(fields, [line], line.model), request)
         async with aclosing(events):
-            answers = [event async for _, event in events if isinstance(event, Answer)]
+            answers = [answer async for _, answer in events if answer.reason]
         listed = [{"text": a.text, "word": a.word, "line": a.line} for a in answers]
         seconds = answers[0].seconds
         return CompactJSON({"suggestions": listed, "milliseconds": 1e3 * seconds, **answers[0].explained})
@@ -267,30 +268,10 @@ class Server:
         policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
         return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
-    async def _health(self, request: Request) -> Response:
-        first = next(iter(self.models.served.values()))
-        version = {"build_date": "", "build_timestamp": "", "git_sha": "", "git_describe": ""}
-        tabby_state = {"model": first.name, "device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1}
-        return CompactJSON({"status": "ok", **tabby_state, "cuda_devices": [], "version": version})
-
-    async def _list_models(self, request: Request) -> Response:
-        facts = [(n, await self._facts(m.name)) for m in self.models.served.values() for n in m.names]
-        entries = [model_entry(name, each) for name, each in facts]
-        return CompactJSON(
-            {"object": "list", "data": entries, "models": [ollama.listed(name, each) for name, each in facts]}
-        )
-
-    async def _facts(self, name: str) -> dict[str, Any]:
-        model = self.models.find(name)
-        return await asyncio.wrap_future(self.worker.call(lambda: describe_model(model)))
-
-    async def _props(self, request: Request) -> Response:
-        first = next(iter(self.models.served.values()))
-        return CompactJSON(props(first, await self._facts(first.name)))
-
-    async def _slots(self, request: Request) -> Response:
-        first = next(iter(self.models.served.values()))
-        return CompactJSON(slots(await self._facts(first.name)))
+    async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
+        """What is said of the models, or of the one that is named."""
+        fields = await _fields(request)
+        return CompactJSON(write(self.models.named(fields.text("model") or fields.text("name"))))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
@@ -302,56 +283,31 @@ class Server:
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await _fields(request)
-        tokenizer, ids = (
-            self.models.find(fields.text("model")).require_batch().tokenizer,
-            fields.items("tokens", BODY),
-        )
+        tokenizer = self.models.find(fields.text("model")).require_batch().tokenizer
+        ids = fields.items("tokens", BODY)
         if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
             raise fields.refused("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
         return CompactJSON({"content": tokenizer.decode(ids)})
 
-    async def _tags(self, request: Request) -> Response:
-        facts = [(n, await self._facts(m.name)) for m in self.models.served.values() for n in m.names]
-        return CompactJSON({"models": [ollama.listed(name, each) for name, each in facts]})
-
-    async def _show(self, request: Request) -> Response:
-        fields = await _fields(request)
-        return CompactJSON(ollama.shown(await self._facts(fields.text("model") or fields.text("name"))))
-
-    async def _version(self, request: Request) -> Response:
-        return CompactJSON({"version": ollama.VERSION})
-
     async def _ignore(self, request: Request) -> Response:
         return Response(status_code=204)
-
-    async def _settings(self, request: Request) -> Response:
-        return CompactJSON({"disable_client_side_telemetry": True})
 
 
 async def _chunks(
     protocol: Protocol,
     asked: Asked,
-    first: tuple[int, Piece | Answer] | None,
-    events: AsyncIterator[tuple[int, Piece | Answer]],
+    first: tuple[int, Answer],
+    events: AsyncIterator[tuple[int, Answer]],
 ) -> AsyncIterator[bytes]:
     """The bytes of a stream."""
-    answers: dict[int, Answer] = {}
-    write = _line if protocol.form == "ndjson" else _sse
-
-    def chunk(index: int, event: Piece | Answer) -> bytes:
-        if isinstance(event, Piece):
-            return write(protocol.piece(asked, index, event))
-        answers[index] = event
-        return write(protocol.last(asked, index, event))
-
+    answers, write = dict[int, Answer](), _line if protocol.form == "ndjson" else _sse
     try:
-        if first is None:
-            yield chunk(0, EMPTY)
-        else:
-            yield chunk(*first)
+        yield write(protocol.write(asked, dict([first]), True))
+        answers |= dict([first])
         async for index, event in events:
-            yield chunk(index, event)
-        for value in protocol.end(asked, [answers[i] for i in sorted(answers)]):
+            yield write(protocol.write(asked, {index: event}, True))
+            answers[index] = event
+        for value in protocol.end(asked, answers):
             yield write(value)
     except Refused as error:
         yield write({"error": {"code": error.status, "message": error.message, "type": error.kind}})

@@ -3,14 +3,14 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from dunes.serve.fields import CHOICES, FILES, Fields, Refused
-from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, fill_in_the_middle
+from dunes.serve.requests import ENDLESS, Answer, LineRequest, Request, TextRequest, fill_in_the_middle
 
 REFERENCE = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """What the reference server says and this one has not: neutral settings, and properties."""
@@ -41,16 +41,14 @@ class Asked:
 
 
 class Protocol(NamedTuple):
-    """A path's way of reading a body, of writing all answers, a piece of the answer with an index, and the last
-    piece of it with the answer; `end` follows all answers of a stream. Chunks are JSON values."""
+    """A path's way of reading a body, and of writing answers by the index of their choice: all at once, or in a
+    stream a part or the end of one. `end` follows the answers of a stream."""
 
     read: Callable[[Fields], Asked]
-    reply: Callable[[Asked, Sequence[Answer]], Any]
-    piece: Callable[[Asked, int, Piece], Any]
-    last: Callable[[Asked, int, Answer], Any]
-    end: Callable[[Asked, Sequence[Answer]], Sequence[Any]]
+    write: Callable[[Asked, Mapping[int, Answer], bool], Any]
     form: str = "sse"
     """How a stream is written: sse, with `data: [DONE]` at its end, sse-bare without, or ndjson."""
+    end: Callable[[Asked, Mapping[int, Answer]], Sequence[Any]] = lambda request, answers: ()
 
 
 def asked(fields: Fields, requests: Sequence[Request], prefix: str, stream: bool | None = None) -> Asked:

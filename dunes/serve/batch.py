@@ -15,7 +15,7 @@ from dunes.generate.prefix_cache import common_length
 from dunes.generate.sampling import greedy
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Answer, Event, Piece, TextRequest, TokenText
+from dunes.serve.requests import Answer, Event, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
 from dunes.units import plural
 
@@ -26,7 +26,7 @@ ROWS = 16
 
 
 class Row:
-    """A text that is generated. `emit` is called with pieces, and at last with the answer."""
+    """A text that is generated. `emit` is called with its parts, and at last with the answer."""
 
     def __init__(
         self,
@@ -75,10 +75,10 @@ class Row:
         self.emit(answer)
 
     def emit_text(self, text: str, tokens: Sequence[TokenText] = (), *ids: int) -> None:
-        """Emit a piece, if there is anything in it."""
+        """Emit a part, if there is anything in it."""
         self.answer.text += text
         if text or tokens or ids:
-            self.emit(Piece(text, tokens, ids))
+            self.emit(Answer(text, tokens=[*tokens], ids=[*ids]))
 
 
 def _overlap(text: str, stop: str) -> int:

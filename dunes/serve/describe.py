@@ -1,29 +1,35 @@
 """What a server says of its models."""
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from dunes import __version__
+from dunes.checkpoint import LoadedModel
+from dunes.serve import ollama
 from dunes.serve.asked import REFERENCE
 from dunes.serve.llama_cpp import settings
-from dunes.serve.served import ServedModel
+
+Facts = Mapping[str, Any]
+Named = Sequence[tuple[str, Facts]]
+"""The names of models and of their adapters, with their facts."""
 
 
-def describe_model(model: ServedModel) -> dict[str, Any]:
-    """The facts of a model; those of one in training are zero."""
-    written = max(model.now.stamp) / 1e9
-    changed = datetime.fromtimestamp(written, UTC).isoformat().replace("+00:00", "Z")
-    digest = sha256(repr((str(model.folder), model.now.stamp)).encode()).hexdigest()
-    facts = {
-        "modified_at": changed,
-        "digest": digest,
+def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
+    """The facts of a model that was written at these times; those of one in training are zero."""
+    written = max(stamp) / 1e9
+    facts: dict[str, Any] = {
+        "modified_at": datetime.fromtimestamp(written, UTC).isoformat().replace("+00:00", "Z"),
+        "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
         "created": int(written),
         "family": "dunes",
+        "folder": str(folder),
     }
-    facts |= {"parameters": 0, "size": 0, "context_length": 0, "vocab": 0, "dim": 0, "dtype": ""}
-    facts |= {"bos": "", "eos": "", "folder": str(model.folder)}
-    if (loaded := model.now.loaded) is None:
+    facts |= dict.fromkeys(("parameters", "size", "context_length", "vocab", "dim"), 0)
+    facts |= dict.fromkeys(("dtype", "bos", "eos"), "")
+    if loaded is None:
         return facts
     tokenizer, parameters = loaded.require_tokenizer(), [*loaded.model.parameters()]
     return facts | {
@@ -39,8 +45,19 @@ def describe_model(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def model_entry(name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """A model in /v1/models."""
+def health(models: Named) -> dict[str, Any]:
+    """The reference server's /health, with what Tabby's clients read."""
+    version = dict.fromkeys(("build_date", "build_timestamp", "git_sha", "git_describe"), "")
+    device = {"device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1, "cuda_devices": []}
+    return {"status": "ok", "model": models[0][0], **device, "version": version}
+
+
+def list_models(models: Named) -> dict[str, Any]:
+    """OpenAI's /v1/models, with what clients of Ollama read."""
+    return {"object": "list", "data": [_entry(*model) for model in models], **ollama.tags(models)}
+
+
+def _entry(name: str, facts: Facts) -> dict[str, Any]:
     meta = {"vocab_type": 2, "n_vocab": facts["vocab"], "n_ctx": facts["context_length"]}
     meta |= {"n_ctx_train": facts["context_length"], "n_embd": facts["dim"], "n_params": facts["parameters"]}
     meta |= {"size": facts["size"], "ftype": facts["dtype"]}
@@ -56,12 +73,13 @@ def model_entry(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def props(model: ServedModel, facts: dict[str, Any]) -> dict[str, Any]:
+def props(models: Named) -> dict[str, Any]:
     """The reference server's /props; llama.vscode reads the context length."""
+    name, facts = models[0]
     known: dict[str, Any] = REFERENCE["props"]
     return known | {
         "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
-        "model_alias": model.name,
+        "model_alias": name,
         "model_ftype": facts["dtype"],
         "model_path": facts["folder"],
         "bos_token": facts["bos"],
@@ -70,6 +88,6 @@ def props(model: ServedModel, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def slots(facts: dict[str, Any]) -> list[dict[str, Any]]:
+def slots(models: Named) -> list[dict[str, Any]]:
     """The reference server's /slots: one, which is free between two requests."""
-    return [REFERENCE["slot"] | {"n_ctx": facts["context_length"], "params": settings(None)}]
+    return [REFERENCE["slot"] | {"n_ctx": models[0][1]["context_length"], "params": settings(None)}]

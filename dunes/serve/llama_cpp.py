@@ -23,7 +23,7 @@ from dunes.serve.asked import (
     token_limit,
 )
 from dunes.serve.fields import Fields
-from dunes.serve.requests import ENDLESS, Answer, LineRequest, Piece, Request, TextRequest, TokenText, named
+from dunes.serve.requests import ENDLESS, Answer, LineRequest, Request, TextRequest, TokenText, named
 
 NEUTRAL = (
     "grammar", "logit_bias", "ignore_eos", "lora", "presence_penalty", "frequency_penalty", "typical_p",
@@ -98,12 +98,15 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def write_replies(request: Asked, answers: Sequence[Answer]) -> Any:
-    """An object for one answer, a list for several, and where several were asked for."""
-    replies = [write_reply(request, i, answer) for i, answer in enumerate(answers)]
-    several = request.fields.body.get("n_cmpl", 1) not in (None, 1) or isinstance(
-        request.fields.body.get("prompt"), list
-    )
+def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> Any:
+    """An object for one answer or a part of it, a list for several, and where several were asked for."""
+    body = request.fields.body
+    replies = [(write_reply if a.reason else write_part)(request, i, a) for i, a in answers.items()]
+    if streams:
+        reply, ended = replies[0], any(answer.reason for answer in answers.values())
+        cleared = ("content", "tokens", PROBS) if ended else ()  # the parts had them
+        return reply | {name: type(reply[name])() for name in cleared if name in reply}
+    several = body.get("n_cmpl", 1) not in (None, 1) or isinstance(body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
 
 
@@ -146,19 +149,13 @@ def flat_fields(reply: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, An
     return flat
 
 
-def write_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
+def write_part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
     """A part of a stream."""
-    chunk: dict[str, Any] = {"index": index, "content": piece.text, "tokens": list(piece.ids)}
+    chunk: dict[str, Any] = {"index": index, "content": part.text, "tokens": part.ids}
     chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
-    if piece.tokens and request.fields.body.get("n_probs"):
-        chunk[PROBS] = [probabilities(token) for token in piece.tokens]
+    if part.tokens and request.fields.body.get("n_probs"):
+        chunk[PROBS] = [probabilities(token) for token in part.tokens]
     return chunk
-
-
-def write_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The end of a stream."""
-    last = write_reply(request, index, answer)
-    return {**last, **{name: type(last[name])() for name in ("content", "tokens", PROBS) if name in last}}
 
 
 def probabilities(token: TokenText) -> dict[str, Any]:
@@ -216,10 +213,5 @@ def settings(request: Request | None) -> dict[str, Any]:
 PROBS = "completion_probabilities"
 
 
-def no_end(request: Asked, answers: Sequence[Answer]) -> Sequence[Any]:
-    """Nothing follows the answers."""
-    return ()
-
-
-INFILL = Protocol(read_infill, write_replies, write_piece, write_last, no_end, "sse-bare")
-COMPLETION = Protocol(read_completion, write_replies, write_piece, write_last, no_end, "sse-bare")
+INFILL = Protocol(read_infill, write, "sse-bare")
+COMPLETION = Protocol(read_completion, write, "sse-bare")

@@ -1,6 +1,6 @@
 """The paths of Ollama's API. https://github.com/ollama/ollama/blob/main/docs/api.md"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -15,8 +15,7 @@ from dunes.serve.asked import (
     token_limit,
 )
 from dunes.serve.fields import Fields
-from dunes.serve.llama_cpp import no_end
-from dunes.serve.requests import Answer, Piece, TextRequest
+from dunes.serve.requests import Answer, TextRequest
 
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 VERSION = "0.12.0"
@@ -60,11 +59,19 @@ def now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
-def _head(request: Asked) -> dict[str, Any]:
-    return {"model": request.fields.text("model"), "created_at": now()}
+def _writer(content: Callable[[str], dict[str, Any]]) -> Callable[[Asked, Mapping[int, Answer], bool], Any]:
+    """What writes a text in its content: with its end, or a part of it."""
+
+    def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> dict[str, Any]:
+        answer = answers[0]
+        head = {"model": request.fields.text("model"), "created_at": now()}
+        text = "" if streams and answer.reason else answer.text
+        return head | content(text) | (_end(answer) if answer.reason else {"done": False})
+
+    return write
 
 
-def _end(request: Asked, answer: Answer) -> dict[str, Any]:
+def _end(answer: Answer) -> dict[str, Any]:
     return {
         "done": True,
         "done_reason": REASONS.get(answer.reason, "load"),
@@ -81,54 +88,18 @@ def _nanoseconds(seconds: float) -> int:
     return int(1e9 * seconds)
 
 
-def write_generate(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The text with its end."""
-    return _head(request) | {"response": answers[0].text} | _end(request, answers[0])
+def tags(models: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The models in /api/tags, by their names and the facts of `describe_model`."""
+    listed = []
+    for name, facts in models:
+        about = {key: facts[key] for key in ("modified_at", "size", "digest")}
+        listed.append({"name": name, "model": name, **about, "details": _details(facts)})
+    return {"models": listed}
 
 
-def generate_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
-    """A part of the text."""
-    return _head(request) | {"response": piece.text, "done": False}
-
-
-def generate_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The end of the text."""
-    return _head(request) | {"response": ""} | _end(request, answer)
-
-
-def _message(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}}
-
-
-def write_chat(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-    """The message with its end."""
-    return _head(request) | _message(answers[0].text) | _end(request, answers[0])
-
-
-def chat_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
-    """A part of the message."""
-    return _head(request) | _message(piece.text) | {"done": False}
-
-
-def chat_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The end of the message."""
-    return _head(request) | _message("") | _end(request, answer)
-
-
-def listed(name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """A model in /api/tags; `facts` are those of `describe_model`."""
-    return {
-        "name": name,
-        "model": name,
-        "modified_at": facts["modified_at"],
-        "size": facts["size"],
-        "digest": facts["digest"],
-        "details": _details(facts),
-    }
-
-
-def shown(facts: dict[str, Any]) -> dict[str, Any]:
-    """A model in /api/show. The template says that a suffix is taken, which clients look for."""
+def show(models: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The first model in /api/show. The template says that a suffix is taken, which clients look for."""
+    _, facts = models[0]
     info = {"general.architecture": facts["family"], "general.parameter_count": facts["parameters"]}
     info[f"{facts['family']}.context_length"] = facts["context_length"]
     return {
@@ -142,7 +113,7 @@ def shown(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _details(facts: dict[str, Any]) -> dict[str, Any]:
+def _details(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "dunes",
@@ -153,5 +124,7 @@ def _details(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GENERATE = Protocol(read_generate, write_generate, generate_piece, generate_last, no_end, "ndjson")
-CHAT = Protocol(read_chat, write_chat, chat_piece, chat_last, no_end, "ndjson")
+write_text = _writer(lambda text: {"response": text})
+write_message = _writer(lambda text: {"message": {"role": "assistant", "content": text}})
+GENERATE = Protocol(read_generate, write_text, "ndjson")
+CHAT = Protocol(read_chat, write_message, "ndjson")

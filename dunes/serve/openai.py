@@ -3,8 +3,9 @@
 https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from dunes.serve.asked import (
@@ -20,7 +21,7 @@ from dunes.serve.asked import (
 )
 from dunes.serve.fields import Fields
 from dunes.serve.llama_cpp import prompts
-from dunes.serve.requests import Answer, Piece, Request, TextRequest, TokenText
+from dunes.serve.requests import Answer, Request, TextRequest, TokenText
 
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 DEFAULT_TOKENS = 16
@@ -81,39 +82,55 @@ def _text_request(fields: Fields, limit: str, default: int) -> TextRequest:
     )
 
 
-def _object(request: Asked, kind: str, choice_list: Sequence[Any], **more: Any) -> dict[str, Any]:
+Write = Callable[[Asked, Mapping[int, Answer], bool], Any]
+Choice = Callable[[Asked, Answer, bool], dict[str, Any]]
+
+
+def _writer(kind: str, chunk: str, choice: Choice) -> Write:
+    """What writes choices in objects of a kind; in a stream in chunks, the last one without text."""
+
+    def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> dict[str, Any]:
+        listed = []
+        for i, answer in answers.items():
+            shown = Answer(reason=answer.reason) if streams and answer.reason else answer
+            reason = REASONS[answer.reason] if answer.reason else None
+            listed.append({"index": i, **choice(request, shown, streams), "finish_reason": reason})
+        if streams:
+            return _object(request, chunk, listed)
+        return _object(request, kind, listed) | usage(answers)
+
+    return write
+
+
+def _end(chunk: str) -> Callable[[Asked, Mapping[int, Answer]], Sequence[Any]]:
+    """What writes the usage at the end of a stream, where it is asked for."""
+
+    def end(request: Asked, answers: Mapping[int, Answer]) -> Sequence[Any]:
+        wanted = request.fields.object("stream_options").flag("include_usage")
+        return [_object(request, chunk, []) | usage(answers)] if wanted else []
+
+    return end
+
+
+def _object(request: Asked, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
     head = {"id": request.id, "object": kind, "created": request.created, "model": request.model or "dunes"}
-    return head | {"system_fingerprint": "dunes", "choices": choice_list} | more
+    return head | {"system_fingerprint": "dunes", "choices": choices}
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(answers: Mapping[int, Answer]) -> dict[str, dict[str, int]]:
     """The tokens of a request; its prompts count once for each choice."""
-    read, new = sum(a.prompt_tokens for a in answers), sum(a.new_tokens for a in answers)
-    return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+    read, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
+    return {"usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}}
 
 
-def write_completions(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-    """All choices. Of a line, an empty one among others is left out."""
-    listed = [_text_choice(request, i, answer) for i, answer in enumerate(answers)]
-    return _object(request, "text_completion", listed, usage=usage(answers))
+def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
+    """The text of a choice."""
+    wanted = answer.tokens if streams else request.fields.has("logprobs")
+    return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens) if wanted else None}
 
 
-def _text_choice(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    logprobs = legacy_logprobs(answer.tokens) if request.fields.has("logprobs") else None
-    return {
-        "text": answer.text,
-        "index": index,
-        "logprobs": logprobs,
-        "finish_reason": REASONS[answer.reason],
-    }
-
-
-def legacy_logprobs(tokens: Sequence[TokenText], start: int = 0) -> dict[str, Any]:
+def legacy_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
     """The log-probabilities of tokens as lists; the first one of a text has none."""
-    offsets, place = [], start
-    for token in tokens:
-        offsets.append(place)
-        place += len(token.text)
     tops = [
         None if token.logprob is None else {data.decode(errors="replace"): p for _, data, p in token.top}
         for token in tokens
@@ -122,40 +139,15 @@ def legacy_logprobs(tokens: Sequence[TokenText], start: int = 0) -> dict[str, An
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": [0, *accumulate(len(token.text) for token in tokens)][: len(tokens)],
     }
 
 
-def completion_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
-    """A part of a choice."""
-    logprobs = legacy_logprobs(piece.tokens) if piece.tokens else None
-    choice = {"text": piece.text, "index": index, "logprobs": logprobs, "finish_reason": None}
-    return _object(request, "text_completion", [choice])
-
-
-def completion_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The end of a choice."""
-    choice = {"text": "", "index": index, "logprobs": None, "finish_reason": REASONS[answer.reason]}
-    return _object(request, "text_completion", [choice])
-
-
-def _usage_end(kind: str) -> Any:
-    def end(request: Asked, answers: Sequence[Answer]) -> Sequence[Any]:
-        wanted = request.fields.object("stream_options").flag("include_usage")
-        return [_object(request, kind, [], usage=usage(answers))] if wanted else []
-
-    return end
-
-
-def write_chat(request: Asked, answers: Sequence[Answer]) -> dict[str, Any]:
-    """All choices of a chat."""
-    listed = []
-    for i, answer in enumerate(answers):
-        message = {"role": "assistant", "content": answer.text}
-        logprobs = {"content": [chat_logprob(token) for token in answer.tokens]} if answer.tokens else None
-        reason = REASONS[answer.reason]
-        listed.append({"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason})
-    return _object(request, "chat.completion", listed, usage=usage(answers))
+def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
+    """The message of a choice; in a stream what it grows by."""
+    message = {} if streams and answer.reason else {"role": "assistant", "content": answer.text}
+    logprobs = {"content": [chat_logprob(token) for token in answer.tokens]} if answer.tokens else None
+    return {"delta" if streams else "message": message, "logprobs": logprobs}
 
 
 def chat_logprob(token: TokenText) -> dict[str, Any]:
@@ -167,22 +159,9 @@ def chat_logprob(token: TokenText) -> dict[str, Any]:
     return entry(token.data, token.logprob) | {"top_logprobs": [entry(data, p) for _, data, p in token.top]}
 
 
-def chat_piece(request: Asked, index: int, piece: Piece) -> dict[str, Any]:
-    """A part of a choice."""
-    logprobs = {"content": [chat_logprob(token) for token in piece.tokens]} if piece.tokens else None
-    delta = {"role": "assistant", "content": piece.text}
-    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-    return _object(request, "chat.completion.chunk", [choice])
-
-
-def chat_last(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The end of a choice."""
-    choice = {"index": index, "delta": {}, "logprobs": None, "finish_reason": REASONS[answer.reason]}
-    return _object(request, "chat.completion.chunk", [choice])
-
-
-COMPLETIONS = Protocol(
-    read_completions, write_completions, completion_piece, completion_last, _usage_end("text_completion")
-)
-CHAT = Protocol(read_chat, write_chat, chat_piece, chat_last, _usage_end("chat.completion.chunk"))
-MISTRAL = Protocol(read_mistral, write_chat, chat_piece, chat_last, _usage_end("chat.completion.chunk"))
+CHUNK = "chat.completion.chunk"
+write_chat, end_chat = _writer("chat.completion", CHUNK, chat_choice), _end(CHUNK)
+write_text, end_text = _writer("text_completion", "text_completion", text_choice), _end("text_completion")
+COMPLETIONS = Protocol(read_completions, write_text, end=end_text)
+CHAT = Protocol(read_chat, write_chat, end=end_chat)
+MISTRAL = Protocol(read_mistral, write_chat, end=end_chat)

@@ -82,18 +82,9 @@ class TokenText(NamedTuple):
         return self.data.decode(errors="replace")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of an answer: text that is complete, and the tokens that came with it, where they are wanted."""
-
-    text: str
-    tokens: Sequence[TokenText] = ()
-    ids: Sequence[int] = ()
-
-
 @dataclass
 class Answer:
-    """An answer, complete once it has a `reason`: stop, length or word (a string to stop at, `stopped_at`)."""
+    """An answer, with a `reason`: stop, length or word (a string to stop at, `stopped_at`); or a part of one."""
 
     text: str = ""
     reason: str = ""
@@ -111,8 +102,8 @@ class Answer:
     explained: dict[str, Any] = field(default_factory=dict)
 
 
-Event = Piece | Answer | list[Answer] | Exception
-"""What comes of a request: pieces of a text and its answer, the answers of a line, or an error."""
+Event = Answer | list[Answer] | Exception
+"""What comes of a request: parts of a text and its answer, the answers of a line, or an error."""
 
 
 def fill_in_the_middle(prompt: str) -> LineRequest | None:

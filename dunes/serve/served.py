@@ -29,6 +29,7 @@ from dunes.runs.completion.search import WIDTH, CompleteOptions
 from dunes.runs.completion.text import near_text
 from dunes.runs.step_package import step_source
 from dunes.serve.batch import Batch
+from dunes.serve.describe import Named, describe_model
 from dunes.serve.fields import Refused
 from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
@@ -66,6 +67,7 @@ class LoadedFolder:
                 lora.set_adapter(own.loaded.model, own.adapter)
             self.batch = Batch(own.loaded, step_source(own.loaded.model), names, names.get(name))
         self.loaded = own.loaded if own else None
+        self.facts = describe_model(folder, self.stamp, self.loaded)
         self.completer = find_completer(folder, say, False, self.loaded)
         self.files = FileFinder(self.completer.training_files)
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
@@ -285,6 +287,11 @@ class Models:
             name: ServedModel(checkpoint.locate_model(str(folder)).folder, name, acceptance, adapters, say)
             for name, folder in zip(names, folders, strict=True)
         }
+
+    def named(self, name: str) -> Named:
+        """The facts of the model of this name, of all for an empty one, by their names and those of adapters."""
+        models = [self.find(name)] if name else self.served.values()
+        return [(each, model.now.facts) for model in models for each in model.names]
 
     def find(self, name: str) -> ServedModel:
         """The model of this name or with this adapter; the only one for any name, the first for an empty one.

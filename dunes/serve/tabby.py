@@ -1,11 +1,10 @@
 """Tabby's request, which has OpenAI's path. https://tabby.tabbyml.com/api"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dunes.serve.asked import Asked, Protocol, asked
 from dunes.serve.fields import FILES, Fields
-from dunes.serve.llama_cpp import no_end
 from dunes.serve.requests import Answer, LineRequest
 
 
@@ -23,14 +22,15 @@ def read(fields: Fields) -> Asked:
     return asked(fields, [line], "cmpl-", False)
 
 
-def reply(request: Asked, answers: Sequence[Answer]) -> Any:
+def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> Any:
     """The best suggestion; none if it is empty."""
-    texts = [answer.text for answer in answers[:1] if answer.text]
-    return {"id": request.id, "choices": [{"index": i, "text": text} for i, text in enumerate(texts)]}
+    text = next(iter(answers.values())).text
+    return {"id": request.id, "choices": [{"index": 0, "text": text}] if text else []}
 
 
-def _no_chunk(*_: Any) -> Any:
-    raise AssertionError("Tabby's answers are whole")
+def server_setting(models: object) -> dict[str, bool]:
+    """Nothing is sent elsewhere."""
+    return {"disable_client_side_telemetry": True}
 
 
-COMPLETIONS = Protocol(read, reply, _no_chunk, _no_chunk, no_end)
+COMPLETIONS = Protocol(read, write)

@@ -11,38 +11,20 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dunes.runs.completion.protocol import Cancelled
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Answer, Event, LineRequest, Request, TextRequest
+from dunes.serve.requests import Event, LineRequest, Request, TextRequest
+
+if TYPE_CHECKING:
+    from dunes.serve.served import ServedModel
 
 QUEUE = 64
 """Requests that may wait."""
 STACK = 16 << 20
 """Bytes of the thread's stack, of which compiled steps need 2 MiB."""
 T = TypeVar("T")
-
-
-class Served(Protocol):
-    """A model that is served."""
-
-    def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, the best first."""
-        ...
-
-    def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Begin to generate a text."""
-        ...
-
-    def advance(self) -> bool:
-        """Go on with the texts by a token of each; False if there is none."""
-        ...
-
-    @property
-    def is_full(self) -> bool:
-        """True if another text has to wait."""
-        ...
 
 
 @dataclass(eq=False)
@@ -66,7 +48,9 @@ class Worker:
     """Completes lines and generates texts with models, in a thread of its own. `find(name)` gives the model of a
     request, and is called in that thread."""
 
-    def __init__(self, find: Callable[[str], Served], models: Callable[[], Mapping[str, Served]]) -> None:
+    def __init__(
+        self, find: Callable[[str], "ServedModel"], models: Callable[[], Mapping[str, "ServedModel"]]
+    ) -> None:
         self._find, self._models = find, models
         self._lines, self._texts = deque[Task](), deque[Task]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
