@@ -7,7 +7,7 @@ The corpus is split by files: those with sha1(path) % 10 == 0 are for the evalua
 of their hashes, about 5 MB for training (and half a megabyte that the run keeps for its gate and its own test).
 Near-duplicate files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the
 library in the package ziglang. Both sides of a comparison see the file above the cursor and the training files.
-OUT gets the corpus, the run, a page of examples, and at last result.json. With --repositories, each one of a list
+OUT gets the corpus, the run, and at last result.json. With --repositories, each one of a list
 has a folder there (completion_repositories.py); of such a one, all files are for training but one in seven.
 """
 
@@ -137,13 +137,12 @@ def main(
         raise SystemExit(status)
     torch.set_num_threads(1)
     options = CompletionOptions(cuts, lines, all_lines=all_lines)
-    page = out / "completion.md"
-    scores = evaluate_completion(out / "run", [str(out / "corpus" / "test")], options, out=page)
+    scores = evaluate_completion(out / "run", [str(out / "corpus" / "test")], options)
     rows = {
         s.name: {
             "exact": s.exact_match().mean,
-            "keys_by_words": s.saved("word"),
-            "keys_at_35": s.saved("word", s.thresholds.get("word", float("nan"))),
+            "keys_by_words": s.saved(),
+            "keys_at_35": s.saved(s.threshold),
             "bits_per_character": s.bits_per_character,
         }
         for s in scores

@@ -919,7 +919,7 @@ BROKEN_GATE = {
     "no facts": cut("gate.json", 3),
     "another format": change_json("gate.json", lambda record: record | {"format": "1"}),
     "thresholds in a list": change_json("gate.json", lambda record: record | {"thresholds": [1, 2]}),
-    "thresholds in words": change_json("gate.json", lambda record: record | {"thresholds": {"line": "high"}}),
+    "thresholds in words": change_json("gate.json", lambda record: record | {"thresholds": {"word": "high"}}),
 }
 
 
@@ -995,7 +995,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     out = train_to(run, programs, vocab_size=330)
     assert "nats/token by the model" in out
     index, (_, facts) = read_index(run), read_gate(run)
-    assert {*facts["thresholds"]} == {"word", "line"}
+    assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]
     names = {name for name, _ in index.texts()}
     tested = len(checkpoint_test_files(run))

@@ -1,6 +1,7 @@
 """The evaluation of line completion: cursors, agreement, keystrokes, baselines, what is left out, and the verb."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from dunes.runs.completion.keystrokes import (
 from dunes.runs.completion.metrics import agreement, file_means, interval
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import COPY, CompletionOptions, gate_thresholds, score_completer, score_copying
+from dunes.runs.completion.score import COPY, CompletionOptions, score_completer
 from dunes.runs.completion.sources import LineIndex, scored_files
 
 CODE = "".join(
@@ -101,16 +102,14 @@ def test_trailing_white_space_and_further_lines_are_no_mistakes():
     assert agreement("x)  \r\nnext", "x)").exact == 1
     assert agreement("x)", "x) ").exact == 1
     assert agreement(" x)", "x)").exact == 0
-    assert agreement("", "x)") == type(agreement("", "x"))(0, 0, 0, 0)
+    assert agreement("", "x)") == type(agreement("", "x"))(0, 0)
 
 
-def test_parts_of_a_suggestion_are_compared():
+def test_the_first_words_are_compared():
     part = agreement("foo(bar)", "foo(bat)")
-    assert (part.exact, part.word, part.prefix) == (0, 1, 6 / 8)
-    assert part.similarity == pytest.approx(2 * 7 / 16)
+    assert (part.exact, part.word) == (0, 1)
     assert agreement("foobar", "foo").word == 0
-    assert agreement("foo", "foobar").prefix == 0.5
-    assert agreement("foobar", "foo").prefix == 1
+    assert agreement("foo", "foobar").word == 0
 
 
 def test_words_are_those_that_copilot_vim_accepts():
@@ -151,41 +150,36 @@ def suggest(content, until=None):
 
 def test_an_oracle_saves_what_is_counted_by_hand():
     content = "foo(bar, x)"  # foo (bar , x ): 4 words
-    assert type_line(content, suggest(content), "line") == Typing(11, 1, 1, 1, 1)
-    assert type_line(content, suggest(content), "word") == Typing(11, 4, 1, 1, 1)
-    assert type_line(content, suggest(content), "word").saved == pytest.approx(7 / 11)
-    assert type_line(content, suggest(content), "line").saved_reading == pytest.approx(9 / 11)
-    nothing = type_line(content, lambda column: Suggestion(""), "word")
+    assert type_line(content, suggest(content)) == Typing(11, 4, 1, 1, 1)
+    assert type_line(content, suggest(content)).saved == pytest.approx(7 / 11)
+    nothing = type_line(content, lambda column: Suggestion(""))
     assert nothing == Typing(11, 11, 0, 0, 1)
     assert math.isnan(nothing.acceptance)
 
 
-def test_wrong_suggestions_are_shown_and_cost_only_the_reader():
-    typed = type_line("abc", lambda column: Suggestion("xyz"), "word")
+def test_wrong_suggestions_are_shown_and_save_nothing():
+    typed = type_line("abc", lambda column: Suggestion("xyz"))
     assert typed == Typing(3, 3, 3, 0, 1), "each key makes it another suggestion"
     assert typed.saved == 0
-    assert typed.saved_reading == -1
-    equal = type_line("(ab", lambda column: Suggestion("(" if not column else ""), "word")
+    equal = type_line("(ab", lambda column: Suggestion("(" if not column else ""))
     assert equal == Typing(3, 3, 1, 0, 1), "a word of one character saves no key"
-    one = type_line("ab(c", lambda column: Suggestion("ab(d"[column:]), "line")
-    assert one == Typing(4, 4, 1, 0, 1), "it stands while the keys agree"
+    one = type_line("ab(c", lambda column: Suggestion("ab(d"[column:]))
+    assert one == Typing(4, 3, 1, 1, 1), "it stands while the keys agree"
 
 
 def test_a_word_that_begins_the_next_one_is_accepted():
-    assert type_line("foobar", lambda column: Suggestion("foo" if not column else ""), "word").keys == 4
-    assert type_line("foobar", lambda column: Suggestion("foo" if not column else ""), "line").keys == 6
-    assert type_line("foo", lambda column: Suggestion("foobar"[column:]), "word").keys == 3
+    assert type_line("foobar", lambda column: Suggestion("foo" if not column else "")).keys == 4
+    assert type_line("foo", lambda column: Suggestion("foobar"[column:])).keys == 3
 
 
 def test_suggestions_below_the_threshold_are_not_shown():
     unsure = lambda column: Suggestion("abc"[column:], word=0.3, line=0.2)
-    assert type_line("abc", unsure, "word", 0.3).keys == 1
-    assert type_line("abc", unsure, "line", 0.3) == Typing(3, 3, 0, 0, 1)
-    assert type_line("abc", unsure, "word", math.inf) == Typing(3, 3, 0, 0, 1)
+    assert type_line("abc", unsure, 0.3).keys == 1
+    assert type_line("abc", unsure, math.inf) == Typing(3, 3, 0, 0, 1)
 
 
-def test_trailing_white_space_of_suggestions_is_not_typed():
-    assert type_line("abc", lambda column: Suggestion("abc  \nnext"[column:]), "line") == Typing(3, 1, 1, 1, 1)
+def test_further_lines_of_suggestions_are_not_typed():
+    assert type_line("abc", lambda column: Suggestion("abc  \nnext"[column:])) == Typing(3, 1, 1, 1, 1)
 
 
 def test_a_file_is_typed_without_indentation_and_each_place_asked_once():
@@ -193,9 +187,8 @@ def test_a_file_is_typed_without_indentation_and_each_place_asked_once():
     oracle = Oracle({"a.py": text})
     suggestions = FileSuggestions(oracle, "a.py", text)
     file = suggestions, file_lines(text)
-    assert type_file(file, "line") == Typing(5 + 8, 2, 2, 2, 2)
-    assert [before for before, _, _ in oracle.asked] == ["", "if x:\r\n    "]
-    assert type_file(file, "word") == Typing(13, 5, 2, 2, 2)
+    assert type_file(file) == Typing(13, 5, 2, 2, 2)
+    assert type_file(file) == Typing(13, 5, 2, 2, 2)
     assert len({before for before, _, _ in oracle.asked}) == len(oracle.asked) == 5
     assert (len(suggestions.cold), len(suggestions.warm)) == (1, 3)
     assert {(after, name) for _, after, name in oracle.asked} == {("", "a.py")}
@@ -217,12 +210,12 @@ def test_the_threshold_is_the_one_that_saves_most_at_the_acceptance():
 
     text = "alpha beta gamma\nalpha delta\n"
     file = FileSuggestions(Sure(), "f", text), file_lines(text)
-    assert type_file(file, "word").acceptance < 0.35
-    threshold = fit_threshold([file], "word")
+    assert type_file(file).acceptance < 0.35
+    threshold = fit_threshold([file])
     assert 0.1 < threshold <= 0.9
-    assert type_file(file, "word", threshold).acceptance == 1
-    assert fit_threshold([file], "line") == math.inf, "no threshold reaches it"
-    assert fit_threshold([], "word") == math.inf
+    assert type_file(file, threshold).acceptance == 1
+    assert fit_threshold([(FileSuggestions(Silent(), "f", text), file_lines(text))]) == math.inf, "none reaches it"
+    assert fit_threshold([]) == math.inf
 
 
 # baselines
@@ -257,7 +250,6 @@ def test_copies_follow_the_longest_match_the_nearest_on_ties():
     assert CopyNearest.of_files([("a", "x = one"), ("b", "two")]).complete("x = ").text == "one", "files end"
     assert copy.complete("").text == copy.complete("ß").text == ""
     assert copy.complete("ßü = 'äöü😀'\nßü = ").text == "'äöü😀'"
-    assert copy.match_length("ä first_name") == 1 + len("first_name") - 1
     assert copy.complete("x\nfirst_name = ").word > copy.complete("?_name = ").word
 
 
@@ -317,18 +309,17 @@ def test_what_is_left_out_is_counted():
 def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
     files = scored_files([("a.py", CODE), ("b.py", OTHER.replace("\n", "\r\n"))], []).files
     options = CompletionOptions(cuts=10, lines=4)
-    oracle = score_completer(
-        "oracle", Oracle((file.name, file.text) for file in files), files, options, {"word": 0.5, "line": 2}
-    )
+    oracle = score_completer("oracle", Oracle((file.name, file.text) for file in files), files, options, 0.5)
     empty = score_completer("empty", Silent(), files, options)
     assert oracle.exact_match().mean == 1
     assert oracle.means("exact", lambda p: p.cut.kind == "line start").tolist() == [1, 1]
     assert oracle.difference(empty).percent("+") == "+100.0 [+100.0, +100.0]"
-    assert empty.exact_match().mean == empty.saved("word") == 0
+    assert empty.exact_match().mean == empty.saved() == 0
     assert [p.cut for p in oracle.points] == [p.cut for p in empty.points]
-    assert oracle.saved("line") > 0.9
-    assert oracle.saved("word") == oracle.saved("word", 0.5) > 0.3
-    assert oracle.saved("line", 2) == 0
+    assert oracle.saved() == oracle.saved(0.5) > 0.3
+    assert math.isnan(empty.saved(empty.threshold))
+    sure = score_completer("oracle", Oracle((file.name, file.text) for file in files), files, options, 2.0)
+    assert sure.saved(2.0) == 0
     assert len(oracle.cold) == len(files)
     starts = {file.text[: line.start] for file in files for line in file.lines}
 
@@ -339,29 +330,6 @@ def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
     at_starts = score_completer("starts", Starts((file.name, file.text) for file in files), files, options)
     assert at_starts.exact_match().mean == 0, "line starts are reported apart"
     assert math.isnan(oracle.bits_per_character)
-
-
-def test_thresholds_are_fitted_without_the_files_that_fit_them():
-    made = []
-
-    class Spy(Oracle):
-        def __init__(self, files):
-            super().__init__(texts)
-            made.append({name for name, _ in files})
-
-    texts = {f"{n}.py": f"value_{n} = make_{n}(argument_{n})\n" for n in range(6)}
-    assert gate_thresholds(Spy, [*texts.items()]) == {"word": 1.0, "line": 1.0}
-    assert len(made[0]) == 3
-    assert gate_thresholds(Spy, [("a", "x = 1")]) == {}
-
-
-def test_copying_is_scored_at_the_same_cursors():
-    files = scored_files([("b.py", OTHER), ("c.py", OTHER.replace("Shape", "Circle"))], []).files
-    training, options = [("a.py", CODE), ("d.py", CODE.replace("area", "size"))], CompletionOptions(9, 3)
-    score = score_copying(training, files, options)
-    assert score.name == COPY
-    again = score_completer("again", CopyNearest.of_files(training), files, options)
-    assert score.points == again.points
 
 
 # the verb
@@ -387,7 +355,7 @@ def engine(monkeypatch, tmp_path):
         def seen(self):
             return self.known
 
-        def threshold(self, policy):
+        def threshold(self):
             return 0.5
 
         def test_documents(self):
@@ -403,30 +371,42 @@ def engine(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_the_verb_prints_tables_and_writes_a_page(engine, capsys):
+def test_the_verb_prints_a_table(engine, capsys):
     verbs.evaluate("model", completion=True, lines=2)
     printed = capsys.readouterr().out
     assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith(("model ", "copy nearest "))]
-    assert [row[0] for row in rows] == ["model", "copy"] * 2 + ["model", "model", "copy", "copy"]
+    assert [row[0] for row in rows] == ["model", "copy"]
     assert rows[0][1:4] == ["50.0", "[0.0,", "100.0]"]
     assert "2.000" in rows[0]
-    assert "examples: completion.md" in printed
-    page = (engine / "completion.md").read_text()
-    assert "| model | 50.0 [0.0, 100.0] |" in page
-    right, wrong = page.split("## Right")[1].split("## Wrong")
-    assert right.count("b.py:") == right.count("▏\nsaid: ") == 4
-    assert "b.py:" not in wrong
-    assert wrong.count("c.py:") == wrong.count("!\nwas:  ") == 4
-    assert "class Shape:\n    def area(self):\n        res" in right, "two lines above"
+    assert not (engine / "completion.md").exists()
 
 
 def test_the_verb_scores_sources_and_at_most_limit_files(engine, capsys):
     verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, lines=1)
     assert "2 files, 8 lines" in capsys.readouterr().out
-    verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, limit=1, out=engine / "page.md")
+    verbs.evaluate("model", ("sources/b.py", "sources/c.py"), completion=True, limit=1)
     assert "1 file, 4 lines" in capsys.readouterr().out
-    assert (engine / "page.md").is_file()
+
+
+def test_brackets_stand_with_and_without_what_an_editor_closed():
+    text = "x = 1\nprint(value, [a, b])  # c\ndef task(value, limit=50):\n" * 20
+    files = scored_files([("a.py", text)], []).files
+
+    class Confused(Oracle):
+        """Right but where something stands behind the cursor."""
+
+        def complete(self, before, after="", name=""):
+            return Suggestion("?") if after.strip() else super().complete(before, after, name)
+
+    score = score_completer("x", Confused({"a.py": text}), files, CompletionOptions())
+    shown = dict(zip(report.COLUMNS, report.row(score, score), strict=True))
+    assert (shown["brackets open %"], shown["closed by the editor %"]) == ("100.0", "0.0")
+    assert (shown["exact match %"], shown[f"minus {COPY}"], shown["at 35 % acceptance"]) == (
+        "100.0 [100.0, 100.0]",
+        "",
+        "-",
+    )
 
 
 @pytest.mark.parametrize(
@@ -435,6 +415,7 @@ def test_the_verb_scores_sources_and_at_most_limit_files(engine, capsys):
         ((), {"lines": 0}, "--lines is 0; it must be at least 1"),
         ((), {"limit": 0}, "--limit is 0"),
         ((), {"tasks": ("x",)}, "--tasks: not with --completion"),
+        ((), {"out": Path("page.md")}, "--out: not with --completion"),
         ((("sources/a.py",),), {}, "sources/a.py: no line to complete"),
         ((("empty",),), {}, "empty: no text"),
         ((("nowhere",),), {}, "nowhere"),
@@ -445,7 +426,6 @@ def test_the_verb_refuses_in_one_line(engine, arguments, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         verbs.evaluate("model", *arguments, completion=True, **options)
     assert "\n" not in str(caught.value)
-    assert not (engine / "completion.md").exists()
 
 
 def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are_not_known(engine, capsys):
@@ -462,19 +442,11 @@ def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are
     assert "the files that the model was trained on are not known, but for those in its index" in printed
 
 
-def test_only_a_page_of_its_own_is_overwritten(engine):
-    (engine / "completion.md").write_text("# Notes\n")
-    for out in (None, engine / "sources"):
-        with pytest.raises(ValueError, match="exists, and is no page of this command; pass another file"):
-            verbs.evaluate("model", completion=True, lines=1, out=out)
-    assert (engine / "completion.md").read_text() == "# Notes\n"
-
-
 def test_a_run_without_a_model_is_not_scored(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "plan.json").write_text("{}")
     with pytest.raises(ValueError, match="a run without a model yet; let it end, or go on with it by --resume"):
-        evaluate_completion(tmp_path, out=tmp_path / "page.md")
+        evaluate_completion(tmp_path)
 
 
 def test_lines_of_a_character_alone_have_no_cursor():
@@ -518,11 +490,6 @@ def test_long_lines_are_not_typed():
     text = "x = [" + "1, " * 100 + "]\n" + "y = 1\n"
     assert [line.text for line in sample_lines("a.py", text, file_lines(text))] == ["y = 1"]
     assert not sample_lines("a.py", "1, " * 100, file_lines("1, " * 100))
-
-
-def test_a_page_needs_a_folder_before_any_work(engine):
-    with pytest.raises(ValueError, match="--out: none is not a folder"):
-        evaluate_completion(engine / "model", out=engine.relative_to(engine) / "none" / "page.md")
 
 
 def test_lines_belong_to_completion():

@@ -342,7 +342,7 @@ def evaluate(
     completion: bool = False,
     lines: Annotated[int | None, flag("LINES", "12")] = None,
     all_lines: bool = False,
-    out: Annotated[Path | None, flag("FILE", "none; completion.md of --completion")] = None,
+    out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
     """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-evaluation-harness, or lines.
@@ -364,17 +364,16 @@ def evaluate(
             latency.
         lines: Lines of each file that are typed key by key with --completion.
         all_lines: With --completion, also complete lines like one of the training, which are left out otherwise.
-        out: JSON file for the full results of the tasks, including every sample; with --completion, a page
-            (Markdown) of tables and examples.
+        out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
     text: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
     text = {k: v for k, v in text.items() if v}
     if completion:
-        if names or task_folder is not None:
-            raise ValueError(f"--{'tasks' if names else 'task-folder'}: not with --completion; omit one of them")
-        page = out or Path("completion.md")
-        _completion(model, sources, lines, all_lines, out=page, files=limit, any_base=any_base, **text)
+        of_tasks = {"tasks": names, "task-folder": task_folder, "out": out}
+        if given := [f"--{name}" for name, value in of_tasks.items() if value]:
+            raise ValueError(f"{given[0]}: not with --completion; omit one of them")
+        _completion(model, sources, lines, all_lines, files=limit, any_base=any_base, **text)
         return
     if all_lines or lines is not None:
         unused = "lines" if lines is not None else "all-lines"
@@ -382,8 +381,8 @@ def evaluate(
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
-    of_tasks = {"task-folder": task_folder, "limit": limit, "out": out}
-    if given := [f"--{name}" for name, value in of_tasks.items() if value is not None]:
+    others = {"task-folder": task_folder, "limit": limit, "out": out}
+    if given := [f"--{name}" for name, value in others.items() if value is not None]:
         raise ValueError(f"{given[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.runs.score import score_folder
@@ -404,7 +403,6 @@ def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lin
     chosen = CompletionOptions(all_lines=all_lines)
     chosen = chosen if lines is None else replace(chosen, lines=lines)
     evaluate_completion(checkpoint.locate_model(model).folder, sources, chosen, **options)
-    print(f"examples: {options['out']}")
 
 
 def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: Any) -> None:

@@ -166,7 +166,7 @@ class ServedModel:
         if self.acceptance <= 0:
             return 0.0
         fitted = isinstance(completer, CopyCompleter) or bool(completer.facts.get("thresholds"))
-        return completer.threshold("word", self.acceptance) if fitted else UNFITTED
+        return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
         """The suggestions at a cursor, the best first; one that is too improbable or too short is empty."""

@@ -43,9 +43,3 @@ class CopyNearest:
         typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
         rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""
         return Suggestion(rest, length / (length + 32), length / (length + 32))
-
-    def match_length(self, before: str) -> int:
-        """The number of characters before the cursor that stand in the far text too."""
-        data = before[-LONGEST:].encode(errors="replace")
-        length = max((source.longest(data)[0] for source in self._far), default=0)
-        return len(data[len(data) - length :].decode(errors="ignore"))

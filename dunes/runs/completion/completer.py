@@ -17,7 +17,7 @@ from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.cuts import whole_words
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
-from dunes.runs.completion.keystrokes import ACCEPTANCE, Policy
+from dunes.runs.completion.keystrokes import ACCEPTANCE
 from dunes.runs.completion.protocol import Cancelled, Suggestion
 from dunes.runs.completion.search import DEFAULTS, CompleteOptions
 from dunes.runs.completion.store import read_gate, read_index
@@ -47,27 +47,25 @@ class FolderCompleter(CompletionEngine):
         lines held out. Raises Cancelled where the options say so."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        if options.cancelled():
-            raise Cancelled("a newer request came")
-        copied = CopyNearest(self._far_from(name, tuple(options.files)).texts).complete(near_text(before), after)
-        ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
+        copied = _copied(self._far_from(name, tuple(options.files)).texts, before, after, options)
         ids = self._encode(copied.text.encode())[: options.max_tokens]
         text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
-        text = copied.text if text == copied.text else whole_words(text)
-        text = text[: min(ends, default=None)]
-        return [replace(copied, text=text, ends_line=text == copied.text)]
+        if text != copied.text:
+            copied = replace(copied, text=whole_words(text), ends_line=False)
+        return [copied]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
         """The files in the index."""
         return self.index.texts() if self.index else []
 
-    def threshold(self, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
-        """The probability from which on a suggestion is shown, so that at least about this share is accepted.
+    def threshold(self, acceptance: float = ACCEPTANCE) -> float:
+        """The probability of its first word from which on a suggestion is shown, so that at least about this share
+        is accepted.
 
         It is that of the next higher share that was fitted; 0 where none was.
         """
-        pairs = self.facts.get("thresholds", {}).get(policy, ())
+        pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
     def seen(self) -> set[bytes] | None:
@@ -108,15 +106,11 @@ class CopyCompleter:
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
         """The same as a list, up to a string to stop at. Raises Cancelled where the options say so."""
-        if options.cancelled():
-            raise Cancelled("a newer request came")
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
         far = [*self.index.without({name, *self._open}).texts, *sources]
-        copied = CopyNearest(far).complete(near_text(before), after)
-        ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
-        return [replace(copied, text=copied.text[: min(ends, default=None)])]
+        return [_copied(far, before, after, options)]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
         """These texts of files, for `use`."""
@@ -126,9 +120,18 @@ class CopyCompleter:
         """Complete lines with these texts of files from now on, too."""
         self._open |= files
 
-    def threshold(self, policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+    def threshold(self, acceptance: float = ACCEPTANCE) -> float:
         """The probability from which on a copy is shown: that of a match of 32 bytes."""
         return 0.5
+
+
+def _copied(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
+    """The copied line up to a string to stop at. Raises Cancelled where the options say so."""
+    if options.cancelled():
+        raise Cancelled("a newer request came")
+    copied = CopyNearest(far).complete(near_text(before), after)
+    ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
+    return replace(copied, text=copied.text[: min(ends)], ends_line=False) if ends else copied
 
 
 def name_in_sources(path: Path, folder: Path) -> str:

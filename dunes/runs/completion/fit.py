@@ -20,10 +20,9 @@ from dunes.runs.completion.cuts import file_lines, sample_lines
 from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.gate import Places, fit_gate, places_of
 from dunes.runs.completion.index import TextIndex, first_documents, index_texts, named_texts
-from dunes.runs.completion.keystrokes import FileSuggestions, Policy, TypedFile, fit_threshold
+from dunes.runs.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
 from dunes.runs.completion.metrics import interval
 from dunes.runs.completion.protocol import LineCompleter, NamedText
-from dunes.runs.completion.score import POLICIES
 from dunes.runs.completion.store import write_gate, write_index
 from dunes.runs.completion.text import FileTokenizer
 from dunes.runs.progress import Display
@@ -109,8 +108,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     typed, copied = (typed_files(each, _others(texts), lines) for each in (engine, CopyCompleter(files.index)))
     ours, theirs = right_by_line(typed), right_by_line(copied)
     facts["copies"] = bool(len(ours) >= LEAST and interval(ours - theirs).high < 0)
-    thresholds = partial(_thresholds, copied if facts["copies"] else typed)
-    facts["thresholds"] = {policy: thresholds(policy) for policy in POLICIES}
+    facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
     write_gate(run, gate, facts)
     write_index(run, index_texts(files.whole, engine.files))
     verdict = ""
@@ -141,9 +139,9 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
 
 
-def _thresholds(typed: Sequence[TypedFile], policy: Policy) -> list[tuple[float, float]]:
+def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
     """Pairs of an acceptance and its threshold. Where none gives it, that is above all probabilities."""
-    return [(acceptance, min(fit_threshold(typed, policy, acceptance), 2.0)) for acceptance in ACCEPTANCES]
+    return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 
 def _scaled(rule: tuple[float, int, int], seconds: float) -> int:

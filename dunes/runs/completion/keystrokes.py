@@ -1,8 +1,7 @@
 """Keys that completion saves: lines are typed with a suggestion after every key.
 
-The user of the simulation is greedy and knows the line: a suggestion is accepted as soon as it saves a key. Keys
-saved are thus an upper bound. A second user also spends a key on reading each new suggestion. Indentation is free,
-and Enter is not counted.
+The user of the simulation is greedy and knows the line: the first word of a suggestion is accepted as soon as it
+saves a key. Keys saved are thus an upper bound. Indentation is free, and Enter is not counted.
 """
 
 import math
@@ -10,14 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Literal
 
 import numpy as np
 
 from dunes.runs.completion.cuts import Line, first_line, first_word
 from dunes.runs.completion.protocol import LineCompleter, Suggestion
 
-Policy = Literal["word", "line"]
 ACCEPTANCE = 0.35
 """The share of shown suggestions that users of JetBrains' completion accept: https://arxiv.org/abs/2405.08704."""
 GRID = 33
@@ -42,11 +39,6 @@ class Typing:
     def saved(self) -> float:
         """The share of keys that is saved; NaN without characters."""
         return 1 - self.keys / self.characters if self.characters else math.nan
-
-    @property
-    def saved_reading(self) -> float:
-        """The share that is saved if each new suggestion costs a key to read; may be negative."""
-        return 1 - (self.keys + self.shown) / self.characters if self.characters else math.nan
 
     @property
     def acceptance(self) -> float:
@@ -98,61 +90,45 @@ TypedFile = tuple[FileSuggestions, Sequence[Line]]
 """A file, and the lines that are typed in it."""
 
 
-def type_line(
-    content: str, suggest: Callable[[int], Suggestion], policy: Policy, threshold: float = 0.0
-) -> Typing:
+def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: float = 0.0) -> Typing:
     """A line typed with suggestions after each column, shown from a probability of `threshold` on.
 
-    `content` is without indentation. With the policy `line` a key accepts all of a suggestion, with `word` its
-    first word.
+    `content` is without indentation. A key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
     standing, is_accepted = "", False
     while column < len(content):
-        text = visible_text(suggest(column), policy, threshold)
+        suggestion = suggest(column)
+        text = first_line(suggestion.text).rstrip() if suggestion.word >= threshold else ""
         if (whole := content[:column] + text if text else "") != standing:
             standing, is_accepted = whole, False
             shown += bool(text)
-        saving = acceptable(text, content[column:], policy)
+        word = first_word(text)
+        saving = len(word) if content.startswith(word, column) else 0
         accepted += saving > 1 and not is_accepted
         is_accepted |= saving > 1
         column, keys = column + max(saving, 1), keys + 1
     return Typing(len(content), keys, shown, accepted, 1)
 
 
-def visible_text(suggestion: Suggestion, policy: Policy, threshold: float) -> str:
-    """The text that is shown of a suggestion; empty below the threshold."""
-    return first_line(suggestion.text).rstrip() if getattr(suggestion, policy) >= threshold else ""
-
-
-def acceptable(text: str, rest: str, policy: Policy) -> int:
-    """The number of characters that a key accepts of a suggestion: 0 if they are not those that follow."""
-    if policy == "line":
-        return len(text) if text == rest else 0
-    word = first_word(text)
-    return len(word) if rest.startswith(word) else 0
-
-
-def type_file(file: TypedFile, policy: Policy, threshold: float = 0.0) -> Typing:
+def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
     """The lines of a file typed with suggestions."""
     suggestions, lines = file
-    typed = (type_line(line.text, partial(suggestions.in_line, line), policy, threshold) for line in lines)
+    typed = (type_line(line.text, partial(suggestions.in_line, line), threshold) for line in lines)
     return sum(typed, Typing())
 
 
-def fit_threshold(files: Sequence[TypedFile], policy: Policy, acceptance: float = ACCEPTANCE) -> float:
+def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
     """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none has.
 
     The files must be others than those that are scored, and unseen by the completer.
     """
-    asked = [
-        getattr(s.in_line(line, c), policy) for s, lines in files for line in lines for c in range(len(line.text))
-    ]
+    asked = [s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))]
     if not asked:
         return math.inf
     best, chosen = 0.0, math.inf
     for threshold in np.unique(np.quantile(asked, np.linspace(0, 1, GRID))):
-        typed = [type_file(file, policy, float(threshold)) for file in files]
+        typed = [type_file(file, float(threshold)) for file in files]
         saved = mean_saved(typed)
         if sum(typed, Typing()).acceptance >= acceptance and saved > best:
             best, chosen = saved, float(threshold)

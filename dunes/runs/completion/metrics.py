@@ -5,7 +5,6 @@ Files are the clusters of the bootstrap: cursors in one file are alike, and one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 
 import numpy as np
 
@@ -16,13 +15,10 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class Agreement:
-    """How much of a suggestion is right: all of it (`exact`, without trailing white space), its first `word`, its
-    edit `similarity` (difflib's ratio, 0 to 1), and the share of the line that it starts with (`prefix`)."""
+    """Whether a suggestion is right (0 or 1): all of it but white space at its end (`exact`), its first `word`."""
 
     exact: float
-    similarity: float
     word: float
-    prefix: float
 
 
 @dataclass(frozen=True)
@@ -41,17 +37,7 @@ class Interval:
 def agreement(suggested: str, rest: str) -> Agreement:
     """How much of a suggestion agrees with the rest of a line, which is not empty."""
     suggested, rest = first_line(suggested).rstrip(), rest.rstrip()
-    return Agreement(
-        exact=float(suggested == rest),
-        similarity=SequenceMatcher(None, suggested, rest, autojunk=False).ratio(),
-        word=float(first_word(suggested) == first_word(rest)),
-        prefix=_common_prefix(suggested, rest) / len(rest),
-    )
-
-
-def _common_prefix(one: str, other: str) -> int:
-    same = (number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+    return Agreement(float(suggested == rest), float(first_word(suggested) == first_word(rest)))
 
 
 def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:

@@ -26,13 +26,5 @@ class LineCompleter(Protocol):
         ...
 
 
-class Completer(LineCompleter, Protocol):
-    """Completes lines, and has a probability for any text."""
-
-    def bits(self, text: str, name: str = "") -> float:
-        """Information content of a file's text, in bits, each character predicted from those above it."""
-        ...
-
-
 class Cancelled(Exception):
     """A completion was cancelled."""
