@@ -19,7 +19,7 @@ from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import cut_points, first_line
 from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.keystrokes import FileSuggestions
-from dunes.runs.completion.metrics import agreement, interval
+from dunes.runs.completion.metrics import interval
 from dunes.runs.completion.protocol import LineCompleter, Suggestion
 from dunes.runs.completion.score import CompleterScore, Point
 from dunes.runs.completion.search import CompleteOptions
@@ -118,7 +118,7 @@ def score(
         for cut in cut_points(file.name, file.text, file.lines, 0, cuts):
             if cut.kind == "character":
                 text = first_line(suggestions.ask(cut.end, cut.offset).text)
-                points.append(Point(number, cut, text, agreement(text, cut.rest)))
+                points.append(Point(number, cut, text))
     return CompleterScore(name, {}, points)
 
 

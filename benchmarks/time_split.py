@@ -1,12 +1,13 @@
-"""Completion of lines that a repository's history has yet to write: what following and learning the work are worth.
+"""Completion of lines that a history has yet to write: what following and learning the work are worth.
 
-    python benchmarks/time_split.py OUT --repository . --trained fd4b0e5 --learned 06336e0 [--minutes 3] [--seconds 60]
+    python benchmarks/time_split.py OUT --repository . --trained COMMIT --learned COMMIT [--minutes 3] [--seconds 60]
 
 A model is trained on the files as they were at the first commit. Lines that later commits than the second one add
-are completed in four ways: by copying from the first commit's files (frozen) or from those of the commit before the
-line's own (following), by the model with both, and by the model that a LoRA adapter taught what changed between the
-two commits, with as much of the old text (learning). The text around a cursor is that of the line's own commit, but
-for the rest of the line. Differences are paired by commit, with the interval of a bootstrap over commits.
+are completed in three ways, each by the model and by copying: from the files of the first commit (frozen), from
+those of the commit before the line's own (following), and so by the model that a LoRA adapter taught what changed
+between the two commits, beside as much of the old text (learning). The text around a cursor is that of the line's
+own commit, but for the rest of the line. Differences are paired by commit, with the interval of a bootstrap over
+commits.
 """
 
 import random
@@ -22,7 +23,6 @@ from time import perf_counter
 from dunes.augment import attach, merge
 from dunes.augment.lora import decide
 from dunes.data import FillInMiddle, Windows, header_name
-from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.index import index_texts
 from dunes.runs.completion.metrics import file_means, interval
@@ -144,29 +144,6 @@ def exact(completer, points: Sequence[Cursor], contexts: Sequence[dict] | None) 
         text = completer.alternatives(point.before, point.after, header_name(point.name))[0].text
         right.append(text.strip() == point.rest)
     return right
-
-
-class Copying:
-    """Copies from the files at hand."""
-
-    def __init__(self, files: Sequence[tuple[str, str]]) -> None:
-        self.files, self.new = dict(files), {}
-
-    def with_texts(self, texts):
-        """These texts."""
-        return {header_name(name): text for name, text in texts.items()}
-
-    def use(self, texts) -> None:
-        """Use these texts."""
-        self.new = texts
-        self._copy = None
-
-    def alternatives(self, before, after, name):
-        """The copied line."""
-        files = {**self.files, **self.new}
-        return [
-            CopyNearest.of_files([(n, t) for n, t in files.items() if t and n != name]).complete(before, after)
-        ]
 
 
 def main(

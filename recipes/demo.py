@@ -12,8 +12,8 @@ from dunes.cli.recipe import run_recipe
 from dunes.runs.completion.baselines import CopyNearest
 from dunes.runs.completion.completer import FolderCompleter, load_completer
 from dunes.runs.completion.cuts import CutPoint, cut_points
-from dunes.runs.completion.metrics import agreement
 from dunes.runs.completion.protocol import LineCompleter
+from dunes.runs.completion.score import Point
 from dunes.runs.completion.sources import ScoredFile, document_texts, scored_files
 from dunes.runs.progress import Display
 from dunes.runs.train import train
@@ -50,13 +50,13 @@ def main(minutes: float = 3.0) -> int:
     said, copied = answers(completer, places), answers(CopyNearest.of_files(completer.training_files), places)
     print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")
     for (file, cut), text in list(zip(places, said, strict=True))[:SHOWN]:
-        right = agreement(text, cut.rest).exact
+        right = Point(0, cut, text).exact
         number, line = file.text.count("\n", 0, cut.offset) + 1, split_lines(file.text[: cut.offset])[-1]
         print(f"\n  {file.name}:{number}\n  {'✓' if right else ' '} {line.strip()}▏{text}")
         if not right:
             print(f"    was: {' ' * max(0, len(line.strip()) - 4)}{cut.rest}")
     shares = [
-        sum(agreement(text, cut.rest).exact for text, (_, cut) in zip(texts, places, strict=True)) / len(places)
+        sum(Point(0, cut, text).exact for text, (_, cut) in zip(texts, places, strict=True)) / len(places)
         for texts in (said, copied)
     ]
     print(f"\nof {len(places)} such lines {shares[0]:.0%} are right, and by copying alone {shares[1]:.0%}")

@@ -12,7 +12,7 @@ from dunes.data.duplicates import content_digest
 from dunes.generate.context_index import ContextIndex
 from dunes.runs.completion import report
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.cuts import cut_points, file_lines, first_word, sample_lines, whole_words
+from dunes.runs.completion.cuts import CutPoint, cut_points, file_lines, first_word, sample_lines, whole_words
 from dunes.runs.completion.keystrokes import (
     FileSuggestions,
     Typing,
@@ -20,10 +20,10 @@ from dunes.runs.completion.keystrokes import (
     type_file,
     type_line,
 )
-from dunes.runs.completion.metrics import agreement, file_means, interval
+from dunes.runs.completion.metrics import file_means, interval
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import COPY, CompletionOptions, score_completer
+from dunes.runs.completion.score import COPY, CompletionOptions, Point, score_completer
 from dunes.runs.completion.sources import LineIndex, scored_files
 
 CODE = "".join(
@@ -98,18 +98,21 @@ def test_files_of_one_line_or_none_have_cursors():
 # agreement and intervals
 
 
+def point(text, rest):
+    return Point(0, CutPoint(1, 1 + len(rest), rest, "character", False), text)
+
+
 def test_trailing_white_space_and_further_lines_are_no_mistakes():
-    assert agreement("x)  \r\nnext", "x)").exact == 1
-    assert agreement("x)", "x) ").exact == 1
-    assert agreement(" x)", "x)").exact == 0
-    assert agreement("", "x)") == type(agreement("", "x"))(0, 0)
+    assert point("x)  \r\nnext", "x)").exact == 1
+    assert point("x)", "x) ").exact == 1
+    assert point(" x)", "x)").exact == 0
+    assert (point("", "x)").exact, point("", "x)").word) == (0, 0)
 
 
 def test_the_first_words_are_compared():
-    part = agreement("foo(bar)", "foo(bat)")
-    assert (part.exact, part.word) == (0, 1)
-    assert agreement("foobar", "foo").word == 0
-    assert agreement("foo", "foobar").word == 0
+    assert (point("foo(bar)", "foo(bat)").exact, point("foo(bar)", "foo(bat)").word) == (0, 1)
+    assert point("foobar", "foo").word == 0
+    assert point("foo", "foobar").word == 0
 
 
 def test_words_are_those_that_copilot_vim_accepts():

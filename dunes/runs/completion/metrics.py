@@ -1,4 +1,4 @@
-"""How right a completed line is, and intervals over files.
+"""Means and intervals over files.
 
 Files are the clusters of the bootstrap: cursors in one file are alike, and one large file must not decide.
 """
@@ -8,17 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dunes.runs.completion.cuts import first_line, first_word
-
 RESAMPLES = 2_000
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Whether a suggestion is right (0 or 1): all of it but white space at its end (`exact`), its first `word`."""
-
-    exact: float
-    word: float
 
 
 @dataclass(frozen=True)
@@ -32,12 +22,6 @@ class Interval:
     def percent(self, sign: str = "") -> str:
         """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; `sign` "+" writes signs."""
         return f"{100 * self.mean:{sign}.1f} [{100 * self.low:{sign}.1f}, {100 * self.high:{sign}.1f}]"
-
-
-def agreement(suggested: str, rest: str) -> Agreement:
-    """How much of a suggestion agrees with the rest of a line, which is not empty."""
-    suggested, rest = first_line(suggested).rstrip(), rest.rstrip()
-    return Agreement(float(suggested == rest), float(first_word(suggested) == first_word(rest)))
 
 
 def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from dunes.runs.completion.cuts import CutPoint, cut_points, first_line, sample_lines
+from dunes.runs.completion.cuts import CutPoint, cut_points, first_line, first_word, sample_lines
 from dunes.runs.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
-from dunes.runs.completion.metrics import Agreement, Interval, agreement, file_means, interval
+from dunes.runs.completion.metrics import Interval, file_means, interval
 from dunes.runs.completion.protocol import LineCompleter
 from dunes.runs.completion.sources import ScoredFile
 
@@ -32,12 +32,20 @@ class CompletionOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """What was suggested at a cursor, and how much of it was right. `file` is the file's number."""
+    """What was suggested at a cursor of a file with this number, and whether (0 or 1) all of it is right, but for
+    white space at its end (`exact`), or its first `word`."""
 
     file: int
     cut: CutPoint
     text: str
-    agreement: Agreement
+
+    @property
+    def exact(self) -> float:
+        return float(first_line(self.text).rstrip() == self.cut.rest.rstrip())
+
+    @property
+    def word(self) -> float:
+        return float(first_word(first_line(self.text).rstrip()) == first_word(self.cut.rest.rstrip()))
 
 
 @dataclass
@@ -57,7 +65,7 @@ class CompleterScore:
     def means(self, metric: Metric, chosen: Callable[[Point], bool] | None = None) -> np.ndarray:
         """The means of a metric in each file (F,) over its cursors inside lines, or over the chosen ones."""
         points = [p for p in self.points if (chosen or is_inside)(p)]
-        return file_means([getattr(p.agreement, metric) for p in points], [p.file for p in points])
+        return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 
     def exact_match(self) -> Interval:
         """The share of cursors inside lines at which all of the suggestion is right."""
@@ -96,7 +104,7 @@ def score_completer(
         suggestions = FileSuggestions(completer, file.name, file.text, options.below)
         for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
             text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
-            score.points.append(Point(number, cut, text, agreement(text, cut.rest)))
+            score.points.append(Point(number, cut, text))
         typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
         for shown in (0.0, threshold) if threshold > 0 else (0.0,):
             score.typed.setdefault(shown, []).append(type_file(typed, shown))
