@@ -1,6 +1,6 @@
 """Completion of lines that a history has yet to write: what following and learning the work are worth.
 
-    python benchmarks/time_split.py OUT --repository . --trained COMMIT --learned COMMIT [--minutes 3] [--seconds 60]
+    python benchmarks/time_split.py --out OUT --repository . --trained COMMIT --learned COMMIT
 
 A model is trained on the files as they were at the first commit. Lines that later commits than the second one add
 are completed in three ways, each by the model and by copying: from the files of the first commit (frozen), from
@@ -17,9 +17,10 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from time import perf_counter
 
+from dunes import tree
 from dunes.augment import attach, merge
 from dunes.augment.lora import decide
 from dunes.data import FillInMiddle, Windows, header_name
@@ -106,8 +107,8 @@ def cursors(repository: Path, commits: Sequence[str], suffix: str, most: int) ->
     return found
 
 
-def learn(completer: FolderCompleter, texts: dict[str, str | None], seconds: float, lr: float, rank: int) -> int:
-    """Teach the model of a completer what has changed, beside as much of what it knows; returns the steps."""
+def learn(completer: FolderCompleter, texts: dict[str, str | None], steps: int, lr: float, rank: int) -> None:
+    """Teach the model of a completer what has changed, beside as much of what it knows."""
     loaded, tokenizer = completer.loaded, completer.loaded.require_tokenizer()
     new = index_texts([(header_name(name), text) for name, text in texts.items() if text], completer.files)
     old = index_texts([file for file in completer.training_files if file[0] not in texts], completer.files)
@@ -121,17 +122,12 @@ def learn(completer: FolderCompleter, texts: dict[str, str | None], seconds: flo
         for pair in zip(*streams, strict=False):
             yield tuple(map(torch.cat, zip(*pair, strict=True))) if isinstance(pair[0], tuple) else torch.cat(pair)
 
-    start = perf_counter()
-    trainer = Trainer(loaded.model.train(), optimizer, next_token_loss)
-    for step in trainer.run(batches()):
-        trainer.lr_scale = lambda number: max(0.02, 1 - (perf_counter() - start) / seconds)
-        if step.number % 20 == 0:
-            print(f"step {step.number} loss {step.loss / 1:.3f} {perf_counter() - start:.0f} s", flush=True)
-        if perf_counter() - start > seconds:
-            break
+    trainer = Trainer(loaded.model, optimizer, next_token_loss, lr_scale=lambda step: 1 - step / steps)
+    with tree.mode(loaded.model, True):
+        for step in islice(trainer.run(batches()), steps):
+            if step.number % 20 == 0:
+                print(f"step {step.number}: {step.loss:.3f} nats/token", flush=True)
     merge(loaded.model)
-    loaded.model.eval()
-    return step.number
 
 
 def exact(completer, points: Sequence[Cursor], contexts: Sequence[dict] | None) -> list[bool]:
@@ -154,7 +150,7 @@ def main(
     last: str = "HEAD",
     suffix: str = ".py",
     minutes: float = 3.0,
-    seconds: float = 60.0,
+    steps: int = 150,
     lr: float = 2e-3,
     rank: int = 16,
     most: int = 6,
@@ -186,7 +182,7 @@ def main(
     print("following", sum(results["following"]), flush=True)
     completer = FolderCompleter(run)
     torch.set_num_threads(2)
-    print("steps", learn(completer, changed(repository, trained, learned, suffix), seconds, lr, rank), flush=True)
+    learn(completer, changed(repository, trained, learned, suffix), steps, lr, rank)
     torch.set_num_threads(1)
     results["learning"] = exact(completer, points, before)
     print("learning", sum(results["learning"]), flush=True)
@@ -198,4 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main, config=(tyro.conf.PositionalRequiredArgs,))
+    tyro.cli(main)

@@ -8,6 +8,7 @@ puts them.
 import asyncio
 import importlib.util
 import io
+import itertools
 import json
 import os
 import shutil
@@ -314,9 +315,42 @@ async def _speak(run, tmp_path):
     answers = await asyncio.gather(*pending)  # older ones are ended by newer ones, and answered all the same
     assert answers[-1].items
     await client.workspace_execute_command_async(types.ExecuteCommandParams("dunes.accepted"))
+    await _open_and_close(client, ask, (tmp_path / "unsaved.py").as_uri(), uri)
     await client.shutdown_async(None)
     client.exit(None)
     assert await asyncio.wait_for(client._server.wait(), 20) == 0
+
+
+async def _open_and_close(client, ask, other, uri):
+    """What is open is copied from until it is closed; of what never was, nothing is known."""
+    from lsprotocol import types
+
+    async def suggested(text):
+        document = types.VersionedTextDocumentIdentifier(version(), uri)
+        whole = types.TextDocumentContentChangeWholeDocument(text)
+        client.text_document_did_change(types.DidChangeTextDocumentParams(document, [whole]))
+        at = types.InlineCompletionParams(ask.context, ask.text_document, types.Position(0, len(text)))
+        found = await client.text_document_inline_completion_async(at)
+        return [item.insert_text for item in found.items]
+
+    version = itertools.count(3).__next__
+    item = types.TextDocumentItem(other, "python", 1, "y = crimson_lantern_of(spring, 71)\n")
+    client.text_document_did_open(types.DidOpenTextDocumentParams(item))
+    for _ in range(100):
+        if (found := await suggested("x = crimson_lan"))[0].startswith("tern_of(spring, 71)"):
+            break
+        await asyncio.sleep(0.1)
+    assert found[0] == "tern_of(spring, 71)"
+    client.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(other)))
+    for _ in range(100):
+        found = await suggested("x = crimson_lan")
+        if not any("spring" in text for text in found):
+            break
+        await asyncio.sleep(0.1)
+    assert not any("spring" in text for text in found), "it was never saved"
+    never = types.TextDocumentIdentifier(uri.replace("new.py", "never.py"))
+    never = types.InlineCompletionParams(ask.context, never, types.Position(0, 0))
+    assert not (await client.text_document_inline_completion_async(never)).items
 
 
 @needs("pygls")

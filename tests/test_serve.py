@@ -1,5 +1,6 @@
 """The server: what is read from bodies, the worker and its batch, HTTP as clients use it, and what it refuses."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import CompleteOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
+from dunes.serve import app
 from dunes.serve.app import compact
 from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import examine
@@ -961,6 +963,27 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         assert eventually(lambda: files.find(text, "") == "renamed.py")
     finally:
         running.close()
+
+
+def test_a_client_that_never_reads_frees_the_model(running, monkeypatch):
+    monkeypatch.setattr(app, "SENDING", 0.3)
+    body, sent = json.dumps({"prompt": "def task_", "max_tokens": 4000, "stream": True}).encode(), []
+    received = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive():
+        return next(received, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message["type"])
+        if len(sent) > 2:
+            await asyncio.Event().wait()
+
+    headers = [(b"host", b"localhost"), (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    application = app.Server(running.models, running.worker).app()
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
+    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
+    assert eventually(lambda: not running.models.served["run"].now.batch.active)
 
 
 def test_open_files_that_change_together_are_all_copied_from(running):
