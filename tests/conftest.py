@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 
 # Else MKL's kernels on AMD depend on alignment and shape, and equal products differ in their last bits.
 os.environ.setdefault("MKL_CBWR", "AVX2")
@@ -31,8 +32,42 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+LONG = re.compile(
+    r"""
+    test_allocations.py::test_(what_is_foreseen_is_what_is_seen.*train_allocations.*bfloat16|memory_of_a_model_too)
+    | test_at_once.py::test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment
+    | test_autosize.py::test_the_estimate_of_memory_grows
+    | test_bench.py::test_a_table_or_one_json
+    | test_comparison.py::test_a_(target_|model_whose_training_text_was_moved)
+    | test_compiled_loss.py::test_a_run_of_so_many_steps_changes_over.*9-False
+    | test_completion.py::test_(a_model_that_is_worse_than_copying_does_not_complete.*True|few_lines_do_not_decide)
+    | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
+    | test_faults.py::test_too_little_memory_in_a_step
+    | test_fim.py::test_ten_thousand_windows
+    | test_finetune.py::test_fewer_rows_at_once
+    | test_gguf.py::test_an_adapter_of_a_file_opens_with_it_alone.qlora
+    | test_prune_folders.py::test_zeros_stay_in_training_that_is_stopped
+    | test_recipes.py::test_(zig|expand)$
+    | test_runs.py::test_what_was_chosen_is_kept
+    | test_speculate.py::test_the_drawn_distribution_is_the_models.settings1
+    | test_speculate.py::test_greedy_text_is_the_plain_one_after_200_random_prompts.(look-up,|another)
+    | test_step.py::test_the_exported_step_gives_the_models_logits(?!.*-(llama|mixtral|lora)])
+    | test_step.py::test_without_a_compiler_the_step_is_a_script(?!.*(llama|gpt2)])
+    | test_tokenizer_conversion.py::test_(shipped_tekken.*240718|other_tools_read_the_tokenizer.*tekken)
+    | test_unfinished.py::test_(no_block_stays_in_memory.(awq|int8|sparsegpt)|the_folder_has_the_tensors)
+    | test_unfinished.py::test_a_killed_change_goes_on(?!.*gptq-1-True)
+""",
+    re.VERBOSE,
+)
+"""Long tests, beside those with the mark: each takes 5 to 50 s, and others run what most of it does."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time."""
+    for item in filter(lambda item: LONG.search(item.nodeid), items):
+        item.add_marker(pytest.mark.slow)
+        item.add_marker(pytest.mark.long)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))

@@ -26,7 +26,7 @@ from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import CompleteOptions
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
-from dunes.serve import app
+from dunes.serve import app, follow
 from dunes.serve.app import compact
 from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import examine
@@ -914,14 +914,14 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
             if event.reason:
                 done.set()
 
-        running.worker.submit(TextRequest("def task_", 3000, 0.0), emit)
+        running.worker.submit(TextRequest("def task_", 1500, 0.0), emit)
         assert eventually(lambda: events)
         old = model.now
         (out / "config.json").touch()
         assert eventually(lambda: model.now is not old)
         assert not done.is_set(), "the text has not ended yet"
         assert done.wait(60)
-        assert events[-1].new_tokens == 3000
+        assert events[-1].new_tokens == 1500
         weights = out / "model.safetensors"
         data, old = weights.read_bytes(), model.now
         weights.write_bytes(data[: len(data) // 2])
@@ -935,18 +935,19 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
         running.close()
 
 
-def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copied, tmp_path):
+def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copied, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "PERIOD", 0.3)
     out, folder = copied
     running = Running([out], 0.0, (), lambda line: None)
     try:
         assert eventually(lambda: running._followers[0]._folders)
         new = folder / "deep" / "deeper"
         new.mkdir(parents=True)
-        time.sleep(1.5)
+        time.sleep(0.5)
         (new / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
         assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1, 2)")
         folder.rename(tmp_path / "away")
-        time.sleep(2.5)
+        time.sleep(1)
         (tmp_path / "away").rename(folder)
         (folder / "later.py").write_text("y = quite_another_thing(3)\n")
         assert eventually(lambda: shown_by(running, "x = quite_another_") == "thing(3)")
@@ -954,7 +955,7 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         secret.write_text("y = secret_word_is_swordfish\n")
         (folder / "later.py").unlink()
         (folder / "later.py").symlink_to(secret)
-        time.sleep(2.5)
+        time.sleep(1)
         assert "swordfish" not in shown_by(running, "x = secret_word_")
         assert "thing" not in shown_by(running, "x = quite_another_")
         (folder / "module_1.py").rename(folder / "renamed.py")
