@@ -22,7 +22,6 @@ from pathlib import Path
 
 from dunes import tree
 from dunes.augment import attach, merge
-from dunes.augment.lora import decide
 from dunes.data import FillInMiddle, Windows, header_name
 from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.index import index_texts
@@ -112,7 +111,8 @@ def learn(completer: FolderCompleter, texts: dict[str, str | None], steps: int, 
     loaded, tokenizer = completer.loaded, completer.loaded.require_tokenizer()
     new = index_texts([(header_name(name), text) for name, text in texts.items() if text], completer.files)
     old = index_texts([file for file in completer.training_files if file[0] not in texts], completer.files)
-    attach(loaded.model, decide(loaded.model, rank=rank))
+    change = attach(loaded.model, rank=rank)
+    tree.freeze(loaded.model, ["**", *(f"!{new}" for new in change.new)])
     parameters = [p for p in loaded.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr, weight_decay=0.0)
     arrange = FillInMiddle(tokenizer, 0.25)

@@ -35,9 +35,16 @@ def pytest_collection_finish() -> None:
 LONG = re.compile(
     r"""
     test_allocations.py::test_(what_is_foreseen_is_what_is_seen.*train_allocations.*bfloat16|memory_of_a_model_too)
+    | test_allocations.py::test_the_process_grows_by_what_tensors_hold
     | test_at_once.py::test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment
     | test_autosize.py::test_the_estimate_of_memory_grows
     | test_bench.py::test_a_table_or_one_json
+    | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save_costs|the_sweep|new_blocks|whole_proc)
+    | test_compile.py::test_(adapters_on_experts_are|experts_whose_sides_do_not|adapters_on_a_quantized_base.*nf4)
+    | test_compiled_loss.py::test_the_other_process_leaves_the_code
+    | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
+    | test_pace.py::test_the_same_command_has_the_same_losses
+    | test_prune.py::test_sparsegpt_is_better_than_both_others
     | test_comparison.py::test_a_(target_|model_whose_training_text_was_moved)
     | test_compiled_loss.py::test_a_run_of_so_many_steps_changes_over.*9-False
     | test_completion.py::test_(a_model_that_is_worse_than_copying_does_not_complete.*True|few_lines_do_not_decide)
@@ -59,7 +66,7 @@ LONG = re.compile(
 """,
     re.VERBOSE,
 )
-"""Long tests, beside those with the mark: each takes 5 to 50 s, and others run what most of it does."""
+"""Long tests, beside those with the mark: each takes 5 to 140 s, and others run what most of it does."""
 
 
 @pytest.hookimpl(tryfirst=True)
