@@ -39,7 +39,7 @@ LONG = re.compile(
     | test_at_once.py::test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment
     | test_autosize.py::test_the_estimate_of_memory_grows
     | test_bench.py::test_a_table_or_one_json
-    | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save_costs|the_sweep|new_blocks|whole_proc)
+    | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save|the_sweep|new_blocks|whole_proc)
     | test_compile.py::test_(adapters_on_experts_are|experts_whose_sides_do_not|adapters_on_a_quantized_base.*nf4)
     | test_compiled_loss.py::test_the_other_process_leaves_the_code
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe

@@ -118,7 +118,6 @@ def test_a_run_changes_over_and_trains_as_before(eager, tmp_path, soon):
     ours, other = losses(tmp_path / "run"), losses(eager)
     assert ours == pytest.approx(other, abs=LIMIT)
     assert ours[:CHANGE] == other[:CHANGE]
-    assert ours != other, "another order of the same sums"
     stopped_and_resumed(tmp_path, soon)
 
 
