@@ -15,7 +15,7 @@ from dunes import measure
 from dunes.data import collect_corpus
 from dunes.generate.copying import LEAST, Candidates, Gate
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.cuts import cut_points, first_line
 from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.keystrokes import FileSuggestions
@@ -132,11 +132,11 @@ def main(run: Path, sources: tuple[str, ...], cuts: int = 12, others: tuple[Path
         others: Other runs.
     """
     torch.set_num_threads(1)
-    completer = load_completer(run)
+    completer = FolderCompleter(run)
     completer.copies = False  # the model is measured, also where a run would only copy
     corpus = collect_corpus(sources)
     files = scored_files([*document_texts(corpus.valid + corpus.train)], completer.training_files, True).files
-    compared = variants(completer) | {str(other): (load_completer(other), False) for other in others}
+    compared = variants(completer) | {str(other): (FolderCompleter(other), False) for other in others}
     scores: list[CompleterScore] = []
     with Display() as display:
         for number, (name, (each, below)) in enumerate(compared.items()):

@@ -22,7 +22,7 @@ from time import perf_counter
 from urllib.request import Request, urlopen
 
 from dunes import measure
-from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.cuts import file_lines
 from dunes.runs.completion.search import LIMIT, CompleteOptions
 from dunes.runs.completion.text import near_text, window
@@ -115,7 +115,7 @@ def main(
     for side in [*map(str, widths), *(["llama-server"] if server else [])]:
         found: dict[str, list[float]] = {}
         for path in files:
-            completer = load_completer(run)
+            completer = FolderCompleter(run)
             completer.copies = False  # the model is measured, also where a run would only copy
             one, evaluated = token_time(completer), Evaluated(completer.loaded.model)
             if side == "llama-server":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dunes import measure
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.cuts import first_line
 from dunes.runs.completion.protocol import Suggestion
 from dunes.tables import print_table
@@ -163,7 +163,7 @@ def main(run: Path, scenes: Path = SCENES) -> None:
         scenes: The folder of the scenes, with a folder for each language.
     """
     torch.set_num_threads(1)
-    completer = load_completer(run)
+    completer = FolderCompleter(run)
     copier = CopyNearest.of_files(completer.training_files)
     results = [(scene, complete_scene(scene, completer, copier)) for scene in find_scenes(scenes)]
     counts = report(results)

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from time import perf_counter, sleep
 
-from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.cuts import file_lines
 from dunes.tables import print_table
 
@@ -194,10 +194,10 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, m
     torch.set_num_threads(1)
     language = [time_language_server(run) for _ in range(3)]
     process, port = start_server(run)
-    client, completer = Client(port), load_completer(run)
+    client, completer = Client(port), FolderCompleter(run)
     found: dict[str, list[float]] = {"http": [], "engine": [], "cold": []}
     for path in files:
-        completer = load_completer(run)
+        completer = FolderCompleter(run)
         for side, times in type_keys(client, completer, path, keys).items():
             found[side] += times
     rows = [

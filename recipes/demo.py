@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter, load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.cuts import CutPoint, cut_points
 from dunes.runs.completion.protocol import LineCompleter
 from dunes.runs.completion.score import Point
@@ -45,7 +45,7 @@ def answers(completer: LineCompleter, places: list[Place]) -> list[str]:
 def main(minutes: float = 3.0) -> int:
     run = RUNS / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
-    completer = load_completer(run)
+    completer = FolderCompleter(run)
     places = unseen_places(completer, SCORED, seed=time.time_ns())
     said, copied = answers(completer, places), answers(CopyNearest.of_files(completer.training_files), places)
     print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")

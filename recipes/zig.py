@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
-from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.progress import Display
 from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import train
@@ -19,7 +19,7 @@ from dunes.runs.train_config import TrainConfig
 def main(folder: str, minutes: float = 15.0, out: str = "runs/zig") -> int:
     if status := train(TrainConfig(sources=(folder,), minutes=minutes), Path(out), Display()):
         return status
-    completer = load_completer(Path(out))
+    completer = FolderCompleter(Path(out))
     print(TextGenerator(completer.loaded).text("pub fn ", 200, sampler(0.7, top_k=50)))
     for prefix in ("const std = @im", "    for (items) |", "pub fn deinit(self: *S"):
         print(f"{prefix}▏{completer.complete(prefix).text}")

@@ -19,7 +19,7 @@ from dunes.measure import DEVICES
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
-from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.finetune_method import METHODS
 from dunes.runs.sampling import SamplingOptions
 from dunes.runs.text_generator import TextGenerator
@@ -194,6 +194,6 @@ def test_train_generate_complete_eval(code, tmp_path):
     prompt = plural(len(loaded.tokenizer.prompt("def ")), "token")
     rates = rf"prompt: {prompt}, [\d.k]+ tokens/s; generated: 9 tokens, [\d.k]+ tokens/s\n"
     assert re.fullmatch(rates, generated.stderr)
-    rest = load_completer(run).complete(file.read_text()[:4]).text
+    rest = FolderCompleter(run).complete(file.read_text()[:4]).text
     assert dunes("complete", run, text=file.read_text()[:4]).stdout == f"{rest}\n"
     assert "bits/byte" in dunes("eval", run, file).stdout

@@ -24,7 +24,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs.completion import fit as completion_fit
 from dunes.runs.completion import index as completion_index
-from dunes.runs.completion.completer import CopyCompleter, find_completer, load_completer, name_in_sources
+from dunes.runs.completion.completer import CopyCompleter, FolderCompleter, find_completer, name_in_sources
 from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.completion.fit import fit_mixture, right_by_line, typed_files
 from dunes.runs.completion.gate import (
@@ -216,10 +216,10 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
     prompt, hopeless = [id_of(b"a")], []
-    copies = Copies(engine.sources_above("", []), b"re", 1)
+    copies = Copies(engine.sources([]), b"re", 1)
     assert search_at(engine, prompt, copies).beams() == [line]
     assert not hopeless
-    whole = Copies(engine.sources_above("", []), b"r", 1)
+    whole = Copies(engine.sources([]), b"r", 1)
     assert search_at(engine, prompt, whole).beams() == [line]
     assert hopeless == [part]
 
@@ -338,7 +338,7 @@ def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
             look([*text, id])
 
     mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
-    copies = Copies(engine.sources_above("", []), typed, len(prompt))
+    copies = Copies(engine.sources([]), typed, len(prompt))
     mixture.begin(copies, engine.gate, prompt, 9, lambda: False)
     assert mixture.typed_logprob(prompt) == 0, "nothing is known"
     look(prompt)
@@ -370,7 +370,7 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
 def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
-    search = search_at(engine, [70], Copies(engine.sources_above("", []), b"x", 1))
+    search = search_at(engine, [70], Copies(engine.sources([]), b"x", 1))
     assert search._hopeless(beams)
     monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -3.0)
     assert not search._hopeless(beams)
@@ -379,7 +379,7 @@ def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
 def test_a_line_without_a_word_is_the_last_choice():
     engine = engine_of([("a.py", CODE)])
     beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
-    search = lambda typed: search_at(engine, [70], Copies(engine.sources_above("", []), typed, 1))
+    search = lambda typed: search_at(engine, [70], Copies(engine.sources([]), typed, 1))
     assert search(b"")._word_logprob(beam(b"a", b"x")) == -2
     assert search(b"a")._word_logprob(beam(b"a", b"x")) == -2
     assert search(b"")._word_logprob(beam(b"a", b"(", b"x")) == -1
@@ -569,7 +569,7 @@ def test_characters_without_a_token_stay_in_the_prompt():
 
 def test_text_before_a_sentinel_is_not_matched():
     engine = engine_of([("a.py", CODE)])
-    sources = engine.sources_above("", [])
+    sources = engine.sources([])
     below, sentinel, above = (
         engine.files.plain("width * height"),
         BPE.token_id("<|fim_middle|>"),
@@ -710,7 +710,7 @@ def test_a_texts_probabilities_need_no_more_memory_than_a_window():
     calls = []
     hook = LOADED.model.register_forward_hook(lambda *_: calls.append(1))
     text = FileTokenizer(BPE, True).tokenize(CODE * 100)
-    places = places_of(LOADED, [text], lambda above: engine_of()._sources([], [], ""), 20)
+    places = places_of(LOADED, [text], lambda above: engine_of().sources([], [], ""), 20)
     hook.remove()
     assert len(places.other) == 20
     assert len(calls) == 1
@@ -725,7 +725,7 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     engine.gate = None
     text = engine.files.tokenize(CODE, "c.py")
     alone = [
-        -float(row[id]) for id, row, _ in scored_places(LOADED, text, lambda ids: engine._sources(ids, [], ""))
+        -float(row[id]) for id, row, _ in scored_places(LOADED, text, lambda ids: engine.sources(ids, [], ""))
     ]
     assert facts["loss"] == pytest.approx(np.mean(alone), rel=1e-3)
     assert fit_mixture(engine_of(header=False), [("", "")], 9) == (None, {})
@@ -739,14 +739,14 @@ def test_no_lines_and_no_beams_are_refused(options):
 
 def test_records_without_names_are_copied_from():
     engine = engine_of([("", CODE), ("", OTHER)])
-    assert len(engine.sources_above("", [1]).far[0]) == len(engine.sources_above("x.py", [1]).far[0]) > 0
+    assert len(engine.sources([1]).far[0]) == len(engine.sources([1], name="x.py").far[0]) > 0
     copied = copier(("", "alpha = beta\n")).complete("x\nalpha = ")
     assert copied.text == "beta"
 
 
 def test_a_long_text_is_not_sorted_anew_for_each_line():
     text = FileTokenizer(BPE, True).tokenize("x = 1\n" * 2_000, "a.py")
-    sources, calls = engine_of()._sources([], [], ""), []
+    sources, calls = engine_of().sources([], [], ""), []
     places = list(scored_places(LOADED, text, lambda above: calls.append(len(above)) or sources))
     assert len(places) == len(text.ids) - text.starts[0]
     assert len(calls) < 700
@@ -771,9 +771,9 @@ def test_places_from_an_index_on_are_those_of_the_text():
     engine = engine_of([("a.py", CODE)])
     text = engine.files.tokenize(CODE[:200], "b.py")
     assert len(text.ids) <= CONTEXT + 1, "one window"
-    whole = list(scored_places(LOADED, text, partial(engine.sources_above, "")))
+    whole = list(scored_places(LOADED, text, engine.sources))
     for first in (text.starts[0], 20, CONTEXT // 2):
-        part = list(scored_places(LOADED, text, partial(engine.sources_above, ""), first))
+        part = list(scored_places(LOADED, text, engine.sources, first))
         assert len(part) == len(text.ids) - max(first, 1)
         for (id, row, candidates), (other, same, known) in zip(part, whole[-len(part) :], strict=True):
             assert id == other
@@ -785,7 +785,7 @@ def test_many_short_texts_have_a_few_places_and_lines_each():
     engine = engine_of([("a.py", CODE)])
     texts = [(f"{n}.py", CODE[:120]) for n in range(60)]
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
-    assert 30 <= len(places_of(LOADED, tokenized, partial(engine.sources_above, ""), 40).other) <= 40
+    assert 30 <= len(places_of(LOADED, tokenized, engine.sources, 40).other) <= 40
     typed = typed_files(engine, texts, 7)
     assert sum(len(lines) for _, lines in typed) == 7
 
@@ -808,7 +808,7 @@ def test_places_are_of_all_texts():
     texts = [
         engine.files.tokenize(text, name) for name, text in (("a.py", CODE * 3), ("b.py", OTHER), ("c.py", "x\n"))
     ]
-    places = places_of(LOADED, texts, lambda ids: engine._sources(ids, [], ""), 60)
+    places = places_of(LOADED, texts, lambda ids: engine.sources(ids, [], ""), 60)
     short = len(texts[2].ids) - texts[2].starts[0]
     assert len(places.other) == short + 2 * ((60 - short) // 2)
 
@@ -1052,7 +1052,7 @@ def test_a_model_that_is_worse_than_copying_does_not_complete(worse, programs, t
 
 def test_copying_alone_knows_open_files_and_has_options(programs, tmp_path, monkeypatch):
     train_to(tmp_path / "run", programs, vocab_size=330)
-    completer = load_completer(tmp_path / "run")
+    completer = FolderCompleter(tmp_path / "run")
     completer.copies = True
     name, text = completer.index.texts()[0]
     line = "fresh_value = make_it_anew(1, 2)"
@@ -1073,7 +1073,7 @@ def test_few_lines_do_not_decide(programs, tmp_path, monkeypatch):
     sides = iter([0.0, 1.0])
     monkeypatch.setattr(completion_fit, "right_by_line", lambda typed: 0 * right(typed)[:3] + next(sides))
     train_to(tmp_path / "run", programs, vocab_size=330)
-    assert not load_completer(tmp_path / "run").copies
+    assert not FolderCompleter(tmp_path / "run").copies
 
 
 def test_shares_of_right_ends_are_those_of_each_line():
@@ -1178,7 +1178,7 @@ def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
 
 def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
     engine = engine_of()
-    uses = engine._sources([], engine.files.plain("x = 1\n" * 9), "").uses
+    uses = engine.sources([], engine.files.plain("x = 1\n" * 9), "").uses
     assert uses[:, 0].max() > 3, "what stands below is counted"
     assert not uses[:, 1:].any()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.search import CompleteOptions
 from dunes.serve.editors import config
 from test_serve import BEFORE, ended, eventually, infill, ok, programs, run, started  # noqa: F401  (fixtures)
@@ -160,7 +160,7 @@ def test_neovim_completes_inline_with_the_lines_that_are_printed(run, tmp_path, 
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     before, three = f"x = 1\n{FIRST}\n    return val", CompleteOptions(alternatives=3)
-    expected = load_completer(run).alternatives(before, "\n", "new.py", three)[0].text
+    expected = FolderCompleter(run).alternatives(before, "\n", "new.py", three)[0].text
     assert len(expected) > 10
     nvim = Neovim(settings, file, tmp_path / "socket")
     try:

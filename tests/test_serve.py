@@ -21,7 +21,7 @@ from conftest import display, toy
 from dunes.checkpoint import load_with_tokenizer
 from dunes.generate import sampler
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.protocol import Suggestion
 from dunes.runs.completion.search import CompleteOptions
 from dunes.runs.text_generator import TextGenerator
@@ -335,7 +335,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
             done.set()
 
     running.worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
-    completer = load_completer(run)
+    completer = FolderCompleter(run)
     for i, end in enumerate(range(20, len(BEFORE), 3)):
         got = threading.Event()
 
@@ -445,7 +445,7 @@ def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
 
 
 def test_infill_is_what_the_engine_completes(port, run):
-    completer, text = load_completer(run), (BEFORE + "\n") * 2
+    completer, text = FolderCompleter(run), (BEFORE + "\n") * 2
     options = CompleteOptions(alternatives=1)
     for end in range(1, len(text), 2):
         before, after = text[:end], "\n\nx = 1\n"
@@ -1017,7 +1017,7 @@ def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
 
 
 def test_a_small_change_among_many_open_files_is_indexed_alone(run):
-    completer = load_completer(run)
+    completer = FolderCompleter(run)
     many = {f"f{i}.py": f"name_{i} = first_call_{i}(1)\n" * 50 for i in range(100)}
     completer.use(completer.with_texts(many))
     sizes = []

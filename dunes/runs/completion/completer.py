@@ -136,38 +136,25 @@ def _copied(far: Sequence[TextSource], before: str, after: str, options: Complet
 
 def name_in_sources(path: Path, folder: Path) -> str:
     """The path of a file as the training of this model named it: within the source that has the file."""
-    for source in _sources(folder):
+    for source in training_sources(folder, of_anyone=True)[0]:
         root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
         if path.resolve().is_relative_to(root) and root.is_dir():
             return header_name(path.resolve().relative_to(root).as_posix())
     return header_name(path.name)
 
 
-def training_sources(folder: Path) -> tuple[Sequence[str], bool]:
-    """The sources of a model's training that this user has trained on, and whether their links are followed."""
-    if not (card := read_card(folder)):
-        config = read_config(folder, TrainConfig)
-        return (config.sources, config.follow_links) if config else ((), False)
-    trained = trained_text(card)
-    with suppress(ValueError):
-        if trained:
+def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
+    """The sources of a model's training, and whether their links are followed; without `of_anyone` none that this
+    user has not trained on."""
+    with suppress(ValueError):  # a run of another kind, or sources of another user
+        if not (card := read_card(folder)):
+            config = read_config(folder, TrainConfig)
+            return (config.sources, config.follow_links) if config else ((), False)
+        trained = trained_text(card)
+        if trained and not of_anyone:
             require_own_sources(trained)
-            return tuple(trained["sources"]), bool(trained.get("follow_links"))
+        return tuple(trained.get("sources", ())), bool(trained.get("follow_links"))
     return (), False
-
-
-def _sources(folder: Path) -> Sequence[str]:
-    """The sources of a model's training, or of a run that has no model yet."""
-    if card := read_card(folder):
-        return tuple(trained_text(card).get("sources", ()))
-    with suppress(ValueError):  # of a run of another kind
-        return config.sources if (config := read_config(folder, TrainConfig)) else ()
-    return ()
-
-
-def load_completer(folder: Path, any_base: bool = False) -> FolderCompleter:
-    """The completer of a model folder. Raises ValueError for an invalid folder, or one without a tokenizer."""
-    return FolderCompleter(folder, any_base)
 
 
 def index_in_training(folder: Path) -> TextIndex | None:

@@ -82,10 +82,10 @@ class CompletionEngine:
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
-        self._near: tuple[list[int], list[int], str, Far, Sources] | None = None
+        self._near: tuple[list[int], Sequence[int], str, Far, Sources] | None = None
         self._form = fim_form(loaded)
         self._far_from = lru_cache(FILES)(self._find_far)
-        self._unchanged = lru_cache(FILES)(self._find_unchanged)
+        self._unchanged = lru_cache(FILES)(index.without) if index else None
         self._indexed = lru_cache(FILES)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
@@ -123,11 +123,7 @@ class CompletionEngine:
         self._indexed(tuple(files))
 
     def complete(
-        self,
-        before: str,
-        after: str = "",
-        name: str = "",
-        options: CompleteOptions = DEFAULTS,
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> Suggestion:
         """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
         return self.alternatives(before, after, name, options)[0]
@@ -150,7 +146,7 @@ class CompletionEngine:
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
-        copies = Copies(self._sources(above, below, name, options.files), typed, len(prompt))
+        copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
         found: dict[str, Suggestion] = {}
@@ -175,7 +171,7 @@ class CompletionEngine:
         ends = itertools.accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])
         first = text.starts[0] + next((n for n, end in enumerate(ends) if end > size), len(text.ids))
         ids, tokens = text.ids[:first], list[dict[str, Any]]()
-        copies = Copies(self._sources(self.files.tokenize(before, name).ids, [], name))
+        copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
         for id in text.ids[first:]:
@@ -195,14 +191,10 @@ class CompletionEngine:
     def bits(self, text: str, name: str = "") -> float:
         """The information content of a file's text in bits, each id predicted from those above it."""
         tokenized, total = self.files.tokenize(text, name), 0.0
-        for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources_above, name)):
+        for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources, name=name)):
             mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
             total -= float(mixed[id])
         return total / math.log(2)
-
-    def sources_above(self, name: str, above: list[int]) -> Sources:
-        """What to copy from below these ids of a file."""
-        return self._sources(above, [], name)
 
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """The ids of a prompt for a cursor between these ids; `header` ids of the text come before its lines."""
@@ -218,13 +210,13 @@ class CompletionEngine:
             return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
         return [*head, prefix, *above[len(head) :], suffix, *below, middle]
 
-    def _sources(
-        self, above: list[int], below: list[int], name: str, texts: Collection[NamedText] = ()
+    def sources(
+        self, above: list[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
         """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
         far = self._far_from(name, tuple(texts))
         if self._near is None or self._near[:3] != (above, below, name) or self._near[3] is not far:
-            pieces, parts = self.files.pieces, [above, below] if below else [above]
+            pieces, parts = self.files.pieces, [above, [*below]] if below else [above]
             near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
             near = [index_ids(part, len(pieces)) for part in parts]
             self._near = above, below, name, far, Sources(near, far.ids, near_text, far.texts, self._vocabulary)
@@ -232,14 +224,10 @@ class CompletionEngine:
 
     def _find_far(self, name: str, texts: tuple[NamedText, ...]) -> Far:
         """All files but this one: those in the index that have not changed, those that have, and these texts."""
-        parts = [self._unchanged(frozenset({name, *self._open.texts}))] if self.index is not None else []
+        parts = [self._unchanged(frozenset({name, *self._open.texts}))] if self._unchanged else []
         parts.append(self._open.far(name))
         parts += [self._indexed(texts)] if texts else []
         return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
-
-    def _find_unchanged(self, names: Collection[str]) -> Far:
-        assert self.index is not None, "there is an index"
-        return self.index.without(names)
 
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))

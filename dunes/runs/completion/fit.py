@@ -4,7 +4,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ def _others(texts: Sequence[NamedText]) -> Sequence[NamedText]:
 
 def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> Places | None:
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
-    return places_of(engine.loaded, tokenized, partial(engine.sources_above, ""), most)
+    return places_of(engine.loaded, tokenized, engine.sources, most)
 
 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:

@@ -28,12 +28,7 @@ class Mixture:
         self._mixed_from: tuple[Sources, Gate | None] | None = None
 
     def begin(
-        self,
-        copies: Copies,
-        gate: Gate | None,
-        prompt: Sequence[int],
-        room: int,
-        cancelled: Callable[[], bool],
+        self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
     ) -> None:
         """Begin a request for up to `room` ids after a prompt: what may be copied in it, and what cancels it.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dunes.data import Document, collect_corpus
 from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import load_completer
+from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.completion.score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
 from dunes.runs.completion.sources import document_texts, scored_files
 from dunes.runs.progress import Display
@@ -45,7 +45,7 @@ def evaluate_completion(
             raise ValueError(f"{flag} is {value}; it must be at least 1")
     if (folder / "state" / "plan.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
-    engine = load_completer(folder, any_base=any_base)
+    engine = FolderCompleter(folder, any_base=any_base)
     documents = _documents(sources, corpus_options) if sources else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
     training, seen = list(engine.training_files), engine.seen()

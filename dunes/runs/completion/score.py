@@ -20,13 +20,12 @@ Metric = Literal["exact", "word"]
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """At most `cuts` cursors and `lines` typed lines a file. With `below`, completers also get the text from the
-    next line on; with `all_lines`, lines like one of the training are scored too."""
+    """At most `cuts` cursors and `lines` typed lines a file. With `all_lines`, lines like one of the training are
+    scored too."""
 
     cuts: int = 60
     lines: int = 12
     seed: int = 0
-    below: bool = False
     all_lines: bool = False
 
 
@@ -101,7 +100,7 @@ def score_completer(
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
         show(f"{name}: {file.name}", number / len(files))
-        suggestions = FileSuggestions(completer, file.name, file.text, options.below)
+        suggestions = FileSuggestions(completer, file.name, file.text)
         for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
             text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
             score.points.append(Point(number, cut, text))
