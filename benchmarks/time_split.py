@@ -162,6 +162,8 @@ def main(
         config = TrainConfig(sources=(str(out / "corpus"),), minutes=minutes, complete=True)
         if status := train(config, run, Display()):
             raise SystemExit(status)
+    if FolderCompleter(run).copies:
+        raise ValueError(f"{run}: its model was worse than copying, so lines are copied; train for more --minutes")
     torch.set_num_threads(1)
     commits = git(
         repository, "rev-list", "--reverse", "--no-merges", f"{learned}..{last}", "--", f"*{suffix}"
