@@ -119,7 +119,7 @@ def score(
             if cut.kind == "character":
                 text = first_line(suggestions.ask(cut.end, cut.offset).text)
                 points.append(Point(number, cut, text))
-    return CompleterScore(name, {}, points)
+    return CompleterScore(name, points=points)
 
 
 def main(run: Path, sources: tuple[str, ...], cuts: int = 12, others: tuple[Path, ...] = ()) -> None:

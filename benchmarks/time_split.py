@@ -3,11 +3,10 @@
     python benchmarks/time_split.py --out OUT --repository . --trained COMMIT --learned COMMIT
 
 A model is trained on the files as they were at the first commit. Lines that later commits than the second one add
-are completed in three ways, each by the model and by copying: from the files of the first commit (frozen), from
-those of the commit before the line's own (following), and so by the model that a LoRA adapter taught what changed
-between the two commits, beside as much of the old text (learning). The text around a cursor is that of the line's
-own commit, but for the rest of the line. Differences are paired by commit, with the interval of a bootstrap over
-commits.
+are completed in three ways: with the files of the first commit (frozen), with those of the commit before the
+line's (following), and so by a model that a LoRA adapter taught what changed between the two commits, beside as
+much of the old text (learning). The text around a cursor is that of the line's own commit, but for the rest of the
+line. Differences are paired by commit, with the interval of a bootstrap over commits.
 """
 
 import random
@@ -109,8 +108,9 @@ def cursors(repository: Path, commits: Sequence[str], suffix: str, most: int) ->
 def learn(completer: FolderCompleter, texts: dict[str, str | None], steps: int, lr: float, rank: int) -> None:
     """Teach the model of a completer what has changed, beside as much of what it knows."""
     loaded, tokenizer = completer.loaded, completer.loaded.require_tokenizer()
-    new = index_texts([(header_name(name), text) for name, text in texts.items() if text], completer.files)
-    old = index_texts([file for file in completer.training_files if file[0] not in texts], completer.files)
+    known = {header_name(name): text for name, text in texts.items()}
+    new = index_texts([(name, text) for name, text in known.items() if text], completer.files)
+    old = index_texts([file for file in completer.training_files if file[0] not in known], completer.files)
     change = attach(loaded.model, rank=rank)
     tree.freeze(loaded.model, ["**", *(f"!{new}" for new in change.new)])
     parameters = [p for p in loaded.model.parameters() if p.requires_grad]

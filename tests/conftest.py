@@ -66,7 +66,7 @@ LONG = re.compile(
 """,
     re.VERBOSE,
 )
-"""Long tests, beside those with the mark: each takes 5 to 140 s, and others run what most of it does."""
+"""Long tests, beside those with the mark: each takes 5 to 140 s."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -58,8 +58,8 @@ def serve(
         raise ValueError(f"--port is {port}; expected 0 to 65535")
     if not models:
         raise ValueError("MODEL is missing; name a model folder, as runs/project")
-    from dunes.serve.editors import EDITORS, url
     from dunes.serve.editors import config as editor_config
+    from dunes.serve.editors import url
 
     address = url(host, port)
     if config is not None:
@@ -76,7 +76,7 @@ def serve(
         )
     sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
     from dunes.serve.app import Server
-    from dunes.serve.client import listen, socket_file
+    from dunes.serve.client import listening
     from dunes.serve.running import Running
 
     try:
@@ -85,25 +85,24 @@ def serve(
         for each in sockets:
             each.close()
         raise
+    place = url(host, sockets[0].getsockname()[1])
     folders = [] if key else [model.folder for model in running.models.served.values()]
-    own = {folder: opened for folder in folders if (opened := listen(folder)) is not None}
-
-    def ready() -> None:
-        place = url(host, ports[0])
-        names = ", ".join(name for model in running.models.served.values() for name in model.names)
-        print(f"serving {names} at {place} (Ctrl-C ends it)")
-        print(f"editors: dunes serve {models[0]} --config {'|'.join(EDITORS)} prints the lines for each")
-        print(f"nothing appears? dunes doctor{'' if ports[0] == 8012 else f' {place}'}", flush=True)
-
-    ports = [each.getsockname()[1] for each in sockets]
     try:
         app = Server(running.models, running.worker).app([host, *allow_host], key)
-        run(app, [*sockets, *own.values()], ready)
+        with listening(folders) as own:
+            run(app, [*sockets, *own], partial(_announce, running, models[0], place))
     finally:
-        for folder in own:
-            socket_file(folder).unlink(missing_ok=True)
         running.close()
     return 0
+
+
+def _announce(running: "Running", model: str, place: str) -> None:
+    from dunes.serve.editors import EDITORS
+
+    names = ", ".join(name for each in running.models.served.values() for name in each.names)
+    print(f"serving {names} at {place} (Ctrl-C ends it)")
+    print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
+    print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
 
 
 def lsp(

@@ -360,7 +360,7 @@ def evaluate(
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
-        completion: Complete lines of files that the model has not seen, beside baselines: exact match, keys saved,
+        completion: Complete lines of files that the model has not seen, beside copying: exact match, keys saved,
             latency.
         lines: Lines of each file that are typed key by key with --completion.
         all_lines: With --completion, also complete lines like one of the training, which are left out otherwise.

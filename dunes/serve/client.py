@@ -7,7 +7,8 @@ import http.client
 import json
 import os
 import socket
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -67,6 +68,17 @@ def listen(folder: Path) -> socket.socket | None:
             return opened
     opened.close()
     return None
+
+
+@contextmanager
+def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
+    """Listening sockets for the servers of these folders, where there can be one; their files are removed."""
+    opened = {folder: each for folder in folders if (each := listen(folder)) is not None}
+    try:
+        yield [*opened.values()]
+    finally:
+        for folder in opened:
+            socket_file(folder).unlink(missing_ok=True)
 
 
 def _answers(file: Path) -> bool:
