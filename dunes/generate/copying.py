@@ -80,6 +80,11 @@ class Far:
     texts: Sequence[TextSource] = ()
 
 
+def together(parts: Sequence[Far]) -> Far:
+    """All texts of several."""
+    return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """The bytes of each id, and what gives the ids of a part of a line."""

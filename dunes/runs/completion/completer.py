@@ -47,7 +47,7 @@ class FolderCompleter(CompletionEngine):
         lines held out. Raises Cancelled where the options say so."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        copied = _copied(self._far_from(name, tuple(options.files)).texts, before, after, options)
+        copied = _copied(self.far(name, options.files).texts, before, after, options)
         ids = self._encode(copied.text.encode())[: options.max_tokens]
         text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
         if text != copied.text:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, together
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion.cuts import first_line, first_word
@@ -42,7 +42,7 @@ LIKELY = 4
 MERGED = 3
 """Indexes of changed files, beyond which the smaller ones become one."""
 FILES = 4
-"""Files whose surroundings are remembered, and sets of files of single requests."""
+"""Texts at a cursor whose sources are remembered, and sets of files of single requests."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,8 @@ class OpenFiles:
 
     def far(self, name: str) -> Far:
         """What can be copied from these files but one."""
-        newest = [
-            index.without({file.name for file in index.files} - names | {name}) for names, index in self.parts
-        ]
-        return Far([i for part in newest for i in part.ids], [t for part in newest for t in part.texts])
+        older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
+        return together([index.without(hidden | {name}) for index, hidden in older])
 
 
 class CompletionEngine:
@@ -82,10 +80,8 @@ class CompletionEngine:
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
-        self._near: tuple[list[int], Sequence[int], str, Far, Sources] | None = None
         self._form = fim_form(loaded)
-        self._far_from = lru_cache(FILES)(self._find_far)
-        self._unchanged = lru_cache(FILES)(index.without) if index else None
+        self._sources = lru_cache(FILES)(self._find_sources)
         self._indexed = lru_cache(FILES)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
@@ -116,7 +112,7 @@ class CompletionEngine:
         """Complete lines with these files from now on."""
         if files is not self._open:
             self._open = files
-            self._far_from.cache_clear()
+            self._sources.cache_clear()
 
     def index_files(self, files: Sequence[NamedText]) -> None:
         """Index files that the options of the next requests will have."""
@@ -211,23 +207,24 @@ class CompletionEngine:
         return [*head, prefix, *above[len(head) :], suffix, *below, middle]
 
     def sources(
-        self, above: list[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
+        self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
-        """What to copy from at a cursor between these ids: that of the last call if the lines are the same."""
-        far = self._far_from(name, tuple(texts))
-        if self._near is None or self._near[:3] != (above, below, name) or self._near[3] is not far:
-            pieces, parts = self.files.pieces, [above, [*below]] if below else [above]
-            near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
-            near = [index_ids(part, len(pieces)) for part in parts]
-            self._near = above, below, name, far, Sources(near, far.ids, near_text, far.texts, self._vocabulary)
-        return self._near[4]
+        """What to copy from at a cursor between these ids; the same object where the lines are the same."""
+        return self._sources(tuple(above), tuple(below), name, tuple(texts))
 
-    def _find_far(self, name: str, texts: tuple[NamedText, ...]) -> Far:
+    def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
         """All files but this one: those in the index that have not changed, those that have, and these texts."""
-        parts = [self._unchanged(frozenset({name, *self._open.texts}))] if self._unchanged else []
-        parts.append(self._open.far(name))
-        parts += [self._indexed(texts)] if texts else []
-        return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
+        parts = [self.index.without({name, *self._open.texts})] if self.index else []
+        return together([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
+
+    def _find_sources(
+        self, above: tuple[int, ...], below: tuple[int, ...], name: str, texts: tuple[NamedText, ...]
+    ) -> Sources:
+        pieces, far = self.files.pieces, self.far(name, texts)
+        parts = [above, below] if below else [above]
+        near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
+        near = [index_ids(part, len(pieces)) for part in parts]
+        return Sources(near, far.ids, near_text, far.texts, self._vocabulary)
 
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))

@@ -1,7 +1,8 @@
 """Files at hand, indexed so that what is in them can be copied."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,8 @@ from dunes.runs.completion.text import FileTokenizer
 
 MOST = 12_000_000
 """Bytes of text in an index at most: more take longer than ten seconds to sort."""
+PARTS = 4
+"""Sets of hidden files whose rest of an index is remembered."""
 SHORT = 4_000
 """Bytes of a text of which a part is taken, at least."""
 
@@ -26,9 +29,9 @@ class IndexedFile:
     first_byte: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids and as bytes, each with the index of its contexts."""
+    """Files as ids and as bytes, each with the index of its contexts. The last few parts of it are remembered."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex
@@ -37,13 +40,19 @@ class TextIndex:
 
     def without(self, names: Collection[str]) -> Far:
         """What can be copied from the files but those with these names; records have none."""
-        names = {name for name in names if name}
-        if not any(file.name in names for file in self.files):
+        return self._part(frozenset(file.name for file in self.files if file.name and file.name in names))
+
+    @cached_property
+    def _part(self) -> Callable[[frozenset[str]], Far]:
+        return lru_cache(PARTS)(self._find_part)
+
+    def _find_part(self, hidden: frozenset[str]) -> Far:
+        if not hidden:
             return Far([self.ids], [TextSource(self.text, self.contexts)])
         ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
-        hidden = [(a, b) for a, b in pairwise(ends) if a.name in names]
-        ids = self.ids.without([(a.start, b.start) for a, b in hidden])
-        contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in hidden])
+        places = [(a, b) for a, b in pairwise(ends) if a.name in hidden]
+        ids = self.ids.without([(a.start, b.start) for a, b in places])
+        contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in places])
         return Far([ids], [TextSource(self.text, contexts)])
 
     def texts(self) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ class Mixture:
         self.logits, self.files = logits, files
         self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
         self._reader = PieceReader()
-        self._mixed_from: tuple[Sources, Gate | None] | None = None
+        self._mixed_from: tuple[Sources | None, Gate | None] = None, None
 
     def begin(
         self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
@@ -34,11 +34,7 @@ class Mixture:
 
         Raises Cancelled.
         """
-        if (
-            self._mixed_from is None
-            or self._mixed_from[0] is not copies.sources
-            or self._mixed_from[1] is not gate
-        ):
+        if self._mixed_from[0] is not copies.sources or self._mixed_from[1] is not gate:
             self._known = Remembered()
         self._known.begin()
         self._asked: dict[tuple[int, ...], Tensor] = {}
