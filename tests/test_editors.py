@@ -1,8 +1,8 @@
 # ruff: noqa: F811
 """Unmodified editors and clients of other people's APIs, against a real server.
 
-Vim's plugin and Neovim are looked for in $DUNES_EDITORS, where `tests/get_editors.sh FOLDER vim-llama.cpp neovim`
-puts them.
+Vim's plugin, Neovim and Helix are looked for in $DUNES_EDITORS, where `tests/get_editors.sh FOLDER vim-llama.cpp
+neovim hx` puts them, and VS Code's server in $DUNES_VSCODE, where `tests/get_vscode.sh FOLDER` does.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ pytestmark = pytest.mark.slow
 EDITORS = Path(os.environ.get("DUNES_EDITORS", "/nonexistent"))
 PLUGIN = EDITORS / "usr/share/vim-llama.cpp"
 NVIM = EDITORS / "usr/bin/nvim"
+HELIX = EDITORS / "usr/lib/hx/hx"
+VSCODE = Path(os.environ.get("DUNES_VSCODE", "/nonexistent"))
+CHROMIUM = shutil.which("chromium")
 FIRST = "def task_1_3(value_3, limit=3):"
 
 
@@ -48,6 +52,10 @@ class Terminal:
             def select_graphic_rendition(self, *attributes, private=False):
                 if not private:  # pyte takes no such sequences
                     super().select_graphic_rendition(*attributes)
+
+            def report_device_status(self, mode, private=False):
+                if not private:
+                    super().report_device_status(mode)
 
         self.timeout, self.eof = pexpect.TIMEOUT, pexpect.EOF
         self.screen = Screen(100, 24)
@@ -115,14 +123,110 @@ def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
         assert ended(process) == (0, "")
 
 
+def loaded_by_its_own(program):
+    """The command of a program from $DUNES_EDITORS, whose libraries are newer than the system's."""
+    loader = next(EDITORS.rglob("ld-linux*.so*"))
+    libraries = f"{EDITORS}/usr/lib/x86_64-linux-gnu:{EDITORS}/lib/x86_64-linux-gnu"
+    return [str(loader), "--library-path", libraries, str(program)]
+
+
+@pytest.mark.skipif(not HELIX.exists(), reason=f"no {HELIX}")
+@needs("pexpect", "pyte", "pygls")
+def test_helix_completes_with_the_lines_that_are_printed(run, tmp_path):
+    file, settings = tmp_path / "new.py", tmp_path / "helix"
+    file.write_text("x = 1\n")
+    settings.mkdir()
+    ours = f"command = '{sys.executable}'\nargs = ['-m', 'dunes', 'lsp', '--acceptance', '0', "
+    lines = config("helix", "", str(run)).replace('command = "dunes"\nargs = ["lsp", ', ours)
+    assert ours in lines
+    (settings / "languages.toml").write_text(lines)
+    before, three = f"x = 1\n{FIRST}\n    return val", CompleteOptions(alternatives=3)
+    expected = FolderCompleter(run).alternatives(before, "\n", "new.py", three)[0].text
+    editor = Terminal([*loaded_by_its_own(HELIX), str(file)], {
+        "XDG_CONFIG_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HELIX_RUNTIME": str(HELIX.parent / "runtime"),
+    })  # fmt: skip
+    editor.wait(1.0)
+    editor.send("o" + FIRST)
+    assert editor.shows(FIRST)
+    editor.send("\r    return va")
+    editor.wait(8.0)
+    editor.send("l")
+    assert editor.shows(f"val{expected}"[:30]), "\n".join(editor.screen.display)
+    editor.send("\t\r\x1b", 0.5)
+    editor.send(":wq\r", 0.3)
+    assert eventually(lambda: file.read_text().splitlines()[-1] == f"    return val{expected}"), file.read_text()
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def code_server(folder, settings):
+    """The address of VS Code's server, which has the extension, for the folder `project` in this one."""
+    (folder / "data/User").mkdir(parents=True)
+    (folder / "data/User/settings.json").write_text(f"{{{settings}}}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    options = ["--auth", "none", "--bind-addr", f"127.0.0.1:{port}", "--user-data-dir", folder / "data"]
+    options += ["--extensions-dir", VSCODE / "extensions", "--config", folder / "config.yaml"]
+    options += ["--disable-telemetry", "--disable-update-check", "--disable-workspace-trust"]
+    modules = VSCODE / "node_modules"
+    command = [modules / "node/bin/node", modules / "code-server/out/node/entry.js", *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert eventually(lambda: listens(port))
+        yield f"http://127.0.0.1:{port}/?folder={folder / 'project'}"
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.skipif(not VSCODE.is_dir() or CHROMIUM is None, reason=f"no chromium, or no {VSCODE}")
+@needs("playwright")
+@pytest.mark.parametrize("name", ["new.js", "new.py"])
+def test_vs_code_shows_ghost_text_and_tab_takes_it(run, tmp_path, name):
+    from playwright.sync_api import sync_playwright
+
+    file = tmp_path / "project" / name
+    file.parent.mkdir()
+    file.write_text(f"x = 1\n{FIRST}\n    return\n")
+    process, port = started(run, "--acceptance", 0, "--no-follow")
+    settings = config("vscode", f"http://127.0.0.1:{port}", "").partition("\n")[2]
+    try:
+        expected = ok(port, "/infill", infill(f"x = 1\n{FIRST}\n    return ", "\n"))["content"]
+        with code_server(tmp_path, settings) as address, sync_playwright() as play:
+            browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            page = browser.new_page()
+            page.set_default_timeout(60_000)
+            page.goto(address)
+            page.get_by_role("treeitem", name=name).dblclick()
+            if name.endswith(".py"):  # for which the extension starts when its side bar is opened
+                page.locator(".activitybar [aria-label*=llama]").first.click()
+            # It greets its first user.
+            page.locator(".tab", has_text="Information").wait_for()
+            page.locator(".tab", has_text=name).click()
+            page.locator(".view-line", has_text="return").click()
+            page.keyboard.press("End")
+            page.keyboard.type(" ")  # in a word, the list of words comes first
+            ghost = lambda: "".join(page.locator("[class*=ghost-text]").all_inner_texts()).replace("\xa0", " ")
+            assert eventually(lambda: ghost() == expected), ghost()
+            assert expected not in file.read_text()
+            page.keyboard.press("Tab")
+            page.keyboard.press("Control+S")
+            assert eventually(lambda: file.read_text().splitlines()[2] == f"    return {expected}")
+            browser.close()
+    finally:
+        assert ended(process) == (0, "")
+
+
 class Neovim:
-    """A Neovim without a terminal, asked through its own command line. It is started by its own loader, since its
-    libraries are newer than the system's."""
+    """A Neovim without a terminal, asked through its own command line."""
 
     def __init__(self, settings, file, socket):
-        loader = next(EDITORS.rglob("ld-linux*.so*"))
-        libraries = f"{EDITORS}/usr/lib/x86_64-linux-gnu:{EDITORS}/lib/x86_64-linux-gnu"
-        self.command, self.socket = [str(loader), "--library-path", libraries, str(NVIM)], str(socket)
+        self.command, self.socket = loaded_by_its_own(NVIM), str(socket)
         options = ["--headless", "--listen", self.socket, "-u", str(settings), "-i", "NONE", str(file)]
         self.process = subprocess.Popen([*self.command, *options], stderr=subprocess.DEVNULL)
         assert eventually(socket.exists)
