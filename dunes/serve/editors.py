@@ -65,6 +65,7 @@ end, {{ expr = true }})
   (plist-put minuet-openai-fim-compatible-options :name "dunes")
   (plist-put minuet-openai-fim-compatible-options :api-key "TERM")
   (plist-put minuet-openai-fim-compatible-options :model "dunes")
+  (define-key minuet-active-mode-map (kbd "TAB") #'minuet-accept-suggestion)
   (add-hook 'prog-mode-hook #'minuet-auto-suggestion-mode))
 """,
     "helix": """\
