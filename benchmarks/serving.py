@@ -1,10 +1,15 @@
 """The server as editors use it: typing through HTTP beside the engine alone, cancellation, many clients, memory.
 
-    python benchmarks/serving.py RUN FILE... [--keys 200] [--cuts 500] [--minutes 30]
+    python benchmarks/serving.py --run RUN --files FILE... [--keys 200] [--cuts 500] [--minutes 30] [--beside 8080 8000]
 
 The server is a process of its own with one thread. The same lines are typed key by key through `/infill` and in
 the engine, in turns. `--cuts` places are completed by both, and the texts compared. `--minutes` types for so long,
-and prints the server's resident memory as it goes.
+and prints the server's resident memory as it goes. `--beside` are ports of other servers with the same weights and
+one thread, which the same clients ask in turns:
+
+    dunes export RUN model.gguf --to gguf
+    llama-server -m model.gguf -t 1 -tb 1 -np 16 -c 8192 --port 8080
+    OMP_NUM_THREADS=1 transformers serve RUN --device cpu --continuous-batching --port 8000
 """
 
 import http.client
@@ -26,6 +31,8 @@ import numpy as np
 import torch
 import tyro
 
+CLIENTS = (1, 16, 64)
+
 
 class Client:
     """A connection to a server that stays open."""
@@ -35,7 +42,7 @@ class Client:
 
     def ask(self, path: str, body: dict[str, object]) -> dict[str, object]:
         """A request's reply."""
-        self.connection.request("POST", path, json.dumps(body).encode())
+        self.connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         reply = self.connection.getresponse()
         content: dict[str, object] = json.loads(reply.read())
         assert reply.status == 200, content
@@ -110,15 +117,16 @@ def time_cancel(port: int, client: Client, rounds: int = 20) -> list[float]:
     return times
 
 
-def serve_many(port: int, count: int, seconds: float = 10.0) -> float:
-    """Tokens/s of so many clients that ask for 32 tokens again and again."""
+def serve_many(port: int, count: int, model: str, seconds: float = 10.0) -> float:
+    """Tokens/s of so many clients that ask for up to 32 tokens again and again."""
     tokens, end = [0] * count, perf_counter() + seconds
 
     def work(i: int) -> None:
-        client = Client(port)
+        client, settings = Client(port), {"model": model, "max_tokens": 32, "temperature": 0}
         while perf_counter() < end:
-            client.ask("/v1/completions", {"prompt": f"def task_{i}(", "max_tokens": 32, "temperature": 0})
-            tokens[i] += 32
+            usage = client.ask("/v1/completions", {"prompt": f"def task_{i}(", **settings})["usage"]
+            assert isinstance(usage, dict)
+            tokens[i] += usage["completion_tokens"]
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
     start = perf_counter()
@@ -181,7 +189,14 @@ def time_language_server(run: Path) -> tuple[float, float]:
     return initialized, ready
 
 
-def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, minutes: float = 0.0) -> None:
+def main(
+    run: Path,
+    files: tuple[Path, ...],
+    keys: int = 200,
+    cuts: int = 500,
+    minutes: float = 0.0,
+    beside: tuple[int, ...] = (),
+) -> None:
     """Measure.
 
     Args:
@@ -190,6 +205,7 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, m
         keys: Keys typed in each file.
         cuts: Cursors at which both ways are compared.
         minutes: Type for so long at the end, and print the server's memory.
+        beside: Ports of other servers with the same weights.
     """
     torch.set_num_threads(1)
     language = [time_language_server(run) for _ in range(3)]
@@ -209,8 +225,9 @@ def main(run: Path, files: tuple[Path, ...], keys: int = 200, cuts: int = 500, m
     print(f"the same suggestion through HTTP and in the engine: {equal} of {count} cuts")
     cancelled = time_cancel(port, client)
     print(f"a closed stream frees the model: p50 {np.median(cancelled):.0f} ms, at most {max(cancelled):.0f} ms")
-    for clients in (1, 16, 64):
-        print(f"{clients} clients: {serve_many(port, clients):.0f} tokens/s")
+    rates = [[f"{serve_many(each, n, str(run)):.0f}" for n in CLIENTS] for each in (port, *beside)]
+    rows = [[name, *row] for name, row in zip(["dunes", *map(str, beside)], rates, strict=True)]
+    print_table("Tokens/s", ["server", *(f"clients: {n}" for n in CLIENTS)], rows)
     initialized, ready = np.min(language, axis=0)
     print(f"language server: initialize {initialized:.2f} s, first suggestion {ready:.1f} s")
     print(f"resident memory of the server: {resident_megabytes(process.pid):.0f} MB")
