@@ -36,7 +36,7 @@ from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.export import export
-from dunes.runs.loop import overfitting_note, rising_loss_warning
+from dunes.runs.loop import early_end, overfitting_note, rising_loss_warning
 from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
 from dunes.runs.score import evaluation_tokens, score_folder
@@ -592,6 +592,34 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
     train(toy(code, steps=30), tmp_path / "run", show, resume=True)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
+
+
+def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeypatch):
+    """Validation is best at step 25 and rises from then on; the fourth one after it is at step 150."""
+    scores = iter([Score(b, 10, 10) for b in (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)])
+    monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
+    show, out = display()
+    assert train(toy(code, steps=None, minutes=60), tmp_path / "run", show) == 0
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == 150
+    assert "ending early, with 59:" in out.getvalue()
+    assert "the weights of step 25 were saved" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("steps", "since", "number", "bits", "ends"),
+    [
+        (None, 3, 150, 104.0, True), (150, 3, 150, 104.0, False), (None, 2, 150, 104.0, False),
+        (None, 3, 149, 104.0, False), (None, 3, 150, 102.9, False), (None, 3, 150, float("nan"), False),
+    ],
+)  # fmt: skip
+def test_only_a_long_rise_ends_a_run(steps, since, number, bits, ends):
+    class Fake:
+        best, best_step, checks_since_best, seconds_left = Score(100.0, 10, 10), 50, since, 60.0
+        last, config = Score(bits, 10, 10), SimpleNamespace(steps=steps)
+        trainer = SimpleNamespace(number=number)
+
+    assert bool(early_end(Fake)) == ends
 
 
 @pytest.mark.parametrize(

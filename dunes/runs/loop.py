@@ -49,6 +49,9 @@ LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 PATIENCE, WORSE = 3, 1.01
 """Warn after this many validations without improvement, if the loss is this many times the best."""
+LONG_AGO, RISEN = 3, 1.03
+"""End a run of so many minutes after this many times the steps of its best validation, if the loss is this many
+times the best: on a small text, what follows only memorises it (LOG.md)."""
 
 NOT_SAVED = 3
 DIVERGED = 4
@@ -221,6 +224,9 @@ def train_loop(
             display.line(warning)
         if over:
             return
+        if score and (reason := early_end(run)):
+            display.line(reason)
+            return
         if request.signal:
             display.line("stopping after this step and saving; interrupt again to exit at once")
             return
@@ -379,6 +385,22 @@ def rising_loss_warning(run: Run) -> str:
         f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} "
         "validations; the best weights are kept. If it jumped, lower the learning rate (now "
         f"{run.trainer.learning_rates()[0]:.2g}); if it rose slowly, train for fewer steps or on more data"
+    )
+
+
+def early_end(run: Run) -> str:
+    """The reason to end a run of so many minutes before they are over; empty where there is none."""
+    if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
+        return ""
+    if (
+        run.trainer.number < LONG_AGO * run.best_step
+        or not run.last.bits_per_byte > RISEN * run.best.bits_per_byte
+    ):
+        return ""
+    return (
+        f"ending early, with {format_seconds(round(run.seconds_left))} left: validation loss was best after "
+        f"{plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits/byte) and is "
+        f"{run.last.bits_per_byte:.3f} now; more steps would memorise so small a text. --steps has no early end"
     )
 
 
