@@ -1,0 +1,26 @@
+def task_11_0(value, limit=0):
+    return value * 11 + limit
+
+def task_11_1(value, limit=1):
+    return value * 12 + limit
+
+def task_11_2(value, limit=2):
+    return value * 13 + limit
+
+def task_11_3(value, limit=3):
+    return value * 14 + limit
+
+def task_11_4(value, limit=4):
+    return value * 15 + limit
+
+def task_11_5(value, limit=5):
+    return value * 16 + limit
+
+def task_11_6(value, limit=6):
+    return value * 17 + limit
+
+def task_11_7(value, limit=7):
+    return value * 18 + limit
+
+def task_11_8(value, limit=8):
+    return value * 19 + limit

@@ -1,0 +1,26 @@
+def task_15_0(value, limit=0):
+    return value * 15 + limit
+
+def task_15_1(value, limit=1):
+    return value * 16 + limit
+
+def task_15_2(value, limit=2):
+    return value * 17 + limit
+
+def task_15_3(value, limit=3):
+    return value * 18 + limit
+
+def task_15_4(value, limit=4):
+    return value * 19 + limit
+
+def task_15_5(value, limit=5):
+    return value * 20 + limit
+
+def task_15_6(value, limit=6):
+    return value * 21 + limit
+
+def task_15_7(value, limit=7):
+    return value * 22 + limit
+
+def task_15_8(value, limit=8):
+    return value * 23 + limit

@@ -1,0 +1,26 @@
+def task_24_0(value, limit=0):
+    return value * 24 + limit
+
+def task_24_1(value, limit=1):
+    return value * 25 + limit
+
+def task_24_2(value, limit=2):
+    return value * 26 + limit
+
+def task_24_3(value, limit=3):
+    return value * 27 + limit
+
+def task_24_4(value, limit=4):
+    return value * 28 + limit
+
+def task_24_5(value, limit=5):
+    return value * 29 + limit
+
+def task_24_6(value, limit=6):
+    return value * 30 + limit
+
+def task_24_7(value, limit=7):
+    return value * 31 + limit
+
+def task_24_8(value, limit=8):
+    return value * 32 + limit
