@@ -1163,6 +1163,20 @@ def test_without_a_model_the_rest_of_the_line_after_the_longest_match(end):
     assert completer.complete(f"a = 1{end}b = 2{end}a = 1{end}", "", "c.py").text == "b = 2", "at a line's start"
 
 
+def test_without_a_model_a_token_has_about_four_characters():
+    completer = copier(("a.py", "value = compute(first, second)\n"))
+    few = completer.alternatives("value = ", "", "b.py", CompleteOptions(max_tokens=4))[0]
+    assert (few.text, few.ends_line) == ("compute(first,", False)
+    assert completer.complete("value = ", "", "b.py").text == "compute(first, second)"
+
+
+def test_a_file_without_a_name_is_not_copied_from():
+    """It could not be hidden once it has changed."""
+    engine = engine_of()
+    engine.update("", "zebra = unnamed(1)\n")
+    assert engine.far("b.py") == engine_of().far("b.py")
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\n\r", "\r\r\n"])
 def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
     files = FileTokenizer(BPE, header=True)

@@ -596,30 +596,35 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
 
 def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeypatch):
     """Validation is best at step 25 and rises from then on; the fourth one after it is at step 150."""
-    scores = iter([Score(b, 10, 10) for b in (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)])
+    bits = (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)
+    scores = iter([Score(1e3 * b, 10, 10) for b in (*bits[:7], bits[7], bits[7])])
     monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
-    show, out = display()
-    assert train(toy(code, steps=None, minutes=60), tmp_path / "run", show) == 0
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert len(records) == 150
+    (show, out), folder = display(), tmp_path / "run"
+    assert train(toy(code, steps=None, minutes=60), folder, show) == 0
+    assert len(read_metrics(folder / "metrics.jsonl")) == 150
     assert "ending early, with 59:" in out.getvalue()
     assert "the weights of step 25 were saved" in out.getvalue()
+    before = (folder / "model.safetensors").read_bytes()
+    assert train(TrainConfig(sources=()), folder, show, resume=True) == 0
+    assert len(read_metrics(folder / "metrics.jsonl")) == 150, "it is over"
+    assert (folder / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    ("steps", "since", "number", "bits", "ends"),
+    ("steps", "since", "number", "bits", "loss", "ends"),
     [
-        (None, 3, 150, 104.0, True), (150, 3, 150, 104.0, False), (None, 2, 150, 104.0, False),
-        (None, 3, 149, 104.0, False), (None, 3, 150, 102.9, False), (None, 3, 150, float("nan"), False),
+        (None, 3, 150, 104.0, 6.2, True), (150, 3, 150, 104.0, 6.2, False), (None, 2, 150, 104.0, 6.2, False),
+        (None, 3, 149, 104.0, 6.2, False), (None, 3, 150, 102.9, 6.1, False), (None, 3, 150, 104.0, 6.3, False),
+        (None, 3, 150, float("nan"), 6.2, False), (None, 3, 150, 104.0, float("nan"), False),
     ],
 )  # fmt: skip
-def test_only_a_long_rise_ends_a_run(steps, since, number, bits, ends):
+def test_only_a_long_rise_while_the_text_is_memorised_ends_a_run(steps, since, number, bits, loss, ends):
     class Fake:
         best, best_step, checks_since_best, seconds_left = Score(100.0, 10, 10), 50, since, 60.0
         last, config = Score(bits, 10, 10), SimpleNamespace(steps=steps)
         trainer = SimpleNamespace(number=number)
 
-    assert bool(early_end(Fake)) == ends
+    assert bool(early_end(Fake, loss)) == ends
 
 
 @pytest.mark.parametrize(

@@ -831,11 +831,30 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     assert ended(process) == (0, "")
 
 
+def test_a_server_leaves_the_socket_of_the_one_that_followed_it(run, tmp_path):
+    from dunes.serve.client import listen, listening, socket_file
+
+    run = shutil.copytree(run, tmp_path / "copy")
+    with listening([run]) as sockets:
+        for each in sockets:
+            each.close()  # as a server does that still ends its streams
+        later = listen(run)
+    assert later is not None
+    assert socket_file(run).exists()
+    later.close()
+    with listening([run]) as sockets:
+        assert socket_file(run).exists()
+        sockets[0].close()
+    assert not socket_file(run).exists()
+
+
 def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
     adapters = ["--adapter", three / "one", "--adapter", three / "two"]
     process, port = started(three / "base", *adapters, "--no-follow")
     try:
         assert [m["id"] for m in ok(port, "/v1/models")["data"]] == ["base", "one", "two"]
+        assert ok(port, "/props?model=two")["model_alias"] == "two"
+        assert ok(port, "/api/show", {"model": "two:latest"})
         message = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 12, "temperature": 0}
 
         def answer(name):
@@ -847,7 +866,8 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
             names = ["one", "two", "base"] * 3
             assert list(pool.map(answer, names)) == [expected[name] for name in names]
     finally:
-        assert ended(process) == (0, "")
+        said = "one, two: served with the 200 tokens of context that base has\n"
+        assert ended(process) == (0, said)
     process, port = started(run, three / "base", "--no-follow")
     try:
         status, content = ask(port, "/v1/completions", {"prompt": "a", "model": "other"})
@@ -1065,6 +1085,31 @@ def test_large_prompts_and_paths_are_refused_before_the_work(port):
         start = time.perf_counter()
         assert ask(port, path, body)[0] == status
         assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/generate", {"model": "run"}),
+        ("/infill", infill(BEFORE, "", n_predict=0, stream=True)),
+        ("/v1/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 0, "stream": True}),
+        ("/v1/fim/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 0, "stream": True}),
+    ],
+)
+def test_a_stream_of_no_tokens_has_its_end(port, path, body):
+    status, content = ask(port, path, body)
+    assert status == 200, content
+    line = next(line for line in content.decode().splitlines() if line.strip())
+    assert json.loads(line.removeprefix("data: "))
+
+
+def test_what_clients_send_without_effect_is_taken(port):
+    assert ok(port, "/completion", {"prompt": "a", "n_predict": 1})["model"] == "run"
+    assert ok(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "run"
+    for form, refused in (("json_object", True), ("text", False)):
+        body = {"messages": [], "response_format": {"type": form}}
+        status, content = ask(port, "/v1/chat/completions", body)
+        assert (status, b"response_format" in content) == (400, refused), "it has no messages"
 
 
 def test_several_lines_and_no_tokens_are_answered(port):

@@ -40,7 +40,7 @@ from dunes.runs.run import (
 from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
-from dunes.train import Clock, Diverged, Step
+from dunes.train import Clock, Diverged, Record, Step
 from dunes.units import format_count, format_seconds, plural
 
 CHECK_TOKENS = 16_384
@@ -49,9 +49,9 @@ LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 PATIENCE, WORSE = 3, 1.01
 """Warn after this many validations without improvement, if the loss is this many times the best."""
-LONG_AGO, RISEN = 3, 1.03
-"""End a run of so many minutes after this many times the steps of its best validation, if the loss is this many
-times the best: on a small text, what follows only memorises it (LOG.md)."""
+LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
+"""End a run by the clock after this many times the steps of its best validation, if validation loss is so many
+times the best, and the loss in training so many times that: it only memorises a small text (LOG.md)."""
 
 NOT_SAVED = 3
 DIVERGED = 4
@@ -224,8 +224,9 @@ def train_loop(
             display.line(warning)
         if over:
             return
-        if score and (reason := early_end(run)):
+        if score and (reason := early_end(run, step.loss)):
             display.line(reason)
+            run.schedule.records.append(Record(step.number, step.number))  # it is over, also when it is resumed
             return
         if request.signal:
             display.line("stopping after this step and saving; interrupt again to exit at once")
@@ -388,9 +389,12 @@ def rising_loss_warning(run: Run) -> str:
     )
 
 
-def early_end(run: Run) -> str:
-    """The reason to end a run of so many minutes before they are over; empty where there is none."""
+def early_end(run: Run, loss: float) -> str:
+    """The reason to end a run by the clock early, after a step of this loss; empty where there is none. Validation
+    loss that rises with the learning rate is none: then the loss in training rises, too."""
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
+        return ""
+    if not loss < MEMORISED * run.last.loss:
         return ""
     if (
         run.trainer.number < LONG_AGO * run.best_step

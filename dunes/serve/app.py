@@ -178,6 +178,7 @@ class Server:
             protocol = tabby.COMPLETIONS
         asked = await self._with_prompts(protocol.read(fields))
         model = self.models.find(asked.model)
+        asked = replace(asked, model=asked.model or model.name)
         files = [request.files for request in asked.requests if isinstance(request, LineRequest)]
         if not asked.requests and protocol is llama_cpp.INFILL:
             files = [open_files(fields, "input_extra")]
@@ -188,7 +189,10 @@ class Server:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
             return CompactJSON(protocol.write(asked, dict(sorted(answers.items())) or {0: EMPTY}, False))
-        first = await anext(events, (0, EMPTY))  # what is refused has no stream
+        try:
+            first = await anext(events)  # what is refused has no stream
+        except StopAsyncIteration:
+            first = 0, EMPTY
         chunks = _chunks(protocol, asked, first, events)
         kind = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
@@ -271,7 +275,8 @@ class Server:
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
         """What is said of the models, or of the one that is named."""
         fields = await _fields(request)
-        return CompactJSON(write(self.models.named(fields.text("model") or fields.text("name"))))
+        name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
+        return CompactJSON(write(self.models.named(name)))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)

@@ -75,7 +75,7 @@ def refuse_unsupported(fields: Fields, *names: str) -> None:
     """Raise Refused for a field whose effect a client would miss, unless its value is the one without effect."""
     for name in names:
         value = fields.body.get(name)
-        if value and value != REFERENCE["settings"].get(name):
+        if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
             raise fields.refused(name, "not supported by this server; leave it out")
 
 

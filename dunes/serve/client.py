@@ -73,12 +73,15 @@ def listen(folder: Path) -> socket.socket | None:
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
     """Listening sockets for the servers of these folders, where there can be one; their files are removed."""
-    opened = {folder: each for folder in folders if (each := listen(folder)) is not None}
+    opened = {socket_file(folder): each for folder in folders if (each := listen(folder)) is not None}
+    bound = {file: file.stat().st_mtime_ns for file in opened}
     try:
         yield [*opened.values()]
     finally:
-        for folder in opened:
-            socket_file(folder).unlink(missing_ok=True)
+        for file, time in bound.items():
+            with suppress(OSError):  # it may be a later server's by now
+                if file.stat().st_mtime_ns == time:
+                    file.unlink()
 
 
 def _answers(file: Path) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from dunes import __version__
 from dunes.checkpoint import LoadedModel
+from dunes.runs.run import read_config
+from dunes.runs.train_config import TrainConfig
 from dunes.serve import ollama
 from dunes.serve.asked import REFERENCE
 from dunes.serve.llama_cpp import settings
@@ -18,7 +20,7 @@ Named = Sequence[tuple[str, Facts]]
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model that was written at these times; those of one in training are zero."""
+    """The facts of a model that was written at these times; most of one in training are zero."""
     written = max(stamp) / 1e9
     facts: dict[str, Any] = {
         "modified_at": datetime.fromtimestamp(written, UTC).isoformat().replace("+00:00", "Z"),
@@ -30,7 +32,8 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
     facts |= dict.fromkeys(("parameters", "size", "context_length", "vocab", "dim"), 0)
     facts |= dict.fromkeys(("dtype", "bos", "eos"), "")
     if loaded is None:
-        return facts
+        config = read_config(folder, TrainConfig)
+        return facts | {"context_length": config.context_length if config else 0}
     tokenizer, parameters = loaded.require_tokenizer(), [*loaded.model.parameters()]
     return facts | {
         "family": str(loaded.card.get("family") or "dunes"),

@@ -113,7 +113,7 @@ def _end(chunk: str) -> Callable[[Asked, Mapping[int, Answer]], Sequence[Any]]:
 
 
 def _object(request: Asked, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
-    head = {"id": request.id, "object": kind, "created": request.created, "model": request.model or "dunes"}
+    head = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
     return head | {"system_fingerprint": "dunes", "choices": choices}
 
 

@@ -35,6 +35,7 @@ from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
 from dunes.serve.worker import Worker
 from dunes.text.templates import Turn
+from dunes.units import plural
 
 SHORT = 3
 """Characters of a suggestion that does not end its line, at least."""
@@ -65,11 +66,15 @@ class LoadedFolder:
             names = {key: chat.adapter for key, chat in self.chats.items()} if len(self.chats) > 1 else {}
             if names:
                 lora.set_adapter(own.loaded.model, own.adapter)
+            context = own.loaded.context_length
+            if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
+                say(f"{', '.join(longer)}: served with the {plural(context, 'token')} of context that {name} has")
             self.batch = Batch(own.loaded, step_source(own.loaded.model), names, names.get(name))
         self.loaded = own.loaded if own else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
         self.completer = find_completer(folder, say, False, self.loaded)
         self.files = FileFinder(self.completer.training_files)
+        self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
 
@@ -122,13 +127,15 @@ class ServedModel:
 
         Raises ValueError or OSError for what cannot be loaded; the old model stays.
         """
-        new = self._load()
+        new, copied = self._load(), self.now.copies
         if self.now.batch is not None and self.now.batch.active:
             self._ending.append(self.now.batch)
         indexed = dict(new.completer.training_files)
         self._texts = {name: text for name, text in self._texts.items() if indexed.get(name) != text}
         _use(new, new.completer.with_texts(self._texts), self._texts)
         self.now = new
+        if copied and not new.copies:
+            self._say(f"{self.name}: its model completes lines from now on")
         gc.collect()  # engines are cycles, and the old one has a model
 
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
@@ -291,15 +298,17 @@ class Models:
     def named(self, name: str) -> Named:
         """The facts of the model of this name, of all for an empty one, by their names and those of adapters."""
         models = [self.find(name)] if name else self.served.values()
-        return [(each, model.now.facts) for model in models for each in model.names]
+        named = [(each, model.now.facts) for model in models for each in model.names]
+        return [each for each in named if each[0] == name] or named
 
     def find(self, name: str) -> ServedModel:
         """The model of this name or with this adapter; the only one for any name, the first for an empty one.
 
         Raises Refused for an unknown name.
         """
+        names = {name, name.removesuffix(":latest")}  # as Ollama's clients say
         for model in self.served.values():
-            if not name or name in model.names or len(self.served) == 1:
+            if not name or names & {*model.names} or len(self.served) == 1:
                 return model
         listed = ", ".join(n for model in self.served.values() for n in model.names)
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}", "not_found_error")

@@ -19,7 +19,7 @@ from dunes.runs.completion.engine import CompletionEngine, knows_paths
 from dunes.runs.completion.index import TextIndex
 from dunes.runs.completion.keystrokes import ACCEPTANCE
 from dunes.runs.completion.protocol import Cancelled, Suggestion
-from dunes.runs.completion.search import DEFAULTS, CompleteOptions
+from dunes.runs.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.runs.completion.store import read_gate, read_index
 from dunes.runs.completion.text import near_text
 from dunes.runs.config import STDLIB
@@ -110,7 +110,10 @@ class CopyCompleter:
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
         far = [*self.index.without({name, *self._open}).texts, *sources]
-        return [_copied(far, before, after, options)]
+        copied, room = _copied(far, before, after, options), 4 * (options.max_tokens or LIMIT)  # characters, about
+        if len(copied.text) > room:
+            copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
+        return [copied]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
         """These texts of files, for `use`."""
@@ -172,6 +175,6 @@ def find_completer(
         return CopyCompleter(index)
     completer = FolderCompleter(folder, any_base, loaded)
     if completer.copies:
-        why = "was worse than copying when its training ended" if completer.gate else "has no gate: it was stopped"
+        why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
         line(f"the model {why}; copying from the training files alone")
     return completer

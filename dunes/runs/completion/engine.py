@@ -19,7 +19,7 @@ from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.runs.completion.cuts import first_line, first_word
 from dunes.runs.completion.gate import scored_places
-from dunes.runs.completion.index import TextIndex, index_texts
+from dunes.runs.completion.index import PARTS, TextIndex, index_texts
 from dunes.runs.completion.mixture import Mixture
 from dunes.runs.completion.protocol import Cancelled, NamedText, Suggestion
 from dunes.runs.completion.renaming import renamed_rest
@@ -41,8 +41,6 @@ LIKELY = 4
 """Alternatives that are shown of a token."""
 MERGED = 3
 """Indexes of changed files, beyond which the smaller ones become one."""
-FILES = 4
-"""Texts at a cursor whose sources are remembered, and sets of files of single requests."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +79,8 @@ class CompletionEngine:
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
-        self._sources = lru_cache(FILES)(self._find_sources)
-        self._indexed = lru_cache(FILES)(lambda texts: index_texts(texts, self.files).without(()))
+        self._sources = lru_cache(PARTS)(self._find_sources)
+        self._indexed = lru_cache(PARTS)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
         """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
@@ -90,7 +88,8 @@ class CompletionEngine:
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
         """The open files with these texts, for `use`; another thread may call it while lines are completed."""
-        new = {valid_text(name): valid_text(text) if text else None for name, text in texts.items()}
+        named = ((valid_text(name), text) for name, text in texts.items() if name)  # others could not be hidden
+        new = {name: valid_text(text) if text else None for name, text in named}
         known, absent = self._open, object()
         new = {name: text for name, text in new.items() if known.texts.get(name, absent) != text}
         if not new:

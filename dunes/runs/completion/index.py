@@ -15,7 +15,7 @@ from dunes.runs.completion.text import FileTokenizer
 MOST = 12_000_000
 """Bytes of text in an index at most: more take longer than ten seconds to sort."""
 PARTS = 4
-"""Sets of hidden files whose rest of an index is remembered."""
+"""Parts of an index that are remembered, and as many sources of a cursor and files of single requests."""
 SHORT = 4_000
 """Bytes of a text of which a part is taken, at least."""
 
