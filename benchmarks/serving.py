@@ -1,6 +1,6 @@
 """The server as editors use it: typing through HTTP beside the engine alone, cancellation, many clients, memory.
 
-    python benchmarks/serving.py --run RUN --files FILE... [--keys 200] [--cuts 500] [--minutes 30] [--beside PORT...]
+    python benchmarks/serving.py --run RUN --files FILE... [--keys 200] [--cuts 500] [--minutes 0] [--beside PORTS]
 
 The server is a process of its own with one thread. The same lines are typed key by key through `/infill` and in
 the engine, in turns. `--cuts` places are completed by both, and the texts compared. `--minutes` types for so long,
