@@ -382,7 +382,8 @@ async def _speak(run, tmp_path):
     from lsprotocol import types
     from pygls.lsp.client import BaseLanguageClient
 
-    client = BaseLanguageClient("test", "1")
+    client, said = BaseLanguageClient("test", "1"), []
+    client.feature(types.WINDOW_LOG_MESSAGE)(lambda message: said.append(message.message))
     await client.start_io(sys.executable, "-m", "dunes", "lsp", str(run), "--acceptance", "0", "--no-follow")
     encodings = types.GeneralClientCapabilities(position_encodings=["utf-16"])
     reply = await client.initialize_async(types.InitializeParams(types.ClientCapabilities(general=encodings)))
@@ -421,6 +422,7 @@ async def _speak(run, tmp_path):
     await client.workspace_execute_command_async(types.ExecuteCommandParams("dunes.accepted"))
     await _open_and_close(client, ask, (tmp_path / "unsaved.py").as_uri(), uri)
     await client.shutdown_async(None)
+    assert said[-1] == "dunes: 1 suggestion accepted"
     client.exit(None)
     assert await asyncio.wait_for(client._server.wait(), 20) == 0
 

@@ -18,6 +18,7 @@ from pygls.lsp.server import LanguageServer
 
 from dunes import __version__
 from dunes.serve.handshake import ACCEPTED, TRIGGERS
+from dunes.units import plural
 
 if TYPE_CHECKING:
     from dunes.serve.requests import Answer, Event
@@ -39,6 +40,7 @@ class _State:
     failed: str = ""
     newest: "Task | None" = None
     asked: int = 0
+    accepted: int = 0
     is_closed: bool = False
     timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
 
@@ -79,12 +81,15 @@ def _add_life(server: LanguageServer, state: _State) -> None:
     @server.feature(types.SHUTDOWN)
     def shutdown(params: Any) -> None:
         state.is_closed = True
+        message = f"dunes: {plural(state.accepted, 'suggestion')} accepted"
+        server.window_log_message(types.LogMessageParams(types.MessageType.Info, message))
         if state.running:
             state.running.close()
 
     @server.command(ACCEPTED)
     def accepted(*_: Any) -> None:
-        """Editors execute it after an acceptance; nothing learns from it yet."""
+        """Editors execute it after an acceptance; how many there were is said at the end."""
+        state.accepted += 1
 
 
 def _load(server: LanguageServer, state: _State) -> None:
