@@ -551,6 +551,11 @@ def test_echo_and_logprobs_are_the_models(port, run):
     assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
     none = ok(port, "/v1/completions", body | {"max_tokens": 0})["choices"][0]
     assert none["text"] == "def task_1_1(value_3"
+    body |= {"max_tokens": 5}
+    whole = ok(port, "/v1/completions", body)["choices"][0]["logprobs"]["text_offset"]
+    lines = ask(port, "/v1/completions", body | {"stream": True})[1].decode().splitlines()
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert [o for chunk in chunks for o in (chunk["logprobs"] or {}).get("text_offset", [])] == whole
 
 
 def test_choices_and_prompts_are_listed_in_order(port):
@@ -558,6 +563,11 @@ def test_choices_and_prompts_are_listed_in_order(port):
     reply = ok(port, "/v1/completions", body)
     assert [c["index"] for c in reply["choices"]] == [0, 1, 2, 3]
     assert reply["usage"]["completion_tokens"] <= 16
+    lines = ok(port, "/v1/completions", {"prompt": ["zzz = ", BEFORE], "n": 3, "suffix": "\n", "max_tokens": 1})
+    texts = [c["text"] for c in lines["choices"]]
+    assert [c["index"] for c in lines["choices"]] == [*range(len(texts))]
+    alone = ok(port, "/v1/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 1})["choices"][0]["text"]
+    assert texts[3] == alone
     assert [c["text"] for c in ok(port, "/v1/completions", body)["choices"]] == [
         c["text"] for c in reply["choices"]
     ]

@@ -60,7 +60,7 @@ KINDS = {
 
 
 EMPTY = Answer(reason="length")
-"""The answer to a request for no tokens."""
+"""The answer to a request for no tokens, and where a choice is missing."""
 
 
 class CompactJSON(JSONResponse):
@@ -188,7 +188,9 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            return CompactJSON(protocol.write(asked, dict(sorted(answers.items())) or {0: EMPTY}, False))
+            # A line may have fewer alternatives than places; no place between others is missing.
+            placed = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
+            return CompactJSON(protocol.write(asked, placed, False))
         try:
             first = await anext(events)  # what is refused has no stream
         except StopAsyncIteration:

@@ -45,7 +45,7 @@ class Row:
         self.pieces: Iterator[None] | None = None
         self.ready = False
         """True once all of the prompt but its last token is in the cache."""
-        self._decode, self._pending = DecodeStream(tokenizer), ""
+        self._decode, self._pending, self._offset = DecodeStream(tokenizer), "", 0
 
     def push(self, token: Token) -> None:
         """Emit the text that a token completes, up to a string to stop at or what may become one."""
@@ -78,7 +78,8 @@ class Row:
         """Emit a part, if there is anything in it."""
         self.answer.text += text
         if text or tokens or ids:
-            self.emit(Answer(text, tokens=[*tokens], ids=[*ids]))
+            self.emit(Answer(text, tokens=[*tokens], ids=[*ids], offset=self._offset))
+        self._offset += sum(len(token.text) for token in tokens)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -126,11 +126,11 @@ def usage(answers: Mapping[int, Answer]) -> dict[str, dict[str, int]]:
 def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
     """The text of a choice."""
     wanted = answer.tokens if streams else request.fields.has("logprobs")
-    return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens) if wanted else None}
+    return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens, answer.offset) if wanted else None}
 
 
-def legacy_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    """The log-probabilities of tokens as lists; the first one of a text has none."""
+def legacy_logprobs(tokens: Sequence[TokenText], offset: int = 0) -> dict[str, Any]:
+    """The log-probabilities of tokens as lists, `offset` characters into a text, whose first one has none."""
     tops = [
         None if token.logprob is None else {data.decode(errors="replace"): p for _, data, p in token.top}
         for token in tokens
@@ -139,7 +139,7 @@ def legacy_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": tops,
-        "text_offset": [0, *accumulate(len(token.text) for token in tokens)][: len(tokens)],
+        "text_offset": [*accumulate((len(token.text) for token in tokens), initial=offset)][: len(tokens)],
     }
 
 

@@ -96,6 +96,8 @@ class Answer:
     seconds: float = 0.0
     tokens: list[TokenText] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    offset: int = 0
+    """Characters of the tokens before a part."""
     word: float | None = None
     line: float | None = None
     """The probabilities of a line's first word and of all of it; None for other texts."""
