@@ -101,6 +101,8 @@ def kill_at_step_4(out: Path, *args: object) -> None:
     try:
         run(out, *args)
     except KeyboardInterrupt:
+        pass
+    finally:
         loop._finish, loop._log_step = finish, log_step
 
 

@@ -872,6 +872,7 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
 
         expected = {name: alone(three / name) for name in ("base", "one", "two")}
         assert {name: answer(name) for name in expected} == expected
+        assert answer("two:latest") == expected["two"]
         with ThreadPoolExecutor(9) as pool:
             names = ["one", "two", "base"] * 3
             assert list(pool.map(answer, names)) == [expected[name] for name in names]

@@ -350,7 +350,9 @@ async def _fields(request: Request) -> Fields:
                     raise Refused(413, f"the body has more than {BODY} bytes")
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
-    return parse(bytes(body))
+    content = parse(bytes(body)).body
+    names = {key: name for key in ("model", "name") if isinstance(name := content.get(key), str)}
+    return Fields({**content, **{key: name.removesuffix(":latest") for key, name in names.items()}})  # as Ollama's
 
 
 def _internal(error: Exception) -> Refused:

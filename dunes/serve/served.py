@@ -306,9 +306,8 @@ class Models:
 
         Raises Refused for an unknown name.
         """
-        names = {name, name.removesuffix(":latest")}  # as Ollama's clients say
         for model in self.served.values():
-            if not name or names & {*model.names} or len(self.served) == 1:
+            if not name or name in model.names or len(self.served) == 1:
                 return model
         listed = ", ".join(n for model in self.served.values() for n in model.names)
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}", "not_found_error")
