@@ -26,6 +26,7 @@ from dunes.generate import generate
 from dunes.models import mnist
 from dunes.runs import loop
 from dunes.runs.completion.completer import FolderCompleter
+from dunes.train import Trainer
 
 PLAIN = "--size 2x32 --vocab-size 280 --context-length 64 --batch 4 --steps 6"
 SAME = "--threads 1 --dtype float32 --device cpu --compile off --seed 7 --quiet"
@@ -37,7 +38,12 @@ TRAINED = {
     "completion": "--size 2x64 --vocab-size 330 --context-length 96 --steps 60 --complete",
     "killed": "",
 }
-METHODS = ("full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts")
+METHODS = {
+    **{name: "llama" for name in ("full", "lora", "rslora", "dora", "pissa")},
+    **{name: "llama" for name in ("qlora", "qdora", "qlora-int8", "lora-experts")},
+    "expand-lora": "expand",
+}
+"""The folders that are finetuned, by method."""
 CHANGES = {
     "int8": "quantize llama --kind int8",
     "int8-activations": "quantize llama --kind int8 --activations int8",
@@ -61,6 +67,11 @@ CHANGES = {
     "expand-int8": "quantize expand --kind int8",
     "merged-lora": "merge lora",
     "merged-dora": "merge dora",
+    "expand-pruned": "prune expand --method wanda --sparsity 0.5",
+    "expand-pruned-experts": "experts expand-pruned --experts 4 --top-k 2",
+    "expand-pruned-experts-int8": "quantize expand-pruned-experts --kind int8",
+    "expand-lora-merged": "merge expand-lora",
+    "expand-lora-merged-nf4": "quantize expand-lora-merged --kind nf4",
 }
 EXPORTS = {
     "float32.gguf": "llama --to gguf --dtype float32",
@@ -68,7 +79,7 @@ EXPORTS = {
     "packed": "int4-gptq --to compressed-tensors",
     "hf": "nf4 --to hf",
 }
-STATES = ("killed", "full", "lora")
+STATES = ("killed", "full", "lora", "network-trained")
 """Runs that keep their training states."""
 IDS = (3, 40, 41, 90, 7, 100, 55, 200, 31, 64, 9, 12)
 NEW, CUTS = 12, 200
@@ -133,12 +144,14 @@ def write_models(root: Path) -> None:
             *kind,
         )
     few = f"--steps 4 --batch 4 --template alpaca --context-length 256 {SAME}".split()
-    for name in METHODS:
-        method = ["--method", name, *(["--rank", 4] if name != "full" else []), *few]
+    run(root / "expand", "augment", *CHANGES["expand"].split()[:1], root / "llama", root / "expand", "--blocks", 1)
+    for name, base in METHODS.items():
+        kind = "lora" if name == "expand-lora" else name
+        method = ["--method", kind, *(["--rank", 4] if name != "full" else []), *few]
         run(
             root / name,
             "finetune",
-            root / "llama",
+            root / base,
             "--data",
             root / "examples.json",
             "--out",
@@ -152,15 +165,51 @@ def write_models(root: Path) -> None:
         source, *options = command.split()
         run(root / name, "export", root / source, root / name, *options)
     run(root / "from-q8_0", "convert", root / "q8_0.gguf", root / "from-q8_0")
+    write_networks(root)
+
+
+def _class_loss(network: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    images, targets = batch
+    return nn.functional.cross_entropy(network(images), targets, reduction="sum"), len(targets)
+
+
+def train_network(network: nn.Module, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train two steps, from this state on; the trainer's state after them."""
+    trainer = Trainer(network, torch.optim.AdamW(network.parameters(), 1e-2), _class_loss, seed=7)
+    if state is not None:
+        trainer.load_state_dict(state)
+    images = torch.arange(8 * 784).reshape(8, 28, 28) % 251
+    for _step in trainer.run([(images, torch.arange(8))] * 2):
+        pass
+    return trainer.state_dict()
+
+
+def write_networks(root: Path) -> None:
+    """A network, and one after two steps with their training state."""
     torch.manual_seed(7)
     architecture = checkpoint.Architecture.of_function(mnist.mlp, hidden=8)
-    checkpoint.save(mnist.mlp(8), root / "network", architecture=architecture)
+    network = mnist.mlp(8)
+    if not (root / "network").exists():
+        checkpoint.save(network, root / "network", architecture=architecture)
+    if not (root / "network-trained").exists():
+        state = train_network(network)
+        checkpoint.save(network, root / "network-trained", architecture=architecture)
+        checkpoint.save_state(root / "network-trained", 2, {"trainer": state})
+
+
+def resumed_network(root: Path) -> nn.Module:
+    """The trained network after two more steps."""
+    network = checkpoint.load_network(root / "network-trained")
+    state = checkpoint.latest_state(root / "network-trained")
+    assert state is not None
+    train_network(network, checkpoint.load_state(state)["trainer"])
+    return network
 
 
 def model_folders(root: Path) -> Iterator[Path]:
     """The folders of language models."""
     for folder in sorted(root.iterdir()):
-        if folder.is_dir() and folder.name not in ("programs", "network", "killed"):
+        if folder.is_dir() and folder.name not in ("programs", "network", "network-trained", "killed"):
             yield folder
 
 
@@ -205,6 +254,7 @@ def computed(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     models = {folder.name: checkpoint.load(folder).model for folder in model_folders(root)}
     logits = {name: last_logits(model) for name, model in models.items()}
     logits["network"] = scores(checkpoint.load_network(root / "network"))
+    logits["network-trained"] = scores(resumed_network(root))
     facts: dict[str, Any] = {
         name: {"greedy": greedy_ids(model), "changes": (read_card(root / name) or {}).get("changes", [])}
         for name, model in models.items()

@@ -22,8 +22,8 @@ NAMES = sorted(EXPECTED["models"])
 
 def test_every_folder_has_something_expected_of_it():
     assert [folder.name for folder in make_gallery.model_folders(GALLERY)] == NAMES
-    assert {*LOGITS} == {*NAMES, "network"}
-    assert len(NAMES) > 40
+    assert {*LOGITS} == {*NAMES, "network", "network-trained"}
+    assert len(NAMES) >= 50
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,6 +39,11 @@ def test_a_folder_computes_what_it_did(name):
 def test_a_network_computes_what_it_did():
     found = make_gallery.scores(checkpoint.load_network(GALLERY / "network"))
     torch.testing.assert_close(found, LOGITS["network"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_trains_on_as_it_did():
+    found = make_gallery.scores(make_gallery.resumed_network(GALLERY))
+    torch.testing.assert_close(found, LOGITS["network-trained"], rtol=1e-4, atol=1e-4)
 
 
 def test_lines_are_completed_as_they_were():
@@ -62,5 +67,8 @@ def test_a_killed_run_goes_on_to_what_the_finished_one_has(tmp_path):
 @pytest.mark.parametrize("name", make_gallery.STATES)
 def test_a_training_state_is_read(name):
     state = checkpoint.load_state(checkpoint.latest_state(GALLERY / name))
+    if name == "network-trained":
+        assert state["trainer"]["number"] == 2
+        return
     assert state["weights"]
     assert state["best_step"] == (0 if name == "killed" else 4)
