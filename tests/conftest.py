@@ -41,12 +41,10 @@ LONG = re.compile(
     | test_bench.py::test_a_table_or_one_json
     | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save|the_sweep|new_blocks|whole_proc)
     | test_compile.py::test_(adapters_on_experts_are|experts_whose_sides_do_not|adapters_on_a_quantized_base.*nf4)
-    | test_compiled_loss.py::test_the_other_process_leaves_the_code
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
     | test_prune.py::test_sparsegpt_is_better_than_both_others
     | test_comparison.py::test_a_(target_|model_whose_training_text_was_moved)
-    | test_compiled_loss.py::test_a_run_of_so_many_steps_changes_over.*9-False
     | test_completion.py::test_(a_model_that_is_worse_than_copying_does_not_complete.*True|few_lines_do_not_decide)
     | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
     | test_faults.py::test_too_little_memory_in_a_step

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from dunes.data import PackedText
 from dunes.runs import comparison
 from dunes.runs import frontier as frontier_module
 from dunes.runs.augment import augment_folder, quantize_folder
+from dunes.runs.child_process import python_command
 from dunes.runs.comparison import Comparison, Measurement, measure_folder
 from dunes.runs.evaluate import evaluate
 from dunes.runs.frontier import Form, Frontier, all_forms, quantized_forms
@@ -297,3 +299,12 @@ def test_each_side_is_measured_with_the_threads_of_this_process(run, monkeypatch
     with pytest.raises(AttributeError):
         comparison._measured(run, run)
     assert command[-1] == "7"
+
+
+def test_a_child_has_the_modules_of_its_parent_and_not_of_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "beside.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    command, environment = python_command("-c", "import json, beside")
+    assert subprocess.run(command, env=environment, cwd=tmp_path).returncode == 0

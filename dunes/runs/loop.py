@@ -14,7 +14,7 @@ from typing import Any
 from dunes import checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.runs.autosize import flops
-from dunes.runs.compiled_loss import LossCompiler
+from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
 from dunes.runs.evaluate import Score
 from dunes.runs.expert_load import load_picture, with_violation
@@ -132,10 +132,10 @@ class StopRequest:
 
 
 def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
+    compile_loss(run, display.line)
     with _signals() as request:
         try:
-            with LossCompiler(run, display.line, display.detail) as compiler:
-                train_loop(run, request, saver, display, board, compiler)
+            train_loop(run, request, saver, display, board)
         except Diverged as error:
             saver.last(run)
             display.line(f"{error} (the last state is in {run.folder}/state)")
@@ -180,9 +180,7 @@ def _signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def train_loop(
-    run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard, compiler: LossCompiler
-) -> None:
+def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> None:
     """Train, and between steps validate, sample and save, until the schedule ends or a stop is requested.
 
     Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a
@@ -195,15 +193,13 @@ def train_loop(
     pace = PaceCheck(run)
     report, non_fatal = _step_reporter(run, display), board.non_fatal
     over = run.schedule.is_over(run.trainer.number)
-    batches = run.timings.each("data", compiler.batches(run.task.batches(run.trainer.consumed)))
+    batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
         before, run.elapsed = run.elapsed, monotonic() - run.start_time
-        if run.warm and not compiler.running:
+        if run.warm:
             run.pace.append(run.elapsed - before)
         _add_step_time(run, step)
-        if compiler.after(step):
-            request.save = True  # the record of the change
         if clock is not None:
             clock.seconds = config.seconds - min(run.closing_seconds, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
@@ -220,7 +216,7 @@ def train_loop(
             if step.number in SAMPLES and not over:
                 board.sample(step.number, _sample(run, display, step.number))
         report(step)
-        if not compiler.running and (warning := pace.warning(step)):
+        if warning := pace.warning(step):
             display.line(warning)
         if over:
             return

@@ -18,18 +18,16 @@ SMALL_STEP = 1_000
 
 
 class PaceCheck:
-    """`check.warning(step)` after each step: a warning the first time that the run is slow, else empty.
-
-    Training that is compiled meanwhile is no reason: the caller leaves those steps out.
-    """
+    """`check.warning(step)` after each step: a warning the first time that the run is slow, else empty."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
         self.tokens = list[float]()
-        self._start = perf_counter(), process_time()
+        self._start: tuple[float, float] | None = None
 
     def warning(self, step: Step) -> str:
         run, config = self.run, self.run.config
+        self._start = self._start or (perf_counter(), process_time())  # after a step that may have compiled
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""
@@ -45,6 +43,7 @@ class PaceCheck:
 
     def _processor_share(self) -> float:
         """The share of the time that its threads could have that this process computed, since the first step."""
+        assert self._start is not None, "set by the first step"
         wall, own = (now - then for now, then in zip((perf_counter(), process_time()), self._start, strict=True))
         return own / (wall * self._usable)
 
