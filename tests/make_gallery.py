@@ -39,8 +39,8 @@ TRAINED = {
     "killed": "",
 }
 METHODS = {
-    **{name: "llama" for name in ("full", "lora", "rslora", "dora", "pissa")},
-    **{name: "llama" for name in ("qlora", "qdora", "qlora-int8", "lora-experts")},
+    **dict.fromkeys(("full", "lora", "rslora", "dora", "pissa"), "llama"),
+    **dict.fromkeys(("qlora", "qdora", "qlora-int8", "lora-experts"), "llama"),
     "expand-lora": "expand",
 }
 """The folders that are finetuned, by method."""
