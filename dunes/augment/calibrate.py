@@ -34,23 +34,21 @@ SMALL = 20_000_000
 class Gram:
     """The inputs x of linear layers over `tokens` tokens.
 
-    `matrix` (I, I) is the sum of x xT, `absolute` (I,) that of |x|; both float32.
+    `matrix` (I, I) is the sum of x xT in float32.
     """
 
     matrix: Tensor
-    absolute: Tensor
     tokens: int = 0
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
         """That of no tokens."""
-        return cls(torch.zeros(inputs, inputs, device=device), torch.zeros(inputs, device=device))
+        return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
         """Count the inputs (..., I); `matrix` is complete after `mirror` (`dunes.ops.gram`)."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
-        self.absolute += x.abs().sum(0, dtype=torch.float32)
         self.tokens += len(x)
 
 
@@ -71,14 +69,6 @@ def require_ids(model: nn.Module, ids: Any) -> None:
         )
 
 
-@dataclass
-class States:
-    """The hidden states (S, T, D) of the calibration text, as block `layer` reads them."""
-
-    hidden: Tensor
-    layer: int = 0
-
-
 @torch.no_grad()
 def calibrate_blocks(
     model: nn.Module,
@@ -87,8 +77,7 @@ def calibrate_blocks(
     solve: Solve,
     *,
     sequential: bool = False,
-    states: States | None = None,
-) -> Iterator[States]:
+) -> Iterator[None]:
     """Let `solve` change the linear layers at `places`, one block after another, by what they read of ids (S, T).
 
     It is called for each block with the Gram of every place in it; layers that read the same tensor share one,
@@ -96,9 +85,8 @@ def calibrate_blocks(
     `sequential`, a block's layers are solved in the order in which they compute, each by what the layers before
     it write after their change. The head, if it is one of the places, comes last.
 
-    After each block with places, and the head, this yields what the next one reads: the same object, which later
-    changes. No layer of the block is held then, so that the caller may replace it. With `states`, it goes on
-    there.
+    This yields after each block with places, and after the head. No layer of the block is held then, so that the
+    caller may replace it.
 
     Memory: the hidden states of all tokens, and the Grams of a block. Raises ValueError, before any work, for
     ids that do not fit, and for places that are no plain linear layers of a block or the head.
@@ -110,10 +98,9 @@ def calibrate_blocks(
     with tree.mode(model, False), one_by_one():
         ids = ids.to(next(decoder.parameters()).device)
         ctx = ForwardContext.of(ids)
-        if states is None:
-            states = States(torch.cat([decoder.embed(ids[part], ctx) for part in rows]))
-        hidden, stop = states.hidden, _last_layer(linears, len(decoder.blocks))
-        for layer in each(range(states.layer, min(stop + 1, len(decoder.blocks)))):
+        hidden = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
+        stop = _last_layer(linears, len(decoder.blocks))
+        for layer in each(range(min(stop + 1, len(decoder.blocks)))):
             inside = {name: linears.pop(name) for name in [*linears] if name.startswith(f"blocks.{layer}.")}
             solved, run = bool(inside), _Run(decoder.blocks[layer], layer, ctx)
             _solve_block(run, hidden, rows, inside, solve, sequential)
@@ -121,14 +108,13 @@ def calibrate_blocks(
             if layer < stop:  # something reads what it writes
                 for part in rows:
                     hidden[part] = run(hidden[part])
-            states.layer = layer + 1
             if solved:
-                yield states
+                yield
         if "head" in linears:
             run = _Run(decoder.norm, 0, ctx, head=linears["head"])
             solve(_collect(run, hidden, rows, {"head": linears.pop("head")}))
             del run
-            yield states
+            yield
 
 
 def _last_layer(places: Collection[str], depth: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dunes.augment.calibrate import States
 from dunes.units import plural
 
 
@@ -63,13 +62,11 @@ class Change:
 class Part:
     """A part of a change that was solved for, as one of `Change.parts` with what was decided.
 
-    `solved` is what `fill` needs besides the weights, by place; `states` are those of the calibration text behind
-    it, until the next part is asked for.
+    `solved` is what `fill` needs besides the weights, by place.
     """
 
     change: Change
     solved: Mapping[str, Any] = field(default_factory=dict)
-    states: States | None = None
 
     @property
     def name(self) -> str:
@@ -89,12 +86,6 @@ def float_dtype(name: Any) -> torch.dtype:
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def zeros_of(change: Change) -> str:
-    """How many weights are zero after a change that prunes."""
-    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
-    return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"
 
 
 def generator(*key: Any) -> torch.Generator:

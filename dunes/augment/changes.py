@@ -1,9 +1,9 @@
 """The table of all changes to a built model, and how one is made or repeated."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -29,10 +29,9 @@ CHANGES: dict[str, Any] = {
 
 - `VERSION`, which rises when an older record would give another model,
 - `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
-- if it is made block by block, `solve(model, change, ids, states) -> Iterator[Part]`: for each of `change.parts()`
+- if it is made block by block, `solve(model, change, ids) -> Iterator[Part]`: for each of `change.parts()`
   it changes the weights while they are still dense, as by calibration, and gives the record with what it decided,
-  and by place what `fill` needs besides the weights. Each part is shaped and filled before the next is solved for.
-  With the states behind a part, it goes on there: `change` has the places of the parts that are left,
+  and by place what `fill` needs besides the weights. Each part is shaped and filled before the next is solved for,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
 - if new weights are computed, `fill(model, change, weights)`, from the state dict before the change; after a
   `solve`, from that behind it: `fill(model, change, weights, solved)`,
@@ -42,29 +41,21 @@ CHANGES: dict[str, Any] = {
 """
 
 
-class Store(Protocol):
-    """Keeps the finished parts of a change outside of this process, and their tensors in files."""
-
-    def begin(self, change: Change, ids: Tensor | None) -> list[tuple[Part, Tensors]]:
-        """The parts of this change by this text that are finished already, with their tensors."""
-        ...
-
-    def keep(self, part: Part, tensors: Tensors) -> Tensors:
-        """Keep a part; returns the same tensors, which take no memory of their own."""
-        ...
+Spill: TypeAlias = Callable[[Tensors], Tensors]
+"""Writes the tensors of a finished part elsewhere; returns the same ones, which take no memory of their own."""
 
 
-def apply_change(model: nn.Module, name: str, *, store: Store | None = None, **request: Any) -> Change:
+def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model, and return the record of the change.
 
     `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
-    its `solve`. With a `store`, a change that is made block by block goes on after the parts in it. Raises
-    ValueError for an invalid request, before anything is changed. A change that is made block by block and stops
-    midway, as by inputs that are not finite, leaves the blocks before changed: load the model again.
+    its `solve`. `spill` gets the finished parts of a change that is made block by block. Raises ValueError for an
+    invalid request, before anything is changed. A change that is made block by block and stops midway, as by
+    inputs that are not finite, leaves the blocks before changed: load the model again.
     """
     with _naming_parts(model, name):
         change: Change = CHANGES[name].decide(model, **request)
-        return make_change(model, change, request.get("ids"), store)
+        return make_change(model, change, request.get("ids"), spill)
 
 
 @contextmanager
@@ -82,7 +73,7 @@ def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
         ) from None
 
 
-def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, store: Store | None = None) -> Change:
+def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
     """Make a change that was decided before: its structure and its first weights. Returns its record.
 
     The record has more in it where weights are solved for, by the calibration text `ids` (S, T) if the change
@@ -95,17 +86,11 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, sto
         if hasattr(entry, "fill"):
             entry.fill(model, change, weights)
         return change
-    finished = [] if store is None else store.begin(change, ids)
-    for part, tensors in finished:
-        repeat_structure(model, part.change)
-        _assign(model, tensors)
-    made = {name: settings for part, _ in finished for name, settings in part.change.places.items()}
-    left = replace(change, places={name: s for name, s in change.places.items() if name not in made})
-    states = finished[-1][0].states if finished else None
-    for part in entry.solve(model, left, ids, states):
+    made: dict[str, Any] = {}
+    for part in entry.solve(model, change, ids):
         _make_part(model, entry, part)
-        if store is not None:
-            _assign(model, store.keep(part, _tensors(model, part)))
+        if spill is not None:
+            _assign(model, spill(_tensors(model, part)))
         made |= part.change.places
     return replace(change, places={name: made[name] for name in change.places})
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import keeps_zeros
-from dunes.augment.calibrate import Gram, States, assign_weight, calibrate_blocks
+from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks
 from dunes.augment.quantized import Grid, Steps, join, split
-from dunes.augment.sparsegpt import Hessian, Sparsity, hessian, prune, refit, sweep
+from dunes.augment.sparsegpt import Hessian, hessian, sweep
 
 BLOCK, DAMP = 128, 0.01
 """Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
@@ -30,50 +30,36 @@ Hessians = dict[int, tuple[Hessian, Tensor | None]]
 
 @torch.no_grad()
 def solve(
-    model: nn.Module,
-    ids: Tensor,
-    grids: Mapping[str, Grid],
-    act_order: bool,
-    sparsity: Sparsity | None = None,
-    states: States | None = None,
-) -> Iterator[tuple[dict[str, Steps], list[str], States]]:
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
+) -> Iterator[tuple[dict[str, Steps], list[str]]]:
     """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
 
     Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
-    sequential"). With `act_order` the columns whose inputs are largest come first. With a `sparsity`, a layer
-    is pruned before it is rounded, by the same inputs. Yields for each block the steps (O, G)
-    by place, and the places of experts that got fewer tokens than they have inputs, which are rounded to nearest,
-    after they were pruned by magnitude; and the states from which another call goes on.
+    sequential"). With `act_order` the columns whose inputs are largest come first. Yields for each block the steps
+    (O, G) by place, and the places of experts that got fewer tokens than they have inputs, which are rounded to
+    nearest.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
 
     def solve_layers(grams: Mapping[str, Gram]) -> None:
-        hessians, unordered = Hessians(), dict[int, Hessian]()
+        hessians = Hessians()
         for name, gram in grams.items():
             layer, grid = layers.pop(name), grids[name]
             weight = layer.weight.float()
             if gram.tokens < weight.shape[1]:
                 short.append(name)
-                if sparsity is not None:
-                    weight = weight.masked_fill(sparsity.choose_all(weight.abs()), 0)
                 solved[name] = grid.fit_weight(weight)
                 assign_weight(layer, grid.round_weight(weight, solved[name]))
                 continue
             if id(gram) not in hessians:  # layers with the same input share it
                 hessians[id(gram)] = hessian_of(gram, act_order, name)
             zeros = weight == 0 if keeps_zeros(layer) else None
-            if sparsity is not None:
-                if id(gram) not in unordered:
-                    unordered[id(gram)] = hessian_of(gram, False, name)[0]
-                pruned = prune(weight, unordered[id(gram)], sparsity, BLOCK, zeros)
-                weight = refit(pruned, weight, unordered[id(gram)])
-                zeros = weight == 0
             rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros)
             assign_weight(layer, rounded)
 
-    for after in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True, states=states):
-        yield {**solved}, [*short], after
+    for _ in calibrate_blocks(model, ids, [*grids], solve_layers, sequential=True):
+        yield {**solved}, [*short]
         solved.clear()
         short.clear()
 

@@ -16,14 +16,13 @@ from dunes.augment import sparsegpt
 from dunes.augment.adapted import how_to_make_dense, keeps_zeros
 from dunes.augment.calibrate import (
     Gram,
-    States,
     assign_weight,
     calibrate_blocks,
     calibration_tokens,
     require_ids,
     require_tokens,
 )
-from dunes.augment.change import Change, Part, part_name, zeros_of
+from dunes.augment.change import Change, Part, part_name
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Sparsity
 from dunes.augment.wanda import wanda_scores
@@ -102,7 +101,7 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 
 @torch.no_grad()
-def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Prune the layers, block by block; the record of each part gets the weights and the zeros of its layers.
 
     Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
@@ -124,8 +123,8 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States |
             yield Part(_record_zeros(part, places))
         return
     assert ids is not None
-    for after in calibrate_blocks(model, ids, change.places.keys(), prune, states=states):
-        yield Part(_record_zeros(parts[part_name(next(reversed(places)))], places), states=after)
+    for _ in calibrate_blocks(model, ids, change.places.keys(), prune):
+        yield Part(_record_zeros(parts[part_name(next(reversed(places)))], places))
 
 
 def _record_zeros(part: Change, places: Mapping[str, Any]) -> Change:
@@ -162,9 +161,15 @@ def describe(change: Change) -> str:
     few = [name for name, place in change.places.items() if "tokens" in place]
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
     pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
-    return f"{zeros_of(change)} ({change.request['method']}{pattern}){more}"
+    return f"{_zeros(change)} ({change.request['method']}{pattern}){more}"
 
 
 def shape(model: nn.Module, change: Change) -> None:
     """Keep the zeros. Raises ValueError, before anything is changed, if the change does not fit the model."""
     mask_linears(model, change.places)
+
+
+def _zeros(change: Change) -> str:
+    """How many weights are zero after a change that prunes."""
+    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
+    return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"

@@ -15,22 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import awq, gptq, hqq
+from dunes.augment import gptq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import States, calibration_tokens, require_ids, require_tokens
-from dunes.augment.change import Change, Part, float_dtype, part_name, zeros_of
+from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
+from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
-from dunes.augment.sparsegpt import Sparsity
-from dunes.ops.autocast import autocast_dtype
-from dunes.ops.dynamic_int8 import dynamic_int8, round_tokens
 from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.steps import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 4
-"""Records with `activations` have 4, other new ones 3, those of plain int8 and NF4 2: older versions open them."""
+"""Records of plain int8 and NF4 have 2, which older versions open, other new ones 3. Those of 4, whose layers
+round their inputs, are refused."""
 
 BLOCK = 64
 OUTER = 256
@@ -69,29 +67,6 @@ class Int8(Quantized):
     def code_products(self, x: Tensor) -> Tensor:
         sums: Sums = lambda x, codes: (codes.float() * x[0]).sum(-1)
         return row_sums(x, [self.codes], lambda token: [token], sums) * self.scale[:, 0]
-
-
-class DynamicInt8(Int8):
-    """The same, with inputs that are rounded to int8 when they come, each token's by its own scale."""
-
-    supports_packing = True
-    rounds_inputs = True
-    makes_dense = False  # an adapter's fused form would multiply by it
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
-            return super().forward(x)
-        x = x.to(autocast_dtype(x))
-        with torch.autocast(x.device.type, enabled=False):
-            return self.product(x)
-
-    def product(self, x: Tensor) -> Tensor:
-        y = dynamic_int8(x, self.codes, self.scale[:, 0])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def code_products(self, x: Tensor) -> Tensor:
-        rounded, steps = round_tokens(x)
-        return super().code_products(rounded) * steps
 
 
 class NF4(Quantized):
@@ -244,20 +219,10 @@ def dequantize(model: nn.Module) -> list[str]:
 
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
-Activations = Literal["int8"]
-Method = Literal["rtn", "gptq", "awq", "hqq"]
-INT8: dict[str | None, type[Int8]] = {None: Int8, "int8": DynamicInt8}
-"""The layer of int8 weights by the dtype of `activations`."""
+Method = Literal["rtn", "gptq"]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
-METHODS = {
-    "int8": ("rtn", "gptq"),
-    "int4": ("rtn", "gptq", "awq", "hqq"),
-    "int3": ("rtn", "gptq", "awq", "hqq"),
-    "nf4": ("rtn",),
-}
+METHODS = {"int8": ("rtn", "gptq"), "int4": ("rtn", "gptq"), "int3": ("rtn", "gptq"), "nf4": ("rtn",)}
 BY_GROUP = ("int4", "int3")
-CALIBRATED = ("gptq", "awq")
-"""Methods that need calibration text."""
 GROUP = 64
 DENSE = "dense"
 """The kind of a place that is left as it is."""
@@ -274,35 +239,24 @@ def decide(
     group: int | None = None,
     symmetric: bool = False,
     act_order: bool | None = None,
-    sparsity: float | None = None,
-    pattern: str | None = None,
     override: Sequence[str] = (),
-    activations: Activations | None = None,
 ) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
-    `method` is round to nearest, or a solver: gptq and awq need calibration text `ids` (S, T). int4 and int3 have
+    `method` is round to nearest, or gptq, a solver that needs calibration text `ids` (S, T). int4 and int3 have
     a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
-    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. With a `sparsity`, the
-    fraction of each layer's weights that become zero, or a `pattern` KEPT:GROUP (see `prune.decide`), it prunes in
-    the same pass. `override` are further choices GLOB=KIND, of which the last
-    that matches a place counts; `dense` leaves it as it is, other kinds quantize it also where `where` does not
-    select it. A layer whose kind does not have the method is rounded to nearest. With `activations` int8, layers
-    of kind int8 round their inputs when they compute, each token by its own scale (W8A8). Quantized layers that
-    `where` selects by a wildcard are left as they are, so that changes of several kinds can follow each other.
+    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. `override` are further
+    choices GLOB=KIND, of which the last that matches a place counts; `dense` leaves it as it is, other kinds
+    quantize it also where `where` does not select it. A layer whose kind does not have the method is rounded to
+    nearest. Quantized layers that `where` selects by a wildcard are left as they are, so that changes of several
+    kinds can follow each other.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
     """
     overrides, kinds = [_override(text) for text in override], all_kinds(kind, override)
-    require_activations(kinds, activations)
     request = _request(kind, kinds, double, group, symmetric) | _method(kinds, method, act_order)
-    if symmetric and method == "hqq":
-        raise ValueError("method hqq solves for zero points, which symmetric codes do not have; omit one of them")
-    if (ids is not None) != (method in CALIBRATED):
-        raise ValueError(
-            f"method is {method!r}; calibration text goes with {' and '.join(CALIBRATED)}, and only these"
-        )
-    target = _sparsity(kinds, method, sparsity, pattern)
+    if (ids is not None) != (method == "gptq"):
+        raise ValueError(f"method is {method!r}; calibration text goes with gptq, and only with it")
     globs = [where] if isinstance(where, str) else list(where)
     modules, kind_of = _dense_layers(model, globs, kind, overrides)
     if ids is not None:
@@ -312,12 +266,7 @@ def decide(
         request["override"] = list(override)
         for name, settings in places.items():
             settings["kind"] = kind_of[name]
-    if target is not None:
-        request |= {"sparsity": target.fraction, "pattern": pattern}
-        _require_groups(modules, target)
     version = 2 if {*request} == {"kind", "double"} else 3
-    if activations is not None:
-        request, version = request | {"activations": activations}, VERSION
     return Change("quantize", version, {"where": globs, **request}, places)
 
 
@@ -325,15 +274,6 @@ def all_kinds(kind: str, override: Sequence[str]) -> list[str]:
     """The kind and those of overrides GLOB=KIND. Raises ValueError for other overrides."""
     others = [other for _, other in map(_override, override) if other != DENSE]
     return [*dict.fromkeys([kind, *others])]
-
-
-def require_activations(kinds: Collection[str], activations: str | None) -> None:
-    """Raise ValueError for activations that none of the kinds has."""
-    if activations not in INT8 or (activations and "int8" not in kinds):
-        raise ValueError(
-            f"activations is {activations!r}, kind {' and '.join(kinds)}; expected int8, and only with kind int8, "
-            "whose weights have one scale for each row"
-        )
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -386,27 +326,6 @@ def require_method(kinds: Collection[str], method: str) -> None:
         raise ValueError(f"kind {' and '.join(kinds)} has no method {method!r}; expected {', '.join(methods)}")
 
 
-def _sparsity(kinds: Collection[str], method: str, sparsity: float | None, pattern: str | None) -> Sparsity | None:
-    """What is pruned in the same pass. Raises ValueError where nothing can be."""
-    if sparsity is None and pattern is None:
-        return None
-    if method != "gptq" or "nf4" in kinds:
-        raise ValueError(
-            f"kind {' and '.join(kinds)}, method {method}: sparsity and pattern go with gptq, of "
-            "int8, int4 and int3; or prune first (dunes augment prune)"
-        )
-    return Sparsity.of(sparsity, pattern)
-
-
-def _require_groups(layers: Mapping[str, nn.Module], sparsity: Sparsity) -> None:
-    """Raise ValueError unless groups of the pattern fill a layer's inputs and blocks of columns."""
-    for name, layer in layers.items():
-        assert isinstance(layer, nn.Linear)
-        sparsity.require_inputs(name, layer.in_features)
-    if sparsity.pattern is not None and gptq.BLOCK % (size := sparsity.pattern.group):
-        raise ValueError(f"pattern has groups of {size}; expected a divisor of {gptq.BLOCK}")
-
-
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
@@ -455,24 +374,21 @@ def grid_at(change: Change, place: str) -> Grid | None:
     request, kind = change.request, change.places[place].get("kind", change.request["kind"])
     if kind in ("nf4", "int8"):
         return Grid(8, symmetric=True) if kind == "int8" else None
-    return Grid(BITS[kind], request["group"], request["symmetric"], request["method"] == "hqq")
+    return Grid(BITS[kind], request["group"], request["symmetric"], real_zero=request["method"] == "hqq")
 
 
 def describe(change: Change) -> str:
     """The kind and the method, in one sentence."""
     request = change.request
-    names = {"rtn": "rounded to nearest", "gptq": "by GPTQ", "awq": "by AWQ", "hqq": "by HQQ"}
+    method = request.get("method", "rtn")
     group = request.get("group")
     size = "" if group is None else f" in groups of {group}" if group else " with a scale for each row"
     others = Counter(settings.get("kind", request["kind"]) for settings in change.places.values())
     others.pop(request["kind"], None)
     return (
-        f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}"
-        f"{', activations in int8 by token' * bool(request.get('activations'))}, "
-        f"{names[request.get('method', 'rtn')]}"
+        f"{request['kind']}{size}{', symmetric' * bool(request.get('symmetric'))}, "
+        f"{'rounded to nearest' if method == 'rtn' else f'by {method.upper()}'}"
         + "".join(f"; {kind} at {plural(count, 'place')}" for kind, count in others.items())
-        + (f"; {zeros_of(change)}" if "sparsity" in request else "")
-        + (f" ({request['pattern']})" if request.get("pattern") else "")
     )
 
 
@@ -481,6 +397,11 @@ def shape(model: nn.Module, change: Change) -> None:
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
+    if change.request.get("activations"):
+        raise ValueError(
+            "its layers round their inputs to int8 (--activations), which version 0.2.0 dropped: quantize the "
+            "dense model again with --kind int8"
+        )
     linears = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     dense_places = {name for name, module in linears.items() if isinstance(module, nn.Linear)}
     if missing := sorted({*change.places} - dense_places):
@@ -500,48 +421,36 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
     if grid is None:
         layer = NF4(base, change.request["double"])
     else:
-        int8 = INT8[change.request.get("activations")]
-        layer = int8(base) if grid.bits == 8 else GroupInt(base, grid)
+        layer = Int8(base) if grid.bits == 8 else GroupInt(base, grid)
     return layer.train(base.training)
 
 
-def solve(model: nn.Module, change: Change, ids: Tensor | None, states: States | None = None) -> Iterator[Part]:
+def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """The parts of the change, each with the grids that a method chose, after it has changed the weights.
 
-    GPTQ rounds them, and records the places that had too little text and are rounded to nearest. AWQ only scales
-    them, with the layers before them, which leaves what the model computes. Raises ValueError, before anything is
-    changed, for weights that are not finite.
+    GPTQ rounds them, and records the places that had too little text and are rounded to nearest. Raises
+    ValueError, before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
-    method, parts = change.request.get("method", "rtn"), change.parts()
-    if method not in CALIBRATED:
-        yield from map(Part, each(parts.values()))
-        return
-    if ids is None:
-        raise ValueError(f"method {method} needs calibration text")
-    grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
-    if method == "gptq":
-        request = change.request
-        sparsity = Sparsity.of(request["sparsity"], request["pattern"]) if "sparsity" in request else None
-        for steps, short, after in gptq.solve(model, ids, grids, request["act_order"], sparsity, states):
+    parts = change.parts()
+    if change.request.get("method") == "gptq":
+        if ids is None:
+            raise ValueError("method gptq needs calibration text")
+        grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
+        for steps, short in gptq.solve(model, ids, grids, change.request["act_order"]):
             part = parts.pop(part_name(next(iter(steps))))
-            yield Part(_record_solved(model, part, short), steps, after)
+            yield Part(_record_short(part, short), steps)
+        yield from map(Part, parts.values())  # of kinds that have no such method
     else:
-        for name, after in awq.fold(model, ids, {n: grid for n, grid in grids.items() if grid.bits < 8}, states):
-            yield Part(parts.pop(name), states=after)
-    yield from map(Part, parts.values())  # of kinds that have no such method
+        yield from map(Part, each(parts.values()))
 
 
-def _record_solved(model: nn.Module, part: Change, short: Collection[str]) -> Change:
-    """The change, which says what has too little text and is rounded to nearest, and what is zero if it pruned."""
+def _record_short(part: Change, short: Collection[str]) -> Change:
+    """The change, which says what has too little text and is rounded to nearest."""
     places = {
         name: {**settings, **({"method": "rtn"} if name in short else {})}
         for name, settings in part.places.items()
     }
-    for place in tree.places(model) if "sparsity" in part.request else ():
-        if place.name in places:
-            weight = dense(place.module)
-            places[place.name] |= {"weights": weight.numel(), "nonzero": int(weight.count_nonzero())}
     return replace(part, places=places)
 
 
@@ -567,10 +476,7 @@ def fill(
     for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
-            steps = (solved or {}).get(name)
-            if isinstance(module, GroupInt) and module.grid.real_zero:
-                steps = hqq.solve(weight.float(), module.grid)
-            module.fill(weight, steps)
+            module.fill(weight, (solved or {}).get(name))
 
 
 def undo(model: nn.Module, change: Change) -> None:

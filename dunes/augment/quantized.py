@@ -132,7 +132,6 @@ class Quantized(nn.Module, ABC):
     """
 
     makes_dense = True  # `dense` returns a new matrix without gradient
-    rounds_inputs = False  # whether its output is not that of the dense matrix
     supports_packing = True
     mutable_buffers = ()  # training changes no code and no scale
 

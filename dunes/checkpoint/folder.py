@@ -19,7 +19,6 @@ from dunes import __version__, tree
 from dunes.augment import lora
 from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.compact import COMPACT, compacted
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
 from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.checkpoint.forms import architecture as architectures
@@ -80,7 +79,6 @@ def save(
     check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
     *,
     architecture: Architecture | None = None,
-    compact: bool = False,
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
@@ -90,9 +88,6 @@ def save(
 
     A network that is no language model has no tokenizer and no context length: `save(network, folder,
     architecture=...)`, then `load_network`.
-
-    With `compact`, matrices with many zeros are stored as a mask and the other values (`files.compact`), which
-    only `load` reads.
 
     `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
     to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
@@ -123,12 +118,10 @@ def save(
             "function that builds it, Architecture.of_function(build), then checkpoint.load(folder, build=build)"
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
-    stored, file = (compacted(weights), COMPACT) if compact else (weights, SINGLE)
-
-    size = sum(w.nbytes for w in stored.values())
+    size = sum(w.nbytes for w in weights.values())
 
     def fill(staged: Path) -> None:
-        write_tensors(staged, track_reads(stored, advance(size)), name=file)
+        write_tensors(staged, track_reads(weights, advance(size)))
         ids = write_tokenizer(staged, tokenizer, context_length)
         config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

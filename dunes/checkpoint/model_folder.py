@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from dunes.checkpoint.files.compact import COMPACT
 from dunes.checkpoint.forms.card import CARD
 from dunes.checkpoint.forms.native import PARAMS
 from dunes.data.files import DEPENDENCIES, NEVER
@@ -17,11 +16,13 @@ from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 CONFIG = "config.json"
-SINGLE = ("model.safetensors", "pytorch_model.bin", COMPACT)
+SINGLE = ("model.safetensors", "pytorch_model.bin")
 """One file, or the same name with .index.json for several."""
+COMPACT = "model.compact.safetensors"
+"""Pruned weights as versions before 0.2.0 stored them."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
-"""The folder of the finished parts of a change (`unfinished.py`)."""
+"""The folder of the finished parts of a change, while it is made."""
 READY = ".ready"
 """The folder of a save that is complete, whose files are being moved into place (`folder.py`)."""
 TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
@@ -58,7 +59,7 @@ def explain(path: Path) -> str:
     if _is_run(path):
         return _explain_run(path)
     if (path / UNFINISHED).is_dir():
-        return f"{path}: an unfinished model; the dunes augment command that began it goes on"
+        return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
     if (path / CONFIG).is_file():
         names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
         return f"{path}: no weights; looked for {names}, and consolidated.* with {PARAMS}; {_contents(path)}"

@@ -138,13 +138,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / a.norm())
 
 
-def model_logits(
-    model: nn.Module, context_length: int, merged: torch.dtype | None = None, round_inputs: bool = False
-) -> Tensor:
+def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
     """Logits of a model in memory on the fixed prompts, in float32 whatever the dtype of its weights.
 
-    With `merged`, the active adapter is merged, and all weights are rounded to that dtype. Layers that round their
-    inputs do so only with `round_inputs`.
+    With `merged`, the active adapter is merged, and all weights are rounded to that dtype.
     """
     copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(copy, Decoder)
@@ -157,7 +154,7 @@ def model_logits(
         if merged is not None and isinstance(place.module, Adapted):
             lazy = _LazyEmbedding if is_embedding(inner) else _LazyLinear
             setattr(place.parent, place.key, lazy(track_reads(_parameters_of(place.module, dtype), tick)))
-        elif isinstance(inner, Quantized) and not (round_inputs and inner.rounds_inputs):
+        elif isinstance(inner, Quantized):
             replacement = partial(_LazyLinear, track_reads(_parameters_of(inner, dtype), tick))
             tree.replace(copy, {place.name}, lambda m, make=replacement: make(), reach="inner")  # type: ignore[misc]
     _make_lazy(copy, track_reads(cast(in_memory(copy.state_dict()), dtype), tick))

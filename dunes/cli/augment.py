@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "int4", "int3", "nf4"]
-Method = Literal["rtn", "gptq", "awq", "hqq"]
-Activations = Literal["int8"]
+Method = Literal["rtn", "gptq"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -60,8 +59,7 @@ def quantize(
     model: Model,
     out: Out,
     *,
-    kind: Annotated[Kind | None, flag("|".join(get_args(Kind)), "nf4, or by --target")] = None,
-    target: Annotated[float | None, flag("NATS", "none")] = None,
+    kind: Annotated[Kind | None, flag("|".join(get_args(Kind)), "nf4")] = None,
     method: Annotated[
         Method | None,
         flag("|".join(get_args(Method)), "gptq for int4 and int3 where there is text for it, else rtn"),
@@ -69,14 +67,11 @@ def quantize(
     group: Annotated[int | None, flag("INPUTS", "64")] = None,
     symmetric: bool = False,
     act_order: bool = True,
-    sparsity: Annotated[float | None, flag("FRACTION", "0, or what --pattern gives")] = None,
-    pattern: Annotated[str | None, flag("KEPT:GROUP", "none")] = None,
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = (),
     validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
     double: bool = False,
-    activations: Annotated[Activations | None, flag("int8", "not rounded")] = None,
 ) -> None:
     """Quantize the linear layers of a model, and measure the effect on its logits.
 
@@ -89,20 +84,15 @@ def quantize(
         out: Output folder.
         kind: int8 with a scale for each row, int4 or int3 with one for each group of inputs, or nf4 with one for
             each block of 64.
-        target: Choose the smallest form that raises the validation loss by at most so many nats/token.
-        method: Round to nearest (rtn), or a solver: gptq and awq by calibration text, hqq by the weights alone.
+        method: Round to nearest (rtn), or by a solver that reads calibration text (gptq).
         group: Of int4 and int3: inputs of a row that share a scale; 0 for the whole row.
         symmetric: Without zero points: smaller by 0.06 bits per weight with groups of 64.
         act_order: With gptq, round the columns with the largest inputs first.
-        sparsity: With gptq, also set this fraction of each layer's weights to zero, in the same pass.
-        pattern: With gptq, also keep only so many of every GROUP consecutive inputs, such as 2:4.
-        calibration: Text for gptq and awq; self: the model writes it, as where the text of its training is gone.
+        calibration: Text for gptq.
         validation: Text that the report scores, before and after.
         override: Other kinds for some modules, or dense to leave them as they are; the last match wins.
         target_modules: Modules to quantize; quantized ones that a wildcard selects stay as they are.
         double: With nf4, also quantize the scales, which saves 0.4 bits per weight.
-        activations: With kind int8, also round each token's inputs of a layer to int8 when it is computed (W8A8):
-            faster in float32, no smaller.
     """
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
     options |= {
@@ -111,11 +101,7 @@ def quantize(
         "group": group,
         "symmetric": symmetric,
         "act_order": None if act_order else False,
-        "sparsity": sparsity,
-        "pattern": pattern,
         "override": override,
-        "activations": activations,
-        "target": target,
     }
     _augment(model, out, "quantize", method=method, calibration=calibration, validation=validation, **options)
     folder = quote(str(out))
@@ -132,11 +118,10 @@ def prune(
     calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
     validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
     target_modules: Annotated[tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers")] = (),
-    compact: bool = False,
 ) -> None:
     """Set weights of linear layers to zero, where they stay while the model is trained or finetuned.
 
-    Files get smaller only with --compact; on a CPU nothing gets faster.
+    Files get no smaller, and on a CPU nothing gets faster.
 
     Example: dunes augment prune ~/models/llama ~/models/llama-half
 
@@ -146,16 +131,14 @@ def prune(
         method: SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not.
         sparsity: The fraction of each layer's weights to set to zero.
         pattern: Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8.
-        calibration: Text for SparseGPT and Wanda, as the model's training text; self: the model writes it.
+        calibration: Text for SparseGPT and Wanda.
         validation: Text that the report scores, before and after.
         target_modules: Linear layers to prune; ! excludes, the last match wins.
-        compact: Store a bit for each weight and the weights that are not zero; only dunes reads it.
     """
     if calibration and method == "magnitude":
         raise ValueError("--method magnitude reads no text; omit --calibration")
     options: dict[str, Any] = {"where": target_modules} if target_modules else {}
-    options |= {"calibration": None if method == "magnitude" else calibration, "compact": compact}
-    options["validation"] = validation
+    options |= {"calibration": None if method == "magnitude" else calibration, "validation": validation}
     _augment(model, out, "prune", method=method, sparsity=sparsity, pattern=pattern, **options)
     print(
         f"next: dunes train SOURCE --from {quote(str(out))} --out RUN   trains the other weights; the zeros stay"

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from shlex import quote
 from typing import Annotated, Any
 
 import tyro
@@ -32,8 +31,8 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
 def commands() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
     named = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
-    of_models = with_trust(named | {"memory": memory, "shrink": shrink})
-    return of_models | {"compare": compare, "plot": plot, "report": report}
+    of_models = with_trust(named | {"memory": memory})
+    return of_models | {"compare": compare, "plot": plot}
 
 
 def _benchmark_command(name: str, about: str) -> Callable[..., int]:
@@ -185,23 +184,6 @@ def plot(
     return 0
 
 
-def report(run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], as_json: Json = False) -> int:
-    """Write a self-contained HTML report of a training run: RUN/report.html.
-
-    Example: dunes bench report runs/project
-
-    Args:
-        run: Run folder.
-    """
-    from dunes.bench.page import page
-    from dunes.checkpoint.files.atomic import write_file
-
-    file = run / "report.html"
-    write_file(file, page(run).encode())
-    _print(lambda: print(f"{file}: open it in a browser"), {"page": str(file)}, as_json)
-    return 0
-
-
 def memory(
     model: Shapes,
     *,
@@ -241,52 +223,6 @@ def memory(
     if picture:
         plots.save_plot(plots.memory(estimates[0].log), picture)
     _print(print_text, {"results": [e.record(m) for e, m in zip(estimates, measurements, strict=True)]}, as_json)
-    return 0
-
-
-def shrink(
-    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
-    *,
-    calibration: Annotated[tuple[str, ...], flag("SOURCE", "the text of the model's training")] = (),
-    validation: Annotated[tuple[str, ...], flag("SOURCE", "the validation text of the model's training")] = (),
-    picture: Annotated[Path | None, flag("FILE", "runs/bench/shrink.png")] = None,
-    as_json: Json = False,
-) -> int:
-    """Quantize and prune a model in every way, and compare size with validation loss.
-
-    Example: dunes bench shrink runs/project
-
-    Args:
-        model: Model folder.
-        calibration: Text for the methods that need it; without any, these are left out.
-        validation: Text that is scored.
-        picture: Output file for the picture, .png.
-    """
-    from rich.console import Console
-
-    from dunes import measure
-    from dunes.runs.frontier import Frontier, all_forms
-    from dunes.runs.picture import frontier_picture
-    from dunes.runs.progress import Display
-    from dunes.units import format_bytes
-
-    file = picture or Path("runs/bench/shrink.png")
-    measure.use_best_threads()
-    with Display(Console(stderr=True, highlight=False)) as display:
-        frontier = Frontier(model, calibration, validation)
-        trials = list(frontier.try_forms(all_forms(frontier.ids is not None), display.time_left))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    frontier_picture(frontier.dense, trials, file)
-    dense, ordered = frontier.dense, sorted(trials, key=lambda t: t.size)
-
-    def print_text() -> None:
-        print(f"{'form':22}{'size':>10}{'loss':>10}  nats/token")
-        for t in (*ordered, dense):
-            print(f"{t.name:22}{format_bytes(t.size):>10}{t.loss:10.4f}  {t.loss - dense.loss:+.4f}")
-        print(f"picture: {file}   choose one: dunes augment quantize {quote(str(model))} OUT --target NATS")
-
-    results = [{"form": t.name, "size": t.size, "loss": t.loss} for t in (dense, *ordered)]
-    _print(print_text, {"picture": str(file), "results": results}, as_json)
     return 0
 
 

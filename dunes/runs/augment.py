@@ -1,11 +1,12 @@
 """Change the model of a folder and write another: measured, verified, with a report."""
 
-import math
+import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,25 @@ from torch import Tensor
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
-from dunes.augment.quantize import BY_GROUP, CALIBRATED, all_kinds, require_activations, require_method
+from dunes.augment.changes import Spill, Tensors
+from dunes.augment.quantize import BY_GROUP, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
+from dunes.checkpoint.files import header
+from dunes.checkpoint.files.lazy_tensor import in_memory
+from dunes.checkpoint.files.safetensors_writer import write_file
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
 from dunes.checkpoint.forms.card import read_card
 from dunes.checkpoint.forms.hf_config_of import hf_config_of
+from dunes.checkpoint.loading import base_folder, is_adapter
+from dunes.checkpoint.model_folder import UNFINISHED
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.unfinished import Unfinished
 from dunes.checkpoint.verify import EXACT, distance, model_logits
 from dunes.data import TokenIds
 from dunes.runs.comparison import Comparison, compare_folders
 from dunes.runs.export import NOT_INHERITED
-from dunes.runs.frontier import Frontier, smallest_form
 from dunes.runs.picture import comparison_picture
-from dunes.runs.score import (
-    SELF,
-    calibration_ids,
-    calibration_sources,
-    evaluation_tokens,
-    require_separate,
-)
+from dunes.runs.score import calibration_ids, evaluation_tokens, missing_source, require_separate
 from dunes.runs.trained_text import trained_text
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
@@ -42,6 +41,8 @@ from dunes.units import format_bytes, plural
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
 """The shares of the work before and after the change, and before the result is written, compared with what was
 written, and measured."""
+READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
+"""Suffixes of the files that a model is read from."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys of a card that are not true of the model before its last change."""
 
@@ -53,7 +54,6 @@ def augment_folder(
     *,
     calibration: Sequence[str] | None = None,
     validation: Sequence[str] | None = None,
-    compact: bool = False,
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
@@ -62,18 +62,18 @@ def augment_folder(
     `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
     is not None; without sources, of the model's training text. If `validation` is not None, the report compares
     size, memory and speed before and after, and the loss on these sources, or without sources on the validation
-    text that the card records. `compact` is that of `checkpoint.save`. The written model is loaded again and
+    text that the card records. The written model is loaded again and
     compared with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and,
     with nothing written, if the comparison fails or the folder changes meanwhile.
 
-    A change that is made block by block keeps finished blocks in `out` if it is interrupted or killed, and another
-    call with the same arguments goes on after them (`checkpoint.unfinished`).
+    Finished blocks of a change that is made block by block lie in `out` meanwhile, so that memory need not hold
+    them. A change that was killed is made anew by another call.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
     show = show if calibration is None else _mostly_changing(show)
-    with exclusive_folder(out), _unfinished(folder, out) as store:
-        return _augment(folder, out, name, calibration, validation, compact, show, store, request)
+    with exclusive_folder(out), _spilling(out / UNFINISHED) as spill:
+        return _augment(folder, out, name, calibration, validation, show, spill, request)
 
 
 def _mostly_changing(show: Show) -> Show:
@@ -82,21 +82,36 @@ def _mostly_changing(show: Show) -> Show:
 
 
 @contextmanager
-def _unfinished(folder: Path, out: Path) -> Iterator[Unfinished]:
-    """The finished parts of the change, which are kept if the disk is full or a user interrupts it."""
-    store = Unfinished(folder, out)
+def _spilling(folder: Path) -> Iterator[Spill]:
+    """A function that writes tensors to a file in a folder that is deleted afterwards; it returns views of it."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a change that was killed
+    numbers = count()
+
+    def spill(tensors: Tensors) -> Tensors:
+        folder.mkdir(exist_ok=True)
+        file = folder / f"{next(numbers)}.safetensors"
+        write_file(file, in_memory(tensors))
+        return {name: tensor.read() for name, tensor in header.tensors(file).items()}
+
     try:
-        yield store
-    except ValueError:
-        store.remove()
-        raise
-    except BaseException:
-        if store.folder.is_dir() and store.kept:
-            parts, size = plural(store.kept, "finished part"), format_bytes(store.size())
-            message = f"{parts} of the change ({size}) in {store.folder}: the same command goes on after them"
-            warnings.warn(message, stacklevel=2)
-        store.remove_if_empty()
-        raise
+        yield spill
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
+    """Size, time and number of each file that a model is read from, for an adapter also of its base."""
+    folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
+    files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
+    stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
+    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for path, stat in stamps.items()}
+
+
+def _require_source(source: Path, stamp: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError if a file of the source was written to since this stamp; it may be removed."""
+    now = _source_stamp(source)
+    if changed := [path for path in now if path in stamp and now[path] != stamp[path]]:
+        raise ValueError(f"{changed[0]}: changed while it was being read; try again when nothing writes to it")
 
 
 def _augment(
@@ -105,46 +120,43 @@ def _augment(
     name: str,
     calibration: Sequence[str] | None,
     validation: Sequence[str] | None,
-    compact: bool,
     show: Show,
-    store: Unfinished,
+    spill: Spill,
     request: dict[str, Any],
 ) -> list[str]:
     """`augment_folder` into a folder that nobody else writes to."""
+    stamp = _source_stamp(folder)
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
         compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
         if calibration is not None:
-            calibration = calibration_sources(loaded.card, calibration)
             tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
             if compare:
                 require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
     with step(show, "measuring", 0.05, 0.1):
-        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length, round_inputs=True)
+        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
         if not before.isfinite().all():
             raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with step(show, name, *CHANGING):
-        change = replace(apply_change(loaded.model, name, store=store, **request), before=identity)
-        store.require_source()
+        change = replace(apply_change(loaded.model, name, spill=spill, **request), before=identity)
+        _require_source(folder, stamp)
     with step(show, "measuring", CHANGING[1], WRITING):
-        after = model_logits(loaded.model, loaded.context_length, round_inputs=True)
+        after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
-    compared = _write(loaded, (change,), out, after, facts, show, compact, compare)
+    compared = _write(loaded, (change,), out, after, facts, show, compare)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *(compared.warnings() if isinstance(compared, Comparison) else []),
-        *store.lines,
         *([] if describe is None else [describe(change)]),
-        *(["calibrated by text that the model wrote"] if calibration and SELF in calibration else []),
         f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
         f"{format_bytes(_size(loaded))}",
         f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
         f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
-        _describe_compact(out) if compact else f"written as {describe_form(loaded)}",
+        f"written as {describe_form(loaded)}",
         *(compared.lines() if isinstance(compared, Comparison) else filter(None, [compared])),
     ]
 
@@ -158,17 +170,9 @@ def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
     except ValueError as error:
         if sources:
             raise
-        if calibration_sources(loaded.card, sources) != (
-            SELF,
-        ):  # else the text was moved, which the report asks for
+        if not missing_source(loaded.card):  # of text that was moved, the report asks for it
             warnings.warn(f"not scored: {error}", stacklevel=2)
         return None
-
-
-def _describe_compact(out: Path) -> str:
-    """What a compact folder is, and the size of its weights."""
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    return f"written in a compact form, {format_bytes(size)}, which only dunes opens; dunes convert makes it plain"
 
 
 def quantize_folder(
@@ -179,48 +183,34 @@ def quantize_folder(
     method: str | None = None,
     calibration: Sequence[str] = (),
     validation: Sequence[str] | None = None,
-    target: float | None = None,
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """`augment_folder` for quantization; by default to nf4, with gptq for int4 and int3 with text, else rtn.
 
-    That is text in the `calibration` sources, or else that of the model's training. With a `target`, kind and
-    method are those of the smallest form that raises the validation loss by at most so many nats/token. Raises
-    ValueError as that does, and for sources together with a method that reads none.
+    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
+    does, and for sources together with a method that reads none.
     """
-    if target is not None:
-        chosen_by_it = "symmetric", "sparsity", "pattern", "double", "activations"
-        if kind or method or any(request.get(name) for name in chosen_by_it):
-            options = ", ".join(f"--{name}" for name in ("kind", "method", *chosen_by_it[:-1]))
-            raise ValueError(f"--target chooses kind and method; omit {options} and --{chosen_by_it[-1]}")
-        if math.isnan(target):
-            raise ValueError("--target is no number; expected an increase of the loss in nats/token, such as 0.01")
-        require_new_folder(readable_folder(folder), out)
-        frontier = Frontier(readable_folder(folder), calibration, validation or ())
-        form, tried = smallest_form(frontier, target, request, show)
-        settings = form.with_settings(request) | {"calibration": calibration if form.needs_text else ()}
-        return [*tried, *quantize_folder(folder, out, validation=validation, show=show, **settings)]
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
-    text = bool(calibration) or bool(trained_text(card))
-    pruned = request.get("sparsity") is not None or request.get("pattern") is not None
-    chosen = method or ("gptq" if pruned or (kind in BY_GROUP and text) else "rtn")
-    kinds = all_kinds(kind, request.get("override", ()))
-    require_method(kinds, chosen)
-    require_activations(kinds, request.get("activations"))
-    if calibration and chosen not in CALIBRATED:
+    gone = missing_source(card)
+    text = bool(calibration) or (bool(trained_text(card)) and not gone)
+    chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
+    require_method(all_kinds(kind, request.get("override", ())), chosen)
+    if calibration and chosen != "gptq":
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
-    sources = calibration if chosen in CALIBRATED else None
+    sources = calibration if chosen == "gptq" else None
     request |= {"kind": kind, "method": chosen}
     lines = augment_folder(
         folder, out, "quantize", calibration=sources, validation=validation, show=show, **request
     )
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
-        if SELF in calibration_sources(card, calibration):
-            source = "text that the model wrote"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
+    if method is None and kind in BY_GROUP and gone:
+        lines.append(
+            f"method rtn: the text of the model's training is gone ({gone}); --calibration FILE uses gptq"
+        )
     return lines
 
 
@@ -253,7 +243,7 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     with step(show, "measuring", 0.5, WRITING):
-        after = model_logits(loaded.model, loaded.context_length, round_inputs=True)
+        after = model_logits(loaded.model, loaded.context_length)
     with exclusive_folder(out):
         _write(loaded, (), out, after, {"undone": name}, show)
     return (
@@ -269,7 +259,6 @@ def _write(
     expected: Tensor,
     facts: dict[str, Any],
     show: Show,
-    compact: bool = False,
     compare: Callable[[Path], Comparison | str] | None = None,
 ) -> Comparison | str | None:
     """Save a model with these logits, and compare it. Raises ValueError, and leaves nothing, if it has others."""
@@ -279,7 +268,7 @@ def _write(
         model = load_decoder(open_source(staged))
         nonlocal compared
         with step(show, "comparing", COMPARING, MEASURING):
-            written = model_logits(model, loaded.context_length, round_inputs=True)
+            written = model_logits(model, loaded.context_length)
         if not (difference := distance(expected, written)) <= EXACT:
             raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
         result = {"augmented": {**facts, "verified": difference}}
@@ -293,7 +282,7 @@ def _write(
         return result | {"comparison": compared.record()}
 
     with step(show, "writing", WRITING, COMPARING):
-        save_changed(loaded, changes, out, check, compact)
+        save_changed(loaded, changes, out, check)
     show("written", 1.0)
     return compared
 
@@ -322,15 +311,13 @@ def describe_form(loaded: LoadedModel) -> str:
     return f"a plain Hugging Face folder: {described.family}"
 
 
-def save_changed(
-    loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any, compact: bool = False
-) -> None:
+def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
     """Save a loaded model that was changed since; the card inherits what the change does not concern."""
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
         loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history(loaded)}, check,
-        architecture=architecture, compact=compact,
+        architecture=architecture,
     )  # fmt: skip
 
 

@@ -62,8 +62,7 @@ class Report:
     """The result of an export. `errors` are rounding errors by merged module, relative to the update.
 
     When merging into the original of a quantized base, `moved` is the relative distance between its logits and
-    those of the trained model, and `allowed` the limit. `pruned` matrices keep their zeros. `unrounded` layers
-    rounded their inputs, and the result's do not.
+    those of the trained model, and `allowed` the limit. `pruned` matrices keep their zeros.
     """
 
     errors: Mapping[str, float]
@@ -71,7 +70,6 @@ class Report:
     moved: float | None = None
     allowed: float | None = None
     pruned: int = 0
-    unrounded: int = 0
 
     def lines(self) -> list[str]:
         lines = [
@@ -86,8 +84,6 @@ class Report:
             ]
         if self.pruned:
             lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
-        if self.unrounded:
-            lines.append(f"inputs of {plural(self.unrounded, 'layer')} were rounded to int8; here they are not")
         if self.moved is not None:
             lines.append(
                 "the adapter was trained on the quantized base; on this one its logits differ by "
@@ -197,7 +193,6 @@ def _write_plain(
 ) -> Report:
     folder, out = folders
     before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
-    unrounded = sum(isinstance(m, Quantized) and m.rounds_inputs for m in model.modules())
     quantized = dequantize(model)
     errors = _merge_active(model, dtype)
     if isinstance(reason := checkpoint.hf_config_of(model, loaded.context_length), str):
@@ -207,7 +202,7 @@ def _write_plain(
     def check(staged: Path) -> dict[str, Any]:
         moved, allowed = distances or (None, None)
         verified = before.verify(open_source(staged))
-        reports.append(Report(errors, verified, moved, allowed, len(masked_places(model)), unrounded))
+        reports.append(Report(errors, verified, moved, allowed, len(masked_places(model))))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
     facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}

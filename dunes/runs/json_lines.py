@@ -3,24 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.files.atomic import add_path_to_errors, write_file
+from dunes.checkpoint.files.atomic import add_path_to_errors
 
 Warn = Callable[[str], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a file, counted from 1: its bytes without the newline, and its object, or None if damaged."""
-
-    number: int
-    text: bytes
-    record: dict[str, Any] | None
 
 
 def append_text(path: Path, text: str) -> None:
@@ -54,13 +44,13 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
     append_text(path, json.dumps(record) + "\n")
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a file that are not blank; none if there is no file."""
-    lines = path.read_bytes().split(b"\n") if path.is_file() else ()
-    return [Line(n, text, _object(text)) for n, text in enumerate(lines, 1) if text.strip()]
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file without their newlines; none if there is no file."""
+    return path.read_bytes().split(b"\n") if path.is_file() else []
 
 
-def _object(text: bytes) -> dict[str, Any] | None:
+def parse_line(text: bytes) -> dict[str, Any] | None:
+    """The object in a line; None for anything else."""
     try:
         record = json.loads(text.decode())
     except (ValueError, RecursionError):
@@ -75,26 +65,19 @@ def read_records(
 
     `warn` gets a line about the others, by default printed to standard error.
     """
-    lines = read_lines(path)
-    damaged = [line for line in lines if line.record is None or not fits(line.record)]
-    warn_of_damage(path, damaged, expected, warn or print_warning)
-    return [line.record for line in lines if line.record is not None and fits(line.record)]
-
-
-def write_lines(path: Path, lines: Sequence[Line]) -> None:
-    """Replace a file by some of its lines, byte for byte. Raises OSError, and changes nothing, if that fails."""
-    write_file(path, b"".join(line.text + b"\n" for line in lines))
+    records, damaged = list[dict[str, Any]](), list[str]()
+    for number, text in enumerate(read_lines(path), 1):
+        record = parse_line(text)
+        if record is not None and fits(record):
+            records.append(record)
+        elif text.strip():
+            damaged.append(f"line {number}: expected {expected}, found {text[:60]!r}; skipped")
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        (warn or print_warning)(f"warning: {path}, {damaged[0]}{more}")
+    return records
 
 
 def print_warning(line: str) -> None:
     """Print a line on standard error."""
     print(line, file=sys.stderr)
-
-
-def warn_of_damage(path: Path, damaged: Sequence[Line], expected: str, warn: Warn) -> None:
-    """Warn that these lines are skipped, in one line with the number of the first; nothing if there are none."""
-    if damaged:
-        first, more = damaged[0], f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        warn(
-            f"warning: {path}, line {first.number}: expected {expected}, found {first.text[:60]!r}; skipped{more}"
-        )

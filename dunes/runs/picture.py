@@ -11,10 +11,8 @@ from torch import Tensor
 
 from dunes.runs.comparison import Comparison
 from dunes.runs.evaluate import Score
-from dunes.runs.frontier import Trial
 
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
-METHODS = ("rtn", "hqq", "awq", "gptq", "sparsegpt", "wanda", "magnitude")
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
@@ -71,32 +69,6 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     axes.invert_yaxis()
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
     axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
-def frontier_picture(dense: Trial, trials: Sequence[Trial], path: Path) -> None:
-    """The rise of the loss of smaller forms over their size relative to the dense model, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for method in dict.fromkeys(word for t in trials for word in t.name.split() if word in METHODS):
-        own = [t for t in trials if method in t.name.split()]
-        x, y = [t.size / dense.size for t in own], [t.loss - dense.loss for t in own]
-        (points,) = axes.plot(x, y, "o", label=method)
-        for trial, point in zip(own, zip(x, y, strict=True), strict=True):
-            text = " ".join(word for word in trial.name.split() if word != method)
-            axes.annotate(text, point, xytext=(5, 3), textcoords="offset points", color=points.get_color())
-    axes.plot([1.0], [0.0], "o", color="black", label="dense")
-    axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.set_yscale("symlog", linthresh=1e-3)
-    axes.set_ylim(bottom=min(-2e-3, *(2 * (t.loss - dense.loss) for t in trials)))
-    axes.set(xlabel="size, relative to the dense model", ylabel="rise of the validation loss, nats/token")
-    axes.legend(loc="center right", frameon=False)
-    axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
 

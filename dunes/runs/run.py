@@ -21,15 +21,7 @@ from dunes.checkpoint.files.atomic import write_file
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.evaluate import Score
-from dunes.runs.json_lines import (
-    Warn,
-    append_record,
-    print_warning,
-    read_lines,
-    read_records,
-    warn_of_damage,
-    write_lines,
-)
+from dunes.runs.json_lines import Warn, append_record, parse_line, print_warning, read_lines, read_records
 from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
 from dunes.runs.timings import Timings
 from dunes.staging import folder_lock
@@ -357,7 +349,7 @@ def restore_run(
 
     if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
         warn("nothing saved yet; starting from step 0")
-        truncate_metrics(run.folder / METRICS, 0, warn)
+        truncate_metrics(run.folder / METRICS, 0)
         return
     state = read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
@@ -383,7 +375,7 @@ def restore_run(
     run.checks_since_best, run.compiled = state["checks_since_best"], state["compiled"]
     run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
-    truncate_metrics(run.folder / METRICS, run.trainer.number, warn)
+    truncate_metrics(run.folder / METRICS, run.trainer.number)
     warn(f"resuming after step {run.trainer.number}")
     if differences:
         append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
@@ -443,12 +435,13 @@ def _is_number(value: object) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 
-def truncate_metrics(path: Path, step: int, warn: Warn = print_warning) -> None:
-    """Remove the metrics after this step, which will be written again, and lines that are not JSON objects."""
+def truncate_metrics(path: Path, step: int) -> None:
+    """Remove the metrics after this step, which will be written again."""
     lines = read_lines(path)
-    warn_of_damage(path, [line for line in lines if line.record is None], METRIC, warn)
-    remaining = [
-        x for x in lines if x.record is not None and not (_is_metric(x.record) and x.record["step"] > step)
-    ]
+    remaining = [text for text in lines if not _is_after(parse_line(text), step)]
     if len(remaining) < len(lines):
-        write_lines(path, remaining)
+        write_file(path, b"\n".join(remaining))
+
+
+def _is_after(record: dict[str, Any] | None, step: int) -> bool:
+    return record is not None and _is_metric(record) and record["step"] > step

@@ -16,14 +16,11 @@ from dunes.runs.config import STDLIB
 from dunes.runs.corpus import join_texts, tail_start, without_files
 from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.trained_text import require_own_sources, trained_text
-from dunes.runs.written_text import write_ids
 from dunes.text import Tokenizer
 from dunes.units import plural
 
 SEQUENCES, CALIBRATION_TOKENS = 64, 128
 """Calibration sequences, and tokens in each."""
-SELF = "self"
-"""The source of calibration text that the model writes."""
 
 
 def score_folder(
@@ -84,22 +81,16 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     """Ids (sequences, tokens) of the context length, spread evenly over the documents but their tails.
 
     They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
-    training split that the card records; of the source `self`, the model writes them. Raises ValueError if it
-    records none, or if the text is shorter than one sequence.
+    training split that the card records. Raises ValueError if it records none or that text is gone, or if the text
+    is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)
     sequences = SEQUENCES if tokens is None else -(-tokens // width)
-    if SELF in sources:
-        if len(sources) > 1:
-            raise ValueError(
-                "--calibration self is text that the model writes; pass it alone, or ./self for a file"
-            )
-        return write_ids(loaded, sequences, width)
     if not (sources or trained):
-        raise ValueError(
-            "the model's card does not record its training text; pass one with --calibration FILE, or self"
-        )
+        raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
+    if not sources and (gone := missing_source(loaded.card)):
+        raise ValueError(f"the text of the model's training is gone ({gone}); pass one with --calibration FILE")
     corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.documents if tails else corpus.train or corpus.valid
@@ -112,11 +103,10 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
 
 
-def calibration_sources(card: Mapping[str, Any], sources: Sequence[str]) -> tuple[str, ...]:
-    """The sources; without any, `self` where those of the training that the card records are gone."""
-    recorded = () if sources else trained_text(card).get("sources", ())
-    gone = any(source != STDLIB and not Path(source).expanduser().exists() for source in recorded)
-    return (SELF,) if gone else tuple(sources)
+def missing_source(card: Mapping[str, Any]) -> str:
+    """A source of the training that the card records which does not exist any more; empty if there is none."""
+    sources = trained_text(card).get("sources", ())
+    return next((s for s in sources if s != STDLIB and not Path(s).expanduser().exists()), "")
 
 
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
@@ -126,11 +116,7 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     document is scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
-    if (
-        SELF in calibration
-        or not (calibration or validation)
-        or (not validation and trained.get("split") != "files")
-    ):
+    if not (calibration or validation) or (not validation and trained.get("split") != "files"):
         return
     scored = collect_corpus(validation) if validation else _trained_corpus(trained)
     used = collect_corpus(calibration) if calibration else _trained_corpus(trained)

@@ -75,8 +75,6 @@ a step of ten million parameters.
 OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
-ROUNDED = 2e-2
-"""The same where layers round their inputs: what lies between two codes falls to either side."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
 PACKED_THREADS = 2
 """In a script, one thread reads small matrices in float16, as fast as two read them in float32."""
@@ -391,8 +389,6 @@ def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: to
         logits = torch.stack([s.logits for s in scores])
         difference, largest = (logits - expected[-len(logits) :]).abs().max(), expected.abs().max()
         tolerance = TOLERANCE[_dtype(model) if n == TEXT else dtype]
-        if any(getattr(m, "rounds_inputs", False) for m in model.modules()):
-            tolerance = max(tolerance, ROUNDED)
         if not difference <= tolerance * largest:
             raise ValueError(
                 f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"

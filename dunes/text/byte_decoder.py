@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tokenizers
 
-from dunes.text import tokenizer_limits
+from dunes.text import library
 from dunes.text.byte_pairs import CHAR_TO_BYTE
 
 SPACE = "▁"
@@ -53,7 +53,7 @@ class ByteDecoder:
 
 def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
     """The `ByteDecoder` that is equivalent to the tokenizer's decoder."""
-    steps = list(tokenizer_limits.steps(tokenizer_limits.pipeline(inner), "decoder"))
+    steps = list(library.steps(library.pipeline(inner), "decoder"))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return ByteDecoder(byte_level=True)

@@ -1,16 +1,15 @@
 """A model folder's chat template: from messages to the text that the model was trained on.
 
-The template is an untrusted program, so it is rendered in a short-lived process, in jinja2's sandbox and with
-limits on time, memory and output (https://huggingface.co/docs/transformers/chat_templating). Limits on operators,
-filters and loops would not suffice: nested lists with shared parts take exponential time to compare or to print.
+The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
+files; limits on loops and output stop most of what would take very long
+(https://huggingface.co/docs/transformers/chat_templating, https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,27 +18,14 @@ from dunes.text.lines import decode_text
 from dunes.text.model_file import find_file, read_file
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-MAX_TEMPLATE, MAX_OUTPUT = 1 << 18, 1 << 20
-"""The longest template and the longest rendered text, in characters."""
-
-SECONDS = 5
-"""Wall-clock limit of a rendering process."""
+MAX_TEMPLATE, MAX_OUTPUT, MAX_LOOPS = 1 << 18, 1 << 20, 1 << 20
+"""Characters of a template and of a rendered text, and passes of all loops of one text."""
 
 Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool, Mapping[str, Any]]
 """Messages, whether to add the generation prompt, and variables of this conversation."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The keys under which messages hold reasoning; templates read the first two."""
-
-LIMITS = {
-    "RLIMIT_CPU": 2,
-    "RLIMIT_AS": 1 << 28,
-    "RLIMIT_FSIZE": 0,
-    "RLIMIT_NOFILE": 3,
-    "RLIMIT_NPROC": 0,
-    "RLIMIT_CORE": 0,
-}
-"""Limits of the rendering process: seconds, bytes, no files, no processes; as far as the system supports them."""
 
 
 def read_template(folder: Path | str) -> str | None:
@@ -109,53 +95,119 @@ def render_many(
     requests: Sequence[Request],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
-    """`render` for many requests in one process; a refused conversation gives a ValueError.
+    """`render` for many requests; a refused conversation gives a ValueError."""
+    _check_size(template, "the chat template")
+    always = {"tools": None, "documents": None, **(variables or {})}
+    return [_text_or_error(template, always, *request) for request in requests]
 
-    The limits are those of one conversation: if all together exceed them, they are rendered in halves.
-    """
-    contexts = [
-        {
-            "tools": None,
-            "documents": None,
-            **(variables or {}),
-            **own,
-            "messages": [_normalize_message(m) for m in messages],
-        }
-        | {"add_generation_prompt": add_generation_prompt}
-        for messages, add_generation_prompt, own in requests
-    ]
-    if not contexts:
-        return []
+
+def _text_or_error(
+    template: str,
+    always: Mapping[str, Any],
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    own: Mapping[str, Any],
+) -> str | ValueError:
+    given = {"messages": [_normalize_message(m) for m in messages], "add_generation_prompt": add_generation_prompt}
     try:
-        return _render_in_process(template, contexts)
-    except ValueError as error:
-        if len(requests) == 1:
-            return [error]
-    half = len(requests) // 2
-    return render_many(template, requests[:half], variables) + render_many(template, requests[half:], variables)
-
-
-def _render_in_process(template: str, contexts: Sequence[dict[str, Any]]) -> list[str | ValueError]:
-    """A text or an error for each. Raises ValueError if the process as a whole fails."""
-    request = {
-        "template": _check_size(template, "the chat template"),
-        "variables": contexts,
-        "path": sorted({str(Path(_module_path(name)).parents[1]) for name in ("jinja2", "markupsafe")}),
-        "limits": LIMITS,
-        "output": MAX_OUTPUT,
-    }
-    try:
-        answer = _run_process(json.dumps(request, default=dict))
+        plain = json.loads(json.dumps({**always, **own, **given}, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
-    if "answers" not in answer:
-        raise _render_error(answer)
-    return [str(each["text"]) if "text" in each else _render_error(each) for each in answer["answers"]]
+        return ValueError(f"these messages cannot be passed to the chat template: {error}")
+    try:
+        return _limited(compile_template(template).generate(plain))
+    except Exception as error:  # whatever a template may do
+        reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
+        return ValueError(f"the chat template fails: {reason[:300]}")
 
 
-def _render_error(answer: Mapping[str, Any]) -> ValueError:
-    text = "".join(c if c.isprintable() else " " for c in str(answer.get("error")))
-    return ValueError(f"the chat template fails: {text[:300]}")
+def _limited(parts: Iterable[str]) -> str:
+    """The parts of a rendered text together. Raises ValueError for too long ones, and too many passes of loops."""
+    _PASSES.set([0])
+    text, length = [], 0
+    for part in parts:
+        if (length := length + len(part)) > MAX_OUTPUT:
+            raise ValueError(f"it writes more than {MAX_OUTPUT} characters")
+        text.append(part)
+    return "".join(text)
+
+
+_PASSES: ContextVar[list[int]] = ContextVar("passes")
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop. Raises ValueError after too many passes of all loops."""
+    passes = _PASSES.get(None)
+    for item in items:
+        if passes is not None:
+            passes[0] += 1
+            if passes[0] > MAX_LOOPS:
+                raise ValueError(f"its loops have more than {MAX_LOOPS} passes")
+        yield item
+
+
+@cache
+def compile_template(template: str) -> Any:
+    """The template in the environment that transformers provides to chat templates; compiled once."""
+    from jinja2 import TemplateError, ext, nodes, sandbox, utils
+    from jinja2.exceptions import SecurityError
+
+    class Generation(ext.Extension):
+        """`{% generation %}` marks the assistant's text; it renders its body."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
+
+        def body(self, caller: Any) -> str:
+            return str(caller())
+
+    class Namespace(utils.Namespace):
+        """A namespace without names that begin with an underscore, which give access to Python's objects."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            self, *rest = args
+            values = dict(*rest, **kwargs)
+            for name in values:
+                check_name(name)
+            utils.Namespace.__init__(self, values)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_name(name)
+            super().__setitem__(name, value)
+
+    class Environment(sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, with loops that are counted."""
+
+        def _parse(self, *source: Any) -> nodes.Template:
+            tree = super()._parse(*source)
+            for loop in list(tree.find_all(nodes.For)):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            return tree
+
+    def check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}")
+
+    def fail(message: Any) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    environment.filters |= {"tojson": tojson, "counted": _counted}
+    del environment.globals["lipsum"]
+    environment.globals |= {
+        "raise_exception": fail,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "namespace": Namespace,
+        # A function, since a class would expose its attributes.
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+    }
+    return environment.from_string(template)
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,28 +217,3 @@ def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
     present = {k: v for k, v in message.items() if v is not None}
     reasoning = next((present[k] for k in REASONING_KEYS if k in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _run_process(request: str) -> dict[str, Any]:
-    """The answer of `template_process.py`, run without site-packages and environment."""
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("template_process.py"))]
-    environment = {k: v for k, v in os.environ.items() if k in ("SYSTEMROOT", "TZ")}
-    try:
-        done = subprocess.run(
-            command, input=request.encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            timeout=SECONDS, env=environment, check=False,
-        )  # fmt: skip
-        answer: dict[str, Any] = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"it was stopped after {SECONDS} s"}
-    except ValueError:
-        limit = f"its limits are {LIMITS['RLIMIT_CPU']} s of CPU time and {LIMITS['RLIMIT_AS'] >> 20} MiB"
-        return {"error": f"it was stopped (exit code {done.returncode}); {limit}"}
-    return answer
-
-
-def _module_path(module: str) -> str:
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        raise ValueError(f"chat templates need {module}, which comes with torch; pip install jinja2")
-    return spec.origin

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers
 
-from dunes.text import chat_template, library, llama_cpp, tokenizer_limits
+from dunes.text import chat_template, library, llama_cpp
 from dunes.text.byte_decoder import SPACE
 from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
@@ -77,7 +77,7 @@ NFC, which matters to few texts."""
 def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
     """The settings of a tokenizer that GGUF has no key for."""
     for part, known in KNOWN[kind].items():
-        for step in tokenizer_limits.steps(content, part):
+        for step in library.steps(content, part):
             spaces = step.get("pattern") == {"String": " "} and step.get("content") == SPACE
             plain = spaces if step["type"] == "Replace" else step.get("prepend", SPACE) == SPACE
             if step["type"] not in known or (part == "normalizer" and not plain):
@@ -163,7 +163,7 @@ def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
     texts = [*TEXTS, *samples, *joined, *around]
-    steps = tokenizer_limits.steps(tokenizer_limits.pipeline(parsed), "normalizer")
+    steps = library.steps(library.pipeline(parsed), "normalizer")
     if not any(step["type"] == "NFC" for step in steps):
         return texts
     warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
@@ -179,7 +179,7 @@ def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
-    steps = list(tokenizer_limits.steps(tokenizer_limits.pipeline(tokenizer.inner), "pre_tokenizer"))
+    steps = list(library.steps(library.pipeline(tokenizer.inner), "pre_tokenizer"))
     last = next((i for i, step in enumerate(steps) if step["type"] == "ByteLevel"), len(steps))
     words, level = steps[:last], steps[last] if last < len(steps) else {}
     patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in words] or [""]

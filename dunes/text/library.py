@@ -7,7 +7,8 @@ expects first: vocabulary, merges and added tokens by their index.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from dunes.units import plural
 
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 _INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
 """Words of messages about the library's own types, which tell nothing of a file."""
 
@@ -111,10 +113,45 @@ def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
     return call(subject, lambda: tokenizers.Tokenizer.from_str(text))
 
 
-def parse_untrusted(
-    content: Mapping[str, Any], text: str, check: Callable[[Mapping[str, Any]], None]
-) -> tokenizers.Tokenizer:
-    """The tokenizer in the text of a tokenizer.json, whose `content` passes `check` before anything is built.
+def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:
+    """The steps that process texts and ids, in the format of tokenizer.json."""
+    parts = {name: getattr(inner, name) for name in PARTS}
+    return {name: json.loads(part.__getstate__()) for name, part in parts.items() if part is not None}
+
+
+def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
+    """The steps of a part in order, with sequences flattened."""
+    stack = [content.get(part)]
+    while stack:
+        step = stack.pop()
+        if isinstance(step, dict):
+            lists = [step[key] for key in SEQUENCES if isinstance(step.get(key), list)]
+            stack += [inner for each in lists for inner in reversed(each)]
+            if lists and step.get("type", "Sequence") == "Sequence" and step.keys() <= {"type", *SEQUENCES}:
+                continue
+            yield step
+
+
+def _check_steps(content: Mapping[str, Any]) -> None:
+    """Raise ValueError for steps on which the library panics, some only when a text is encoded."""
+    for step in steps(content, "normalizer"):
+        if isinstance(data := step.get("precompiled_charsmap"), str):
+            table = b64decode(data)
+            end = 4 + int.from_bytes(table[:4], "little")
+            if end % 4 or end > len(table):
+                raise ValueError(f"its normalizer's precompiled_charsmap has {len(table)} bytes, of {end} or more")
+    for step in steps(content, "post_processor"):
+        for name in ("single", "pair"):
+            parts = step.get(name) or []
+            marks = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
+            if unknown := next((mark for mark in marks if mark not in step.get("special_tokens", {})), None):
+                raise ValueError(f"its post_processor has {unknown[:60]!a} in {name}, but not in special_tokens")
+            if name == "single" and any(part.get("Sequence", {}).get("id") == "B" for part in parts):
+                raise ValueError("its post_processor has the second text, B, in single, the template of one text")
+
+
+def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokenizer:
+    """The tokenizer in the text of a tokenizer.json with this `content`.
 
     Raises ValueError that names the damaged part, and key and index where they are known.
     """
@@ -123,7 +160,7 @@ def parse_untrusted(
     for part in (part for part in PARTS if content.get(part) is not None):
         item(content, part, dict)
     try:
-        check(content)
+        _check_steps(content)
         return tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
         if type(error) is ValueError or not _is_failure(error):

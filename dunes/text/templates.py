@@ -4,8 +4,6 @@ A template turns a conversation into segments. Each is tokenized separately and 
 prompt has the same ids in training and generation, whatever the answer begins with. Special tokens are separate
 segments that are inserted as ids: they are never parsed from a user's text.
 
-A named template is rendered in this process, a model's own template in a process with limits.
-
 Sources: Alpaca's two prompts are quoted from https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py,
 llama2 follows https://github.com/meta-llama/llama/blob/main/llama/generation.py, llama3
 https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, mistral the first version in
@@ -24,7 +22,6 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dunes.text import chat_template, json_file
-from dunes.text.template_process import compile_template
 from dunes.text.tokenizer import Tokenizer
 
 PAIRED = (
@@ -40,7 +37,7 @@ ALONE = (
 """Alpaca's prompts, with and without an input."""
 
 GROUP = 512
-"""The number of conversations that one process renders, unless they exceed its limits."""
+"""The number of conversations that are rendered at once."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
 """Two lone surrogates from here on, which are in no valid text, escape a special token in a user's text."""
@@ -251,7 +248,7 @@ class NamedTemplate(Template):
         return self._spelled_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        template = compile_template(self._spelled_out(BEGIN.text, END.text))
+        template = chat_template.compile_template(self._spelled_out(BEGIN.text, END.text))
         return [_text_or_error(template, *request) for request in requests]
 
     def _message(self, turn: Turn) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import gguf_file, json_file, library, llama3, sentencepiece, tekken, tokenizer_limits
+from dunes.text import gguf_file, json_file, library, llama3, sentencepiece, tekken
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
 from dunes.text.model_file import find_file, read_file, unfinished_downloads
@@ -125,7 +125,7 @@ class Tokenizer:
                 f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
         data = read_file(path, MAX_BYTES)
-        inner = library.call(f"{path}: not a tokenizer", lambda: _check_built(_parse(path, data)))
+        inner = library.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         loaded = cls(inner, read_special_tokens(folder, inner.token_to_id))
         loaded.config_path = folder / loaded.config_path.name
         loaded.extra_files = {
@@ -143,7 +143,7 @@ class Tokenizer:
     def _load_gguf(cls, path: Path) -> "Tokenizer":
         fields = gguf_file.read_header(path).fields
         message = f"{path}: not a tokenizer"
-        inner = library.call(message, lambda: _check_built(gguf_file.build_tokenizer(fields, _parse_json)))
+        inner = library.call(message, lambda: gguf_file.build_tokenizer(fields, _parse_json))
         loaded = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
         loaded.config_path = path / loaded.config_path.name
         for stop in loaded._special.stops - {loaded._special.eos}:
@@ -370,10 +370,9 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
-    """From any tokenizer.json. Raises ValueError for invalid ids and for steps that expand a text too much."""
+    """From any tokenizer.json. Raises ValueError for invalid ids."""
     content = json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS)
-    # Limits come first, since building a tokenizer normalizes its added tokens.
-    inner = library.parse_untrusted(content, data.decode("utf-8-sig"), tokenizer_limits.check_expansion)
+    inner = library.parse_untrusted(content, data.decode("utf-8-sig"))
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
@@ -387,12 +386,6 @@ def _config_for_json(config: dict[str, Any]) -> bytes:
     """A tokenizer_config.json for a converted tokenizer.json: other classes would use only its tokens."""
     others = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(others | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
-
-
-def _check_built(inner: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer. Raises ValueError if it expands a text too much."""
-    tokenizer_limits.check_expansion(tokenizer_limits.pipeline(inner))
-    return inner
 
 
 def _vocab(tokens: Iterable[str]) -> dict[str, int]:

@@ -21,9 +21,8 @@ SHARD = 5_000_000_000
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
-def write_tensors(folder: Path, weights: Weights, shard: int = SHARD, name: str = SINGLE) -> None:
-    """Write the tensors into one file of this name, or into several with an index if they have more than `shard`
-    bytes.
+def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
+    """Write the tensors into one file, or into several with an index if they have more than `shard` bytes.
 
     Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
     """
@@ -32,14 +31,14 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD, name: str 
     split = split_state_dict_into_shards_factory(
         dict(weights),
         get_storage_size=lambda weight: weight.nbytes,
-        filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"),
+        filename_pattern=SINGLE.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=shard,
     )
-    for file, keys in (split.filename_to_tensors or {name: []}).items():
+    for file, keys in (split.filename_to_tensors or {SINGLE: []}).items():
         write_file(folder / file, {key: weights[key] for key in keys})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        (folder / f"{name}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_file(path: Path, weights: Weights) -> None:

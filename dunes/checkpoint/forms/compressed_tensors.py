@@ -2,9 +2,8 @@
 
 In `pack-quantized`, beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand
 `X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, if codes are not
-symmetric) and `X.weight_shape`. Layers that round their inputs are `int-quantized`: `X.weight` (int8) and
-`X.weight_scale` (one for each row). The
-`quantization_config` of config.json lists the layers of each kind, and how inputs are rounded.
+symmetric) and `X.weight_shape`. In `int-quantized`, which is only read, it is `X.weight` (int8) and
+`X.weight_scale` (one for each row). The `quantization_config` of config.json lists the layers of each kind.
 https://github.com/vllm-project/compressed-tensors
 """
 
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.augment.group_int import GroupInt, pack, unpack
-from dunes.augment.quantize import DynamicInt8, Int8
+from dunes.augment.quantize import Int8
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights
 
@@ -27,8 +26,6 @@ FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
 """What its readers have kernels for."""
-INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-"""How inputs are rounded: when they come, each token's by its own scale."""
 
 
 def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
@@ -36,8 +33,6 @@ def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
 
     Raises ValueError for a layer that this form cannot hold.
     """
-    if isinstance(layer, DynamicInt8):
-        return {"weight": layer.codes, "weight_scale": layer.scale.to(layer.dtype)}
     grid, inputs = grid_of(layer, place), layer.in_features
     if inputs % grid.width(inputs):
         raise ValueError(f"{place}: its {inputs} inputs are no multiple of {grid.group}, as {NAME} needs them")
@@ -58,7 +53,7 @@ def grid_of(layer: Quantized, place: str) -> Grid:
     if not isinstance(grid, Grid) or grid.real_zero or grid.bits not in BITS:
         raise ValueError(
             f"{place} is {type(layer).__name__} {grid or ''}; {NAME} has int8 and int4 with whole zero points: "
-            "quantize the dense model with --kind int4 or int8, and not with --method hqq"
+            "quantize the dense model with --kind int4 or int8"
         )
     return grid
 
@@ -83,26 +78,17 @@ def quantization_config(layers: Mapping[str, Quantized]) -> dict[str, Any]:
         grid = grid_of(layer, name)
         width = grid.width(layer.in_features)
         group = width if width < layer.in_features else 0
-        key = isinstance(layer, DynamicInt8), grid.bits, group, grid.symmetric
-        groups.setdefault(key, []).append(name)
-    formats = {INT_FORMAT if key[0] else FORMAT for key in groups}
+        groups.setdefault((grid.bits, group, grid.symmetric), []).append(name)
     return {
         "quant_method": NAME,
-        "format": MIXED if len(formats) > 1 else formats.pop(),
+        "format": FORMAT,
         "quantization_status": "compressed",
         "ignore": ["lm_head"],
         "config_groups": {
-            f"group_{i}": {"targets": names, **_group(*key)} for i, (key, names) in enumerate(groups.items())
+            f"group_{i}": {"targets": names, "weights": _scheme(*key), "format": FORMAT}
+            for i, (key, names) in enumerate(groups.items())
         },
     }
-
-
-def _group(rounds_inputs: bool, bits: int, group: int, symmetric: bool) -> dict[str, Any]:
-    """The settings of some layers in `quantization_config`."""
-    weights = _scheme(bits, group, symmetric)
-    if rounds_inputs:
-        return {"weights": weights, "input_activations": INPUTS, "format": INT_FORMAT}
-    return {"weights": weights, "format": FORMAT}
 
 
 def _scheme(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
