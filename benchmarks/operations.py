@@ -23,7 +23,6 @@ from dunes import measure
 from dunes.ops import (
     attention,
     cross_entropy,
-    dynamic_int8,
     experts,
     gated,
     gram,
@@ -139,13 +138,9 @@ def _experts(s: Shape) -> Case:
 def _without_backward(s: Shape, dtype: torch.dtype) -> Iterator[Case]:
     codes = torch.randint(-127, 128, (s.width, s.width), dtype=torch.int8)
     scale, rows = torch.rand(s.width), torch.randn(s.rows, s.width).to(dtype)
-    for name, module, fused in (
-        ("int8_linear", int8_linear, int8_linear.int8_linear),
-        ("dynamic_int8", dynamic_int8, dynamic_int8.dynamic_int8),
-    ):
-        forms = [(lambda x, form=form: form(x, codes, scale)) for form in (fused, module.plain)]
-        yield Case(f"{name}, {FEW} tokens", *forms, [rows[:FEW]])
-        yield Case(name, *forms, [rows])
+    forms = [(lambda x, form=form: form(x, codes, scale)) for form in (int8_linear.int8_linear, int8_linear.plain)]
+    yield Case(f"int8_linear, {FEW} tokens", *forms, [rows[:FEW]])
+    yield Case("int8_linear", *forms, [rows])
 
     def panels(x: Tensor) -> Tensor:
         matrix = torch.zeros(s.width, s.width)

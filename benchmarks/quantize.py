@@ -15,7 +15,6 @@ from typing import Any
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
-from dunes.augment.quantize import CALIBRATED
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
@@ -33,8 +32,7 @@ SETTINGS: list[dict[str, Any]] = [
         {"kind": kind, "method": method, **group}
         for kind in ("int4", "int3")
         for group in BY_GROUP
-        for method in ("rtn", "hqq", "awq", "gptq")
-        if not (method == "hqq" and "symmetric" in group)
+        for method in ("rtn", "gptq")
     ),
 ]
 
@@ -49,7 +47,7 @@ def main(folder: str, text: str, tokens: str = "111539") -> None:
     print("| | nats/token | bits per weight | s |")
     for setting in SETTINGS:
         model, started = deepcopy(loaded.model), time.perf_counter()
-        text_ids = {"ids": calibration} if setting.get("method") in CALIBRATED else {}
+        text_ids = {"ids": calibration} if setting.get("method") == "gptq" else {}
         apply_change(model, "quantize", **setting, **text_ids)
         seconds = time.perf_counter() - started
         layers = [m for m in model.modules() if isinstance(m, Quantized)]

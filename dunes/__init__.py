@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dunes.cores import OWN_CHOICE, waits_are_told
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _ROOMS = (
     "augment", "bench", "checkpoint", "data", "generate", "measure", "models", "ops", "parts", "runs", "serve",
     "text", "train", "tree",

@@ -22,7 +22,7 @@ from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.generate import sampler
-from dunes.runs.json_lines import append_record, print_warning, read_lines, warn_of_damage, write_lines
+from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.units import plural
 
@@ -69,14 +69,9 @@ def server(url: str, name: str, limit: int = TOKENS) -> AskModel:
 
 
 def read_rounds(path: Path) -> list[Round]:
-    """The rounds of an earlier run; warns of damaged lines, and removes those that are not JSON objects."""
-    lines = read_lines(path)
-    rounds = [_round(line.record) for line in lines]
-    damaged = [line for line, parsed in zip(lines, rounds, strict=True) if parsed is None]
-    warn_of_damage(path, damaged, "a round", print_warning)
-    if any(line.record is None for line in lines):
-        write_lines(path, [line for line in lines if line.record is not None])
-    return [parsed for parsed in rounds if parsed is not None]
+    """The rounds of an earlier run; warns of damaged lines, which are skipped."""
+    rows = read_records(path, "a round", lambda row: _round(row) is not None)
+    return [parsed for row in rows if (parsed := _round(row)) is not None]
 
 
 def _round(row: Any) -> Round | None:

@@ -46,17 +46,12 @@ METHODS = {
 """The folders that are finetuned, by method."""
 CHANGES = {
     "int8": "quantize llama --kind int8",
-    "int8-activations": "quantize llama --kind int8 --activations int8",
     "int4-gptq": "quantize llama --kind int4 --method gptq --group 32",
-    "int4-gptq-sparse": "quantize llama --kind int4 --method gptq --group 32 --pattern 2:4",
-    "int4-awq": "quantize llama --kind int4 --method awq --group 32",
-    "int4-hqq": "quantize llama --kind int4 --method hqq --group 32",
     "int3": "quantize llama --kind int3 --method rtn --group 32 --symmetric --override blocks.0.**=int8",
     "nf4": "quantize llama --kind nf4",
     "nf4-double": "quantize llama --kind nf4 --double",
     "sparsegpt": "prune llama --method sparsegpt --sparsity 0.5",
     "wanda-2-4": "prune llama --method wanda --pattern 2:4",
-    "compact": "prune llama --method magnitude --sparsity 0.6 --compact",
     "narrow": "narrow llama --neurons 48",
     "expand": "expand llama --blocks 1",
     "experts": "experts llama --experts 4 --top-k 2",
@@ -79,6 +74,12 @@ EXPORTS = {
     "packed": "int4-gptq --to compressed-tensors",
     "hf": "nf4 --to hf",
 }
+REFUSED = {
+    "int8-activations": "version 0.2.0 dropped: quantize the dense model again with --kind int8",
+    "compact": "version 0.2.0 dropped; dunes convert of version 0.1.0 makes it plain",
+}
+"""Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are read:
+int4-awq, int4-hqq, int4-gptq-sparse."""
 STATES = ("killed", "full", "lora", "network-trained")
 """Runs that keep their training states."""
 IDS = (3, 40, 41, 90, 7, 100, 55, 200, 31, 64, 9, 12)
@@ -209,7 +210,7 @@ def resumed_network(root: Path) -> nn.Module:
 def model_folders(root: Path) -> Iterator[Path]:
     """The folders of language models."""
     for folder in sorted(root.iterdir()):
-        if folder.is_dir() and folder.name not in ("programs", "network", "network-trained", "killed"):
+        if folder.is_dir() and folder.name not in ("programs", "network", "network-trained", "killed", *REFUSED):
             yield folder
 
 

@@ -15,7 +15,7 @@ from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, r
 from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.forms import card as cards
 from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
-from dunes.checkpoint.model_folder import ADAPTER, COMPACT, CONFIG, SINGLE, explain
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
@@ -223,12 +223,7 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
 def own_weights(folder: Path) -> dict[str, LazyTensor]:
     """The tensors of a folder of ours. Raises ValueError if there are none."""
     if (files := _find_weights(folder, SINGLE[0])) is None:
-        if find_file(folder, COMPACT) or find_file(folder, f"{COMPACT}.index.json"):
-            raise ValueError(
-                f"{folder}: {COMPACT} is in the compact form, which version 0.2.0 dropped; dunes convert of "
-                "version 0.1.0 makes it plain"
-            )
-        raise ValueError(f"{folder}: no weights; looked for {SINGLE[0]} and its index")
+        raise ValueError(explain(folder))
     return files
 
 
