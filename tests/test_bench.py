@@ -21,7 +21,6 @@ from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantize import NF4
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
-from dunes.bench.page import page
 from dunes.bench.profile_modules import kind_of_operation, profile_work
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
@@ -561,23 +560,6 @@ def test_where_time_and_memory_go_can_be_drawn(tmp_path):
 
     plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))
-
-
-def test_the_page_of_a_run_needs_nothing_else_and_hurts_nobody(model_folder):
-    text = page(model_folder)
-    assert "&lt;b&gt;run" in text
-    assert "<b>run" not in text
-    assert text.count("data:image/svg+xml;base64,") == 4
-    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text), "it opens without a network"
-    assert "tokenizing" in text, "wall-clock time"
-    assert "After 11 steps" in text
-    path = model_folder / "metrics.jsonl"
-    lines = path.read_text()
-    path.write_text(lines.replace('"loss_hex"', '"metrics": {"balance": 0.1, "load": [0.5, 0.5]}, "loss_hex"'))
-    assert page(model_folder).count("data:image/svg+xml;base64,") == 5, "and the balance"
-    path.write_text(lines)
-    with pytest.raises(ValueError, match="not a training run"):
-        page(model_folder.parent)
 
 
 def test_losses_of_several_runs(model_folder, tmp_path):

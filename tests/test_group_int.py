@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 
 from adapters import IDS, build, difference
 from dunes import checkpoint
-from dunes.augment import Change, apply_change, dequantize, quantize
+from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
-from dunes.augment.quantize import Int8, shape
+from dunes.augment.quantize import Int8, decide, describe, shape
 from dunes.augment.quantized import Grid, Steps
 from dunes.checkpoint import Architecture
 from dunes.models import llama
@@ -37,9 +38,28 @@ def noise(*sides, seed=0):
 
 
 def filled(weight, grid):
-    layer = GroupInt(nn.Linear(weight.shape[1], weight.shape[0]), grid)
-    layer.fill(weight)
+    """A layer with this weight; real zero points lie between two codes."""
+    layer, steps = GroupInt(nn.Linear(weight.shape[1], weight.shape[0]), grid), grid.fit_weight(weight)
+    layer.fill(weight, between_codes(steps) if grid.real_zero else steps)
     return layer
+
+
+def between_codes(steps):
+    """Steps with zero points that are no codes, as they are stored."""
+    return steps._replace(zero=(steps.zero + 0.3).half().float())
+
+
+def of_before(model, kind, method, **request):
+    """Quantize the model, and record a method that is no more: hqq solved for real zero points."""
+    change = decide(model, kind=kind, **request)
+    change = replace(change, request={**change.request, "method": method})
+    weights = {name: model.get_submodule(name).weight.detach() for name in change.places}
+    repeat_structure(model, change)
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        steps = layer.grid.fit_weight(weight)
+        layer.fill(weight, between_codes(steps) if method == "hqq" else steps)
+    return change
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 51, 64, 129])
@@ -200,6 +220,8 @@ def bytes_of(linear, bits, group, zero):
         ({"kind": "int4", "symmetric": True, "group": 32}, "none"),
         ({"kind": "int3", "group": 0}, "packed"),
         ({"kind": "int3", "method": "hqq", "group": 24}, "real"),
+        ({"kind": "int4", "method": "hqq"}, "real"),
+        ({"kind": "int4", "method": "awq", "group": 32}, "packed"),
     ],
 )
 def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, request_, zero):
@@ -208,8 +230,10 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
     dense = sum(p.nbytes for p in model.parameters()) - sum(m.weight.nbytes for m in linears)
     bits, group = int(request_["kind"][3:]), request_.get("group", 64)
     expected = dense + sum(bytes_of(m, bits, group, zero) for m in linears)
-    change = quantize(model, **request_)
+    change = of_before(model, **request_) if "method" in request_ else quantize(model, **request_)
     assert change.version == 3
+    assert all(model.get_submodule(name).grid.real_zero == (zero == "real") for name in change.places)
+    assert describe(change).endswith(f"by {request_['method'].upper()}" if "method" in request_ else "to nearest")
     checkpoint.save(model, tmp_path / "m", None, 32, architecture=Architecture("llama", config, (change,)))
     data = (tmp_path / "m" / "model.safetensors").read_bytes()
     header = struct.unpack("<Q", data[:8])[0]
@@ -280,7 +304,6 @@ def test_changes_of_several_kinds_follow_each_other():
         ({"kind": "int8", "group": 64}, "kind int8 has no choice of group"),
         ({"kind": "int4", "double": True}, "double only with nf4"),
         ({"kind": "int4", "group": -1}, "group is -1; expected"),
-        ({"kind": "int4", "method": "hqq", "symmetric": True}, "solves for zero points"),
         ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
         ({"kind": "int4", "ids": IDS}, "method is 'rtn'; calibration text goes with"),
         ({"kind": "int4", "where": "**.router"}, "selects nothing"),

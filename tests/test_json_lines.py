@@ -13,11 +13,11 @@ import torch
 from conftest import display, toy
 from dunes import checkpoint
 from dunes.bench import rows
-from dunes.bench.page import page
 from dunes.checkpoint.files import atomic, safetensors_writer
+from dunes.cli.bench import plot
 from dunes.data import self_instruct
 from dunes.runs import loop as loop_module
-from dunes.runs.json_lines import append_record, append_text, read_lines
+from dunes.runs.json_lines import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
@@ -84,24 +84,30 @@ def test_damage_is_told_on_standard_error_where_nobody_listens(tmp_path, capsys)
 def test_a_line_ends_where_a_file_s_lines_do(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"a": "b\u2028c\x85\x0cd"}\r\n\n  \n{"e": 1}'.encode().replace(b"\x0c", b"\\f"))
-    assert [(line.number, line.record) for line in read_lines(path)] == [
-        (1, {"a": "b\u2028c\x85\x0cd"}),
-        (4, {"e": 1}),
+    assert [parse_line(text) for text in read_lines(path)] == [
+        {"a": "b\u2028c\x85\x0cd"},
+        None,
+        None,
+        {"e": 1},
     ]
+    assert read_records(path, "an object", warn=pytest.fail) == [{"a": "b\u2028c\x85\x0cd"}, {"e": 1}]
+    assert read_lines(tmp_path / "nowhere.jsonl") == []
 
 
-def test_what_goes_on_from_an_earlier_step_loses_no_good_line(tmp_path):
-    path, warnings = metrics(tmp_path / "metrics.jsonl", 400, line_44=b'{"step": 44, "lo'), []
-    own = b'{"somebody": "wrote this"}\n'
-    path.write_bytes(own + path.read_bytes())
-    truncate_metrics(path, 350, warnings.append)
-    assert [r["step"] for r in read_metrics(path, warnings.append)] == [i for i in range(1, 351) if i != 44]
-    assert path.read_bytes().startswith(own)
-    assert b'"lo\n' not in path.read_bytes()
-    assert "line 45: " in warnings[0]
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_goes_on_from_an_earlier_step_leaves_every_other_line_as_it_is(damage, tmp_path):
+    path = metrics(tmp_path / "metrics.jsonl", 400, line_44=DAMAGED[damage], line_399=DAMAGED[damage])
+    own = b'{"somebody": "wrote this"}\n\n'
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(own + b"".join(lines))
+    truncate_metrics(path, 350)
+    assert path.read_bytes() == own + b"".join([*lines[:350], lines[398]])
+    assert [r["step"] for r in read_metrics(path, list)] == [i for i in range(1, 351) if i != 44]
     before = path.stat()
-    truncate_metrics(path, 350, warnings.append)
+    truncate_metrics(path, 350)
     assert path.stat() == before, "not written again for nothing"
+    append_record(path, metric(351))
+    assert read_metrics(path, list)[-1]["step"] == 351
 
 
 def room_for(monkeypatch, room: int) -> None:
@@ -130,7 +136,7 @@ def test_a_disk_that_is_full_for_a_moment_costs_the_lines_of_that_moment(room, t
                 append_record(path, metric(2))
     assert path.read_bytes() == whole, "nothing of what did not fit"
     append_record(path, metric(3))
-    assert [line.record["step"] for line in read_lines(path)] == [1, 3]
+    assert [record["step"] for record in read_records(path, "a step", warn=pytest.fail)] == [1, 3]
 
 
 def test_an_end_that_a_crash_left_is_mended_before_more_is_written(tmp_path):
@@ -139,7 +145,8 @@ def test_an_end_that_a_crash_left_is_mended_before_more_is_written(tmp_path):
     append_record(path, {"step": 3})
     append_text(path, '{"step": 4}')
     append_record(path, {"step": 5})
-    assert [line.record and line.record["step"] for line in read_lines(path)] == [1, None, 3, 4, 5]
+    records = [parse_line(text) for text in read_lines(path)]
+    assert [record and record["step"] for record in records] == [1, None, 3, 4, 5, None]
 
 
 def crash_at(step, monkeypatch):
@@ -170,15 +177,11 @@ def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, m
     longer = {"resume": True, "override": ["steps"]}
     assert train(toy(code, steps=15), folder, show, **longer) == 0
     assert "metrics.jsonl, line 4: " in out.getvalue()
-    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", pytest.fail) if "loss" in r] == [
-        *expected,
-        13,
-        14,
-        15,
-    ]
+    records = read_metrics(folder / "metrics.jsonl", list)
+    assert [r["step"] for r in records if "loss" in r] == [*expected, 13, 14, 15]
 
 
-def test_a_page_and_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
+def test_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
     folder = tmp_path / "run"
     train(toy(code), folder, display()[0])
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -187,11 +190,13 @@ def test_a_page_and_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
     with (folder / "samples.md").open("ab") as file:
         file.write(b"\xff\xfe")
     pytest.importorskip("plotnine")
-    assert "After 5 steps" in page(folder)
+    assert plot((folder,), tmp_path / "pictures") == 0
+    assert (tmp_path / "pictures" / "loss.svg").stat().st_size > 5000
     assert "metrics.jsonl, line 13: " in capsys.readouterr().err
+    assert [*read_samples(folder / "samples.md")] == [5, 12]
     (folder / "metrics.jsonl").write_text(json.dumps(METRIC | {"loss": float("nan")}) + "\n")
-    with pytest.raises(ValueError, match="run: no step with a finite loss yet"):
-        page(folder)
+    with pytest.raises(ValueError, match="run: no run has a validation loss yet"):
+        plot((folder,), tmp_path / "pictures")
 
 
 def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
@@ -237,8 +242,9 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(b'{"number": 1, "items": [{"te\n[1]\n{"number": 1, "items": [1]}\n')
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
+    content = path.read_bytes()
     assert [r.number for r in recipe("self_instruct").read_rounds(path)] == [0, 2]
-    assert [line.record["number"] for line in read_lines(path)] == [0, 1, "1", 2], "objects stay"
+    assert path.read_bytes() == content
     assert "line 2: " in capsys.readouterr().err
 
 

@@ -140,7 +140,7 @@ def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words
     assert "dunes generate" in out.getvalue().splitlines()[-1]
 
 
-def test_a_page_shows_both_losses_in_one_unit(tmp_path):
+def test_a_plot_shows_both_losses_in_one_unit(tmp_path):
     pytest.importorskip("plotnine")
     from dunes.bench import plot
 

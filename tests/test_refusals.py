@@ -173,7 +173,7 @@ def test_a_path_that_is_no_model_folder_says_what_it_is(paths):
 VERBS = [
     "generate M", "chat M hello", "complete M", "eval M", "inspect M", "convert M OUT", "export M OUT",
     "export M OUT --to gguf", "compile M", "finetune M --data M/0.py --out OUT", "train M --from M --out OUT",
-    "bench decode M", "bench shrink M", "bench memory M", "augment quantize M OUT", "augment merge M OUT",
+    "bench decode M", "bench memory M", "augment quantize M OUT", "augment merge M OUT",
     "augment expand --undo M OUT", "generate M --draft M",
 ]  # fmt: skip
 

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from conftest import display, toy
 from dunes import checkpoint
-from dunes.bench.page import page
 from dunes.checkpoint.state import write_manifest
 from dunes.cli import bench as bench_verbs
 from dunes.runs import autosize
@@ -83,7 +82,6 @@ def test_a_plan_that_was_edited_wrongly_is_refused_by_file_and_field(case, run):
     words = refused(resumed, run)
     assert words.startswith(f"{path}: ")
     assert f"--{name.replace('_', '-')} is " in words
-    assert str(path) in refused(page, run)
     assert str(path) in refused(train, toy(run.parent), run, display()[0], dry_run=True)
 
 
@@ -99,8 +97,7 @@ def test_a_number_too_long_for_python_is_refused_by_its_file(run):
 def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
     path = run / "state" / "plan.json"
     path.write_bytes(text)
-    for call in (resumed, page):
-        assert refused(call, run).startswith(f"{path}: ")
+    assert refused(resumed, run).startswith(f"{path}: ")
 
 
 def test_a_plan_from_python_is_checked_alike():
@@ -278,9 +275,6 @@ def test_a_run_of_an_earlier_version_is_refused_with_the_remedy(run):
     for words in (refused(resumed, run), refused(train, toy(run.parent), run, display()[0])):
         assert words.startswith(f"{path}: written by another version of dunes (format 1, this version reads 2)")
         assert words.endswith("choose another --out")
-    told = refused(page, run)
-    assert str(path) in told
-    assert str(run / "metrics.jsonl") in told
 
 
 def test_metrics_of_an_earlier_version_are_passed_over_and_told(tmp_path):
@@ -342,21 +336,7 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     for name in ("link", "empty"):
-        assert refused(bench_verbs.report, tmp_path / name).startswith(f"{tmp_path / name}: not a training run")
         assert str(tmp_path / name) in refused(bench_verbs.plot, (tmp_path / name,), tmp_path / "pictures")
-
-
-def test_a_card_with_words_for_numbers_still_makes_a_page(run):
-    pytest.importorskip("plotnine")
-    card = json.loads((run / "dunes.json").read_text())
-    for part in (
-        {"measured": 3, "timings": []},
-        {"measured": {"bits_per_byte": "low"}, "timings": {"data": "long"}},
-    ):
-        (run / "dunes.json").write_text(json.dumps(card | part))
-        assert "perplexity" not in page(run)
-    (run / "dunes.json").write_text("[")
-    assert refused(page, run).startswith(str(run / "dunes.json"))
 
 
 def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):

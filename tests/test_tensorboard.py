@@ -99,9 +99,7 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
     real, cut = loop_module.Saver.start, run_module.truncate_metrics
     monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
-    monkeypatch.setattr(
-        run_module, "truncate_metrics", lambda path, step, told: back.append(step) or cut(path, step, told)
-    )
+    monkeypatch.setattr(run_module, "truncate_metrics", lambda path, step: back.append(step) or cut(path, step))
 
     def killed(step, config, **how):
         with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP
 
-OF_NO_MODEL = ["bench", "bench compare", "bench plot", "bench report", "doctor", "augment"]
+OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
 COMMANDS = [
     *command.VERBS,
     *(f"augment {name}" for name in augment.COMMANDS),
@@ -28,7 +28,6 @@ ARGUMENTS = {
     "complete": ["{model}", "{text}:1:2"],
     "serve": ["{model}", "--port", "0"],
     "eval": ["{model}", "{text}"],
-    "bench shrink": ["{model}", "--validation", "{text}"],
     "augment quantize": ["{model}", "{out}", "--kind", "int8"],
     "augment prune": ["{model}", "{out}", "--method", "magnitude"],
     "export": ["{model}", "{out}", "--to", "cpp"],

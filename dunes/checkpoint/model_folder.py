@@ -62,8 +62,8 @@ def explain(path: Path) -> str:
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
     if any((path / name).exists() for name in (COMPACT, f"{COMPACT}.index.json")):
         return (
-            f"{path}: {COMPACT} is in the compact form, which version 0.2.0 dropped; dunes convert of version 0.1.0 "
-            "makes it plain"
+            f"{path}: {COMPACT} is in the compact form, which version 0.2.0 dropped; dunes convert of version "
+            "0.1.0 makes it plain"
         )
     if (path / CONFIG).is_file():
         names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
