@@ -44,7 +44,7 @@ LONG = re.compile(
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
     | test_prune.py::test_sparsegpt_is_better_than_both_others
-    | test_comparison.py::test_a_(target_|model_whose_training_text_was_moved)
+    | test_comparison.py::test_a_model_whose_training_text_was_moved
     | test_completion.py::test_(a_model_that_is_worse_than_copying_does_not_complete.*True|few_lines_do_not_decide)
     | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
     | test_faults.py::test_too_little_memory_in_a_step
@@ -59,8 +59,6 @@ LONG = re.compile(
     | test_step.py::test_the_exported_step_gives_the_models_logits(?!.*-(llama|mixtral|lora)])
     | test_step.py::test_without_a_compiler_the_step_is_a_script(?!.*(llama|gpt2)])
     | test_tokenizer_conversion.py::test_(shipped_tekken.*240718|other_tools_read_the_tokenizer.*tekken)
-    | test_unfinished.py::test_(no_block_stays_in_memory.(awq|int8|sparsegpt)|the_folder_has_the_tensors)
-    | test_unfinished.py::test_a_killed_change_goes_on(?!.*gptq-1-True)
 """,
     re.VERBOSE,
 )

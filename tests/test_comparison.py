@@ -11,16 +11,13 @@ import torch
 
 from conftest import display
 from dunes import checkpoint
-from dunes.augment import apply_change
-from dunes.cli import augment, bench
+from dunes.cli import augment
 from dunes.data import PackedText
 from dunes.runs import comparison
-from dunes.runs import frontier as frontier_module
-from dunes.runs.augment import augment_folder, quantize_folder
+from dunes.runs.augment import augment_folder
 from dunes.runs.child_process import python_command
 from dunes.runs.comparison import Comparison, Measurement, measure_folder
 from dunes.runs.evaluate import evaluate
-from dunes.runs.frontier import Form, Frontier, all_forms, quantized_forms
 from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
@@ -140,62 +137,6 @@ def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
     assert set("ab") <= set(words)
 
 
-def test_a_target_picks_the_smallest_form_that_stays_within_it(run, tmp_path, capsys):
-    frontier = Frontier(run)
-    trials = [*frontier.try_forms(quantized_forms(True), lambda what, share: None)]
-    assert [t.size for t in trials] == sorted(t.size for t in trials)
-    rises = [t.loss - frontier.dense.loss for t in trials]
-    loaded = checkpoint.load(run)
-    request = {"kind": "int3", "symmetric": True, "method": "gptq", "ids": frontier.ids}
-    apply_change(loaded.model, "quantize", **request)
-    assert trials[0].loss == evaluate(loaded, evaluation_tokens(loaded)[0]).loss
-    assert trials[0].size == sum(t.nbytes for t in loaded.model.state_dict().values())
-    target = sorted(rises)[1] + 1e-9
-    lines = quantize_folder(run, tmp_path / "small", target=target)
-    first = next(i for i, rise in enumerate(rises) if rise <= target)
-    assert [line for line in lines if "tried" in line] == [
-        f"tried {t.name}: {t.loss - frontier.dense.loss:+.4f} nats/token" for t in trials[: first + 1]
-    ]
-    change = json.loads((tmp_path / "small" / "dunes.json").read_text())["changes"][-1]
-    form = dict(quantized_forms(True)[first].request)
-    assert {name: change["request"].get(name) for name in ("kind", "method")} == {
-        "kind": form["kind"], "method": form["method"]
-    }  # fmt: skip
-    for options, message in (
-        ({"target": min(rises) - 0.1}, "no form stays within .* tried int3 symmetric gptq"),
-        ({"target": 0.1, "kind": "int4"}, "--target chooses kind and method; omit --kind"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            quantize_folder(run, tmp_path / "no", **options)
-    assert not (tmp_path / "no").exists()
-
-
-def test_validation_text_is_asked_for_where_none_is_recorded(run, programs, tmp_path):
-    shutil.copytree(run, tmp_path / "copy")
-    card = json.loads((tmp_path / "copy" / "dunes.json").read_text())
-    del card["trained"]
-    (tmp_path / "copy" / "dunes.json").write_text(json.dumps(card))
-    with pytest.raises(ValueError, match="records no validation text; pass --validation FILE"):
-        Frontier(tmp_path / "copy")
-    frontier = Frontier(tmp_path / "copy", validation=[str(programs / "module_1.py")])
-    assert frontier.ids is None
-    assert not any(form.needs_text for form in all_forms(False))
-
-
-def test_the_frontier_is_printed_by_size_and_drawn(run, tmp_path, monkeypatch, capsys):
-    forms = [Form("quantize", (("kind", "int8"), ("method", "rtn"))), Form("prune", (("method", "magnitude"),))]
-    monkeypatch.setattr(frontier_module, "all_forms", lambda text: forms)
-    calls = []
-    monkeypatch.setattr("dunes.measure.use_best_threads", lambda: calls.append("threads"))
-    folder = shutil.copytree(run, tmp_path / "a model")
-    assert bench.shrink(folder, picture=tmp_path / "new" / "shrink.png") == 0
-    assert calls == ["threads"]
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1].endswith(f"dunes augment quantize '{folder}' OUT --target NATS")
-    assert [line.split("  ")[0] for line in printed[1:4]] == ["int8 rtn", "magnitude", "dense"]
-    assert (tmp_path / "new" / "shrink.png").stat().st_size > 1000
-
-
 def test_records_and_files_with_a_scored_text_do_not_calibrate(run, programs, tmp_path):
     loaded, text = checkpoint.load(run), (programs / "module_3.py").read_text()
     others = [f"def other_{i}(): pass\n" * 40 for i in range(20)]
@@ -222,32 +163,6 @@ def test_the_scored_tails_of_named_documents_do_not_calibrate(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     ids = calibration_ids(loaded, [str(text) for text in texts], 10**6)
     assert not set("ABCD") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
-
-
-def test_a_target_takes_the_settings_that_a_form_has(run, tmp_path):
-    further = {"group": 32, "act_order": False}
-    forms, frontier = quantized_forms(True, 32), Frontier(run)
-    assert forms == quantized_forms(True)
-    trials = frontier.try_forms(forms[-2:], lambda what, share: None, further)
-    assert [t.name for t in trials] == ["int4 gptq", "int8 rtn"]
-    quantize_folder(run, tmp_path / "small", target=10.0, **further)
-    request = json.loads((tmp_path / "small" / "dunes.json").read_text())["changes"][-1]["request"]
-    assert (request["kind"], request["group"], request["act_order"]) == ("int3", 32, False)
-    mixed = {"group": 32, "override": ("blocks.0.**=int4",)}
-    assert forms[-1].with_settings(mixed)["group"] == 32
-    for options, message in (
-        ({"target": float("nan")}, "--target is no number"),
-        ({"target": 0.1, "double": True}, "omit --kind, .* --double"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            quantize_folder(run, tmp_path / "no", **options)
-
-
-@pytest.mark.parametrize("group", [1, 2, 4, 0])
-def test_a_target_begins_with_the_smallest_form_in_small_groups_too(run, group):
-    trials = Frontier(run).try_forms(quantized_forms(False, group), lambda what, share: None, {"group": group})
-    sizes = [t.size for t in trials]
-    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("name", ["quantize", "narrow"])

@@ -4,15 +4,18 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from adapters import IDS, build, difference
 from dunes import checkpoint
+from dunes.augment.group_int import unpack
 from dunes.augment.quantized import Quantized
+from dunes.checkpoint import Architecture
 from dunes.cli.verbs import export
-from dunes.ops import dynamic_int8
+from dunes.models import llama
 from dunes.runs.augment import augment_folder
 from dunes.runs.export_packed import export_packed
+from test_group_int import of_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 
@@ -22,12 +25,15 @@ REQUESTS = [
     {"kind": "int4", "group": 16},
     {"kind": "int4", "group": 0},
     {"kind": "int4", "symmetric": True, "group": 32, "override": ["blocks.0.**=int8"]},
-    {"kind": "int8", "activations": "int8"},
-    {"kind": "int4", "symmetric": True, "group": 32, "override": ["blocks.0.**=int8"], "activations": "int8"},
 ]
 
 
 def quantized(tmp_path, family="llama", **request):
+    if "method" in request:
+        model, config = build(family), llama.Config.from_size(50, 32, 2, 32)
+        architecture = Architecture(family, config, (of_before(model, **request),))
+        checkpoint.save(model, tmp_path / "small", None, 32, architecture=architecture)
+        return tmp_path / "small"
     checkpoint.save(build(family), tmp_path / "dense", None, 32)
     augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", **request)
     return tmp_path / "small"
@@ -55,7 +61,6 @@ def test_a_packed_folder_is_read_back(tmp_path, request_, dtype):
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_their_own_code_unpacks_the_same_weights(tmp_path, request_):
     pytest.importorskip("compressed_tensors")
-    from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -66,40 +71,99 @@ def test_their_own_code_unpacks_the_same_weights(tmp_path, request_):
     files = load_file(tmp_path / "packed" / "model.safetensors")
     model, count = checkpoint.load(folder).model, 0
     for scheme in schemes:
-        inputs = scheme.input_activations
-        assert (inputs is not None) == ("activations" in request_ and scheme.weights.num_bits == 8)
-        if inputs is not None:
-            expected = (8, True, True, "token", "int-quantized")
-            assert (inputs.num_bits, inputs.symmetric, inputs.dynamic, inputs.strategy, scheme.format) == expected
-        their_form = PackedQuantizationCompressor if inputs is None else IntQuantizationCompressor
+        assert scheme.input_activations is None
         for name in scheme.targets:
             parts = {k.removeprefix(f"{name}."): v for k, v in files.items() if k.startswith(f"{name}.")}
-            theirs = their_form.decompress(parts, scheme)["weight"]
-            place = name.replace("model.layers", "blocks").replace("self_attn.", "attn.").replace("_proj", "")
-            ours = model.get_submodule(place.replace("attn.o", "attn.out")).dense()
+            theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+            ours = model.get_submodule(place_of(name)).dense()
             assert difference(theirs, ours) <= 1e-6 * ours.abs().max()
             count += 1
     assert count == 14
 
 
+def place_of(name):
+    """Our place of a layer of theirs."""
+    place = name.replace("model.layers", "blocks").replace("self_attn.", "attn.").replace("_proj", "")
+    return place.replace("attn.o", "attn.out")
+
+
+INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+"""As the layers of others' folders round their inputs."""
+
+
+def with_plain_codes(folder, inputs):
+    """Store the layers of int8 in `int-quantized`, as others' folders do; returns the settings of their group."""
+    files = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    (group,) = (g for g in groups if g["weights"]["num_bits"] == 8)
+    for name in group["targets"]:
+        packed, (_, columns) = files.pop(f"{name}.weight_packed"), files.pop(f"{name}.weight_shape").tolist()
+        codes = unpack(packed.view(torch.uint8), 8, columns).int() - 128
+        files[f"{name}.weight"] = codes.to(torch.int8)
+    group |= {"format": "int-quantized", "input_activations": inputs}
+    config["quantization_config"]["format"] = "mixed-precision" if len(groups) > 1 else "int-quantized"
+    save_file(files, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "dunes.json").unlink()  # it has the digests of the other files
+    return config["quantization_config"], group
+
+
+@pytest.mark.parametrize("inputs", [None, INPUTS], ids=["weights", "weights and inputs"])
+@pytest.mark.parametrize("request_", [r for r in REQUESTS if "int8" in str(r)], ids=str)
+def test_codes_of_int8_that_are_not_packed_are_read(tmp_path, request_, inputs):
+    folder = quantized(tmp_path, **request_)
+    export_packed(folder, tmp_path / "packed")
+    _, group = with_plain_codes(tmp_path / "packed", inputs)
+    ours, back = (checkpoint.load(path).model for path in (folder, tmp_path / "packed"))
+    places = [name for name, layer in ours.named_modules() if isinstance(layer, Quantized)]
+    assert len(places) == 14
+    assert {*map(place_of, group["targets"])} <= {*places}
+    assert all(torch.equal(back.get_parameter(f"{p}.weight"), ours.get_submodule(p).dense()) for p in places)
+    assert difference(back(IDS), ours(IDS)) <= 1e-5
+
+
+@pytest.mark.parametrize("inputs", [None, INPUTS], ids=["weights", "weights and inputs"])
+def test_codes_that_are_not_packed_are_those_of_their_own_code(tmp_path, inputs):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.naive_quantized import IntQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    export_packed(quantized(tmp_path, kind="int8"), tmp_path / "packed")
+    config, _ = with_plain_codes(tmp_path / "packed", inputs)
+    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+    files, model = load_file(tmp_path / "packed" / "model.safetensors"), checkpoint.load(tmp_path / "packed").model
+    assert len(scheme.targets) == 14
+    for name in scheme.targets:
+        parts = {k.removeprefix(f"{name}."): v for k, v in files.items() if k.startswith(f"{name}.")}
+        theirs = IntQuantizationCompressor.decompress(parts, scheme)["weight"]
+        ours = model.get_parameter(f"{place_of(name)}.weight")
+        assert difference(theirs, ours) <= 1e-6 * ours.abs().max()
+
+
+@pytest.mark.parametrize("change", [lambda scale: scale[1:], lambda scale: scale[:, 0], None])
+def test_scales_that_do_not_fit_plain_codes_are_refused(tmp_path, change):
+    export_packed(quantized(tmp_path, kind="int8"), tmp_path / "packed")
+    with_plain_codes(tmp_path / "packed", None)
+    file = tmp_path / "packed" / "model.safetensors"
+    files = load_file(file)
+    name = next(key for key in files if key.endswith("_scale"))
+    scale = files.pop(name)
+    save_file(files if change is None else files | {name: change(scale).contiguous()}, file)
+    with pytest.raises(ValueError, match="its scales do not fit int8 by row; download the file again"):
+        checkpoint.load(tmp_path / "packed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("request_", [r for r in REQUESTS if r["kind"] == "int8" or "symmetric" in r], ids=str)
-def test_transformers_opens_it(tmp_path, request_, monkeypatch):
+def test_transformers_opens_it(tmp_path, request_):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     folder = quantized(tmp_path, **request_)
     export_packed(folder, tmp_path / "packed")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    monkeypatch.setattr(dynamic_int8, "round_tokens", their_round_tokens)
-    limit = 1e-2 if "activations" in request_ else 1e-4  # a number between two codes may fall to either side
-    assert difference(theirs(IDS).logits, checkpoint.load(folder).model(IDS)) <= limit
-
-
-def their_round_tokens(x):
-    """They divide a token's largest number by 127.5, where we divide by 127."""
-    steps = x.abs().amax(-1, keepdim=True) / 127.5
-    return (x / steps).round().clamp(-128, 127), steps
+    assert difference(theirs(IDS).logits, checkpoint.load(folder).model(IDS)) <= 1e-4
 
 
 @pytest.mark.parametrize(
@@ -107,7 +171,11 @@ def their_round_tokens(x):
     [
         ("llama", {"kind": "nf4"}, "is NF4"),
         ("llama", {"kind": "int3"}, "has int8 and int4 with whole zero points"),
-        ("llama", {"kind": "int4", "method": "hqq"}, "not with --method hqq"),
+        (
+            "llama",
+            {"kind": "int4", "method": "hqq"},
+            "real_zero=True.; .* has int8 and int4 with whole zero points",
+        ),
         ("llama", {"kind": "int4", "group": 24}, "32 inputs are no multiple of 24"),
         ("gpt2", {"kind": "int4"}, "gpt2 stores this matrix in another layout"),
     ],

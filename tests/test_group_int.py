@@ -124,6 +124,16 @@ def test_a_compiled_step_multiplies_equal_codes(grid, inputs):
         assert y is None or difference(y, want) <= 2e-6 * want.abs().max(), "Q6"
 
 
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("grid", [Grid(bits, 32, real_zero=True) for bits in (4, 3)], ids=str)
+def test_a_layer_with_real_zero_points_is_exported(grid, rows):
+    layer, x = filled(noise(12, 128), grid), noise(1, rows, 128, seed=1)
+    with torch.no_grad():
+        y = torch.export.export(layer.for_step().eval(), (x,)).module()(x)
+    expected = F.linear(x, layer.dense(), layer.bias)
+    assert difference(y, expected) <= 2e-6 * expected.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_values_in_half_precision_are_rounded_once(grid, dtype):
@@ -140,8 +150,7 @@ def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid,
     monkeypatch.setattr(int4_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
     layer = filled(noise(48, inputs), grid)
     weight = layer.dense().double()
-    layer = layer.bfloat16()
-    layer.dtype = torch.bfloat16
+    layer.dtype, layer.bias = torch.bfloat16, nn.Parameter(layer.bias.bfloat16())
     for rows in (1, 16, 17):
         x = noise(rows, inputs, seed=rows).bfloat16()
         expected = x.double() @ weight.T + layer.bias.double()

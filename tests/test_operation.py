@@ -16,7 +16,6 @@ from dunes import ops
 from dunes.ops import (
     attention,
     cross_entropy,
-    dynamic_int8,
     experts,
     gated,
     int8_linear,
@@ -457,8 +456,6 @@ def own_operations():
     )
     codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
     yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), int8_linear.plain
-    forms = dynamic_int8.dynamic_int8, dynamic_int8.plain
-    yield "dynamic_int8", forms[0], (torch.randn(3, 32), codes, scale.float()), forms[1]
     yield "gram", gram, (torch.randn(20, 6),), plain_gram
 
 

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dunes.ops import (
     attention,
     cross_entropy,
-    dynamic_int8,
     float32_products,
     gated,
     int8_linear,
@@ -370,76 +369,3 @@ def test_torchs_packed_int8_product_reads_nothing_misaligned(monkeypatch):
     wide = torch.ones(2, 128).bfloat16()
     for rows, matrix in ((misaligned(x), codes), (x, misaligned(codes)), (wide[:, ::2], codes), (x[:0], codes)):
         assert torch.equal(int8_linear.int8_linear(rows, matrix, scale), int8_linear.plain(rows, matrix, scale))
-
-
-needs_vnni = pytest.mark.skipif(not dynamic_int8.HAS_VNNI, reason="no instructions for products of int8")
-
-
-def int8_layer(outputs, inputs):
-    draw = torch.Generator().manual_seed(0)
-    codes = torch.randint(-127, 128, (outputs, inputs), generator=draw).to(torch.int8)
-    return codes, torch.rand(outputs, generator=draw)
-
-
-def rounded_product(x, codes, scale):
-    """In float64, where sums of products of codes are exact."""
-    steps = x.float().abs().amax(-1, keepdim=True) / 127
-    rounded = (x.float() / steps.clamp(min=1e-30)).round()
-    return F.linear(rounded.double(), codes.double()) * steps.double() * scale.double()
-
-
-@needs_vnni
-@pytest.mark.parametrize("sides", [(5, 51), (64, 96), (1, 7), (4, 2), (33, 2048)])
-@pytest.mark.parametrize("rows", [(1,), (1, 4), (2, 3), (0, 4), ()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_of_rounded_inputs_are_exact_sums(sides, rows, dtype):
-    codes, scale = int8_layer(*sides)
-    x = torch.randn(*rows, sides[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    want = rounded_product(x, codes, scale)
-    for form in (dynamic_int8.plain, dynamic_int8.integer, dynamic_int8.dynamic_int8):
-        got = form(x, codes, scale)
-        assert got.dtype == dtype
-        close(got.double(), want, 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
-    exact = F.linear(x.double(), codes.double() * scale.double()[:, None])
-    assert not want.numel() or 0 < (want - exact).norm() / exact.norm() < 0.02, "rounding costs this much"
-
-
-@pytest.mark.parametrize("form", [dynamic_int8.plain, pytest.param(dynamic_int8.integer, marks=needs_vnni)])
-def test_rounding_a_token_depends_on_no_other(form):
-    codes, scale = int8_layer(48, 64)
-    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
-    alone = form(x[3:4], codes, scale)
-    x[0], x[1, 5], x[2, 7], x[4] = 0, torch.nan, torch.inf, 1e30
-    x[5] *= 1e-42  # subnormal
-    y = form(x, codes, scale)
-    assert torch.equal(y[3:4], alone)
-    assert torch.equal(y[0], torch.zeros(48))
-    assert y[1:3].isnan().all()
-    assert y[4:].isfinite().all()
-    big = torch.full((1, 64), 60_000.0).half()
-    assert form(big, codes, scale * 1e-6).isfinite().all(), "sums of codes are not in float16"
-
-
-def test_which_form_a_product_of_rounded_inputs_has(monkeypatch):
-    calls = []
-    for name in ("plain", "integer"):
-        monkeypatch.setattr(dynamic_int8, name, lambda *arguments, name=name: calls.append(name))
-    for has_vnni in (True, False):
-        monkeypatch.setattr(dynamic_int8, "HAS_VNNI", has_vnni)
-        for inputs in (64, 1, 140_000):
-            codes, scale = torch.ones(2, inputs, dtype=torch.int8), torch.ones(2)
-            dynamic_int8.dynamic_int8(torch.ones(3, inputs), codes, scale)
-    assert calls == ["integer", *["plain"] * 5]
-
-
-def test_the_gradient_passes_the_rounding():
-    codes, scale = int8_layer(48, 64)
-    x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(1))
-    weight, up = codes.float() * scale[:, None], torch.randn(2, 3, 48)
-    for dtype, limit in ((torch.float32, 2e-6), (torch.bfloat16, 2**-6)):
-        of_x = x.to(dtype).detach().clone().requires_grad_()
-        y = dynamic_int8.dynamic_int8(of_x, codes, scale)
-        y.backward(up.to(dtype))
-        assert torch.equal(y, dynamic_int8.dynamic_int8(x.to(dtype), codes, scale))
-        assert of_x.grad.dtype == dtype
-        close(of_x.grad.float(), up @ weight, limit)

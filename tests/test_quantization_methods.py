@@ -147,6 +147,20 @@ def test_a_record_of_layers_that_round_their_inputs_is_refused_with_the_remedy(k
     assert type(model.blocks[0].attn.q) is nn.Linear
 
 
+def test_a_record_of_zeros_in_the_same_pass_is_repeated():
+    """As versions before 0.2.0 wrote it, which pruned while they rounded."""
+    model, other = model_of(), model_of()
+    record = json.loads(json.dumps(quantized(model, kind="int4", method="gptq", group=32).record()))
+    record["request"] |= {"sparsity": 0.5, "pattern": "2:4"}
+    for settings in record["places"].values():
+        settings |= {"weights": 1024, "nonzero": 512}
+    change = Change.of(record)
+    repeat_structure(other, change)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(IDS), model(IDS))
+    assert describe(change) == "int4 in groups of 32, by GPTQ"
+
+
 def test_overrides_give_places_other_kinds_or_leave_them_dense():
     model = model_of(tied=False)
     override = ["blocks.1.**=int3", "**.v=nf4", "blocks.1.attn.v=dense", "head=int8"]

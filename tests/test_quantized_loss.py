@@ -9,10 +9,10 @@ from characters import characters
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
-from dunes.augment.quantize import CALIBRATED
 from dunes.checkpoint import LoadedModel
 from dunes.runs.evaluate import evaluate
 from dunes.runs.score import calibration_ids, evaluation_tokens
+from dunes.runs.trained_text import trust_sources
 
 __all__ = ["characters"]  # a fixture
 INT8, NF4, INT4, INT3 = ({"kind": kind} for kind in ("int8", "nf4", "int4", "int3"))
@@ -20,7 +20,7 @@ SETTINGS = {
     "int8": INT8,
     "nf4": NF4,
     "int4 gptq": {**INT4, "method": "gptq"},
-    **{f"int3 {m}": {**INT3, "method": m} for m in ("rtn", "hqq", "awq", "gptq")},
+    **{f"int3 {m}": {**INT3, "method": m} for m in ("rtn", "gptq")},
     **{f"int3 {m} by row": {**INT3, "method": m, "group": 0} for m in ("rtn", "gptq")},
 }
 
@@ -30,16 +30,15 @@ SETTINGS = {
 @pytest.mark.timeout(1200)
 def test_the_loss_rises_by_what_is_documented(characters):
     loaded = checkpoint.load_with_tokenizer(characters, torch.device("cpu"))
-    calibration, (tokens, _) = (
-        calibration_ids(loaded, (), calibration_tokens(loaded.model)),
-        evaluation_tokens(loaded),
-    )
+    with trust_sources():  # the model may be from another session, whose cache folder is gone
+        calibration = calibration_ids(loaded, (), calibration_tokens(loaded.model))
+        tokens, _ = evaluation_tokens(loaded)
     before = evaluate(loaded, tokens).loss
     assert before < 1.52
     rise = {}
     for name, request in SETTINGS.items():
         model = deepcopy(loaded.model)
-        ids = {"ids": calibration} if request.get("method") in CALIBRATED else {}
+        ids = {"ids": calibration} if request.get("method") == "gptq" else {}
         apply_change(model, "quantize", **request, **ids)
         rise[name] = evaluate(LoadedModel(model, loaded.tokenizer, loaded.context_length), tokens).loss - before
         print(f"{name}: {rise[name]:+.4f}")
@@ -48,4 +47,3 @@ def test_the_loss_rises_by_what_is_documented(characters):
     assert rise["nf4"] <= 0.015  # 0.012 of the model that two processors train, whose bits differ
     assert rise["int3 gptq"] < 0.6 * rise["int3 rtn"], "Q4"
     assert rise["int3 gptq by row"] < 0.6 * rise["int3 rtn by row"], "Q4"
-    assert max(rise["int3 hqq"], rise["int3 awq"]) < 1.1 * rise["int3 rtn"]

@@ -600,7 +600,7 @@ def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeyp
     scores = iter([Score(1e3 * b, 10, 10) for b in (*bits[:7], bits[7], bits[7])])
     monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
     (show, out), folder = display(), tmp_path / "run"
-    assert train(toy(code, steps=None, minutes=60), folder, show) == 0
+    assert train(toy(code, steps=None, minutes=60, compile="off"), folder, show) == 0
     assert len(read_metrics(folder / "metrics.jsonl")) == 150
     assert "ending early, with 59:" in out.getvalue()
     assert "the weights of step 25 were saved" in out.getvalue()

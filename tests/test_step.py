@@ -78,8 +78,7 @@ def changed(change, seed=0):
             if name.endswith(".B"):
                 parameter.data.normal_(std=0.2)
     else:
-        kind, *rounded = change.split()
-        augment.quantize(model, kind=kind, activations="int8" if rounded else None)
+        augment.quantize(model, kind=change)
     return model
 
 
@@ -94,16 +93,15 @@ def ids_of(model, step=None, max_tokens=40, prompt=(5, 6, 7)):
 MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
-    **{change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4")},
-    **{kind: lambda kind=kind: changed(kind) for kind in ("int4", "int3", "int8 activations")},
+    **{
+        change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4", "int4", "int3")
+    },
 }
 
 WITHOUT_TEXTS = ("window", "mixtral")
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "window", "mixtral", "lora", "int8", "int8 activations", "int4", "int3", "nf4"]
-)
+@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int8", "int4", "int3", "nf4"])
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
 def test_the_exported_step_gives_the_models_logits(name, n, capsys):
@@ -495,7 +493,7 @@ def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
     export_step(Step(model), example_cache(model), tokens=tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int8 activations", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
     model = MODELS[name]()
@@ -509,7 +507,7 @@ def test_the_exported_step_of_texts_gives_the_models_logits(name):
         assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(cache.keys, own.keys, strict=True))
 
 
-COMPILED = sorted({*MODELS} - {"lora", "int8", "int3"})  # as dora and int4
+COMPILED = sorted({*MODELS} - {"lora", "int3"})  # as dora and int4
 COMPILED = [n if n == "llama" else pytest.param(n, marks=pytest.mark.long) for n in COMPILED]
 
 

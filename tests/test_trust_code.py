@@ -104,7 +104,7 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
     assert not checkpoint.cards_trusted()
 
 
-@pytest.mark.parametrize("name", OF_NO_MODEL[1:5])
+@pytest.mark.parametrize("name", OF_NO_MODEL[1:4])
 def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), "-h"])
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""A change from folder to folder is the one in memory bit for bit, and goes on after a kill at any block."""
+"""A change from folder to folder is the one in memory; what stops it leaves nothing that looks finished."""
 
 import builtins
 import errno
@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import tempfile
-import warnings
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import make_change
 from dunes.checkpoint.files import safetensors_writer
-from dunes.checkpoint.unfinished import STATES, WEIGHTS, Unfinished
-from dunes.runs import comparison
+from dunes.runs import augment, comparison
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.score import calibration_ids
 from killed_runs import PROCESSES
@@ -33,33 +31,22 @@ DEPTH = 3
 FORMS = {
     "int8": ("quantize", {"kind": "int8"}),
     "nf4": ("quantize", {"kind": "nf4", "double": True}),
-    "hqq": ("quantize", {"kind": "int3", "group": 16, "method": "hqq"}),
-    "awq": (
-        "quantize",
-        {"kind": "int4", "group": 16, "method": "awq", "override": ["blocks.1.**=int8", "head=int8"]},
-    ),
-    "gptq": (
-        "quantize",
-        {"kind": "int4", "group": 16, "method": "gptq", "override": ["head=int8"]},
-    ),
-    "joint": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "pattern": "2:4"}),
+    "gptq": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "override": ["head=int8"]}),
     "mixed": ("quantize", {"kind": "int4", "group": 16, "method": "gptq", "override": ["blocks.0.**=nf4"]}),
     "magnitude": ("prune", {"method": "magnitude"}),
     "wanda": ("prune", {"method": "wanda", "pattern": "2:4"}),
     "sparsegpt": ("prune", {"method": "sparsegpt"}),
 }
-TEXTLESS = ("int8", "nf4", "hqq", "magnitude")
+TEXTLESS = ("int8", "nf4", "magnitude")
 
 
 @pytest.fixture(scope="module")
 def made(tokenizer, tmp_path_factory):
-    """A folder with a model in bfloat16, a text, and what each form makes of it at once."""
+    """A folder with a model in bfloat16, a text, and what some forms make of it undisturbed (`whole`)."""
     folder = tmp_path_factory.mktemp("made")
     model = model_of(depth=DEPTH, vocab=tokenizer.vocab, tied=False).bfloat16()
     checkpoint.save(model, folder / "model", tokenizer, 32)
     (folder / "text.txt").write_text("".join(f"What comes after {i}? Six or seven of ten.\n" for i in range(200)))
-    for form in FORMS:
-        make(folder, form, folder / form)
     return folder
 
 
@@ -69,8 +56,19 @@ def make(folder: Path, form: str, out: Path, **more):
     return augment_folder(folder / "model", out, name, calibration=text, **request | more)
 
 
+def whole(folder: Path, form: str) -> Path:
+    """The folder that a form makes undisturbed."""
+    if not (folder / form).exists():
+        make(folder, form, folder / form)
+    return folder / form
+
+
 def contents(folder: Path):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,149 +77,67 @@ def test_the_folder_has_the_tensors_of_the_change_in_memory(made, form):
     name, request = FORMS[form]
     ids = None if form in TEXTLESS else calibration_ids(loaded, [str(made / "text.txt")], 131_072)
     change = apply_change(loaded.model, name, ids=ids, **request)
-    written = checkpoint.load(made / form)
+    written = checkpoint.load(whole(made, form))
     ours, theirs = loaded.model.state_dict(), written.model.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert written.card["changes"][-1]["places"] == json.loads(json.dumps(change.record()))["places"]
 
 
-def killed(folder, form, out, part, before):
-    """Makes a form in a process that dies after it has written a part, before or after that is published."""
+def killed(folder, form, out, files):
+    """Makes a form in a process that dies when so many files of tensors are written."""
     torch.set_num_threads(1)
-    (owner, call) = (safetensors_writer, "write_file") if before else (Unfinished, "_delete_states")
-    original, count = getattr(owner, call), []
+    count, original = itertools.count(1), safetensors_writer.write_file
 
     def die(*arguments):
         original(*arguments)
-        name = arguments[0].name if before else STATES
-        count.extend([1] if name in (STATES, WEIGHTS) and (not before or name == WEIGHTS) else [])
-        if len(count) == part:
+        if next(count) == files:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(owner, call, die)
+    augment.write_file = safetensors_writer.write_file = die
     make(folder, form, out)
 
 
-@pytest.mark.parametrize(
-    ("form", "part", "before"),
-    [("gptq", 1, True), ("gptq", 2, False), ("gptq", DEPTH + 1, False), ("awq", DEPTH, False),
-     ("sparsegpt", 2, True), ("sparsegpt", 1, False), ("nf4", 2, False)],
-)  # fmt: skip
-def test_a_killed_change_goes_on_and_gives_the_same_bytes(made, tmp_path, form, part, before):
+@pytest.mark.parametrize("files", [1, DEPTH + 1, DEPTH + 2])
+def test_a_killed_change_looks_unfinished_and_the_same_command_gives_the_same_bytes(made, tmp_path, files):
+    """After a block, after the head, and after the file of the model, which is not yet in its place."""
     out = tmp_path / "out"
-    process = PROCESSES.Process(target=killed, args=(made, form, out, part, before))
+    process = PROCESSES.Process(target=killed, args=(made, "gptq", out, files))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
-    assert [path.name for path in out.iterdir()] == [".unfinished"]
-    with pytest.raises(ValueError, match=f"{out}: an unfinished model; the dunes augment command that began it"):
-        checkpoint.load(out)
-    finished = part - before
-    assert len([*out.glob(".unfinished/part-*")]) == finished
-    lines = make(made, form, out)
-    parts = len([*filter(re.compile(r"\d+ of \d parts were finished before").fullmatch, lines)])
-    assert parts == (1 if finished else 0)
-    assert contents(out) == contents(made / form)
+    assert len([*out.glob(".unfinished/*.safetensors")]) == min(files, DEPTH + 1)
+    assert {path.name[0] for path in out.iterdir()} == {"."}
+    said = f"{out}: an unfinished model; remove it, or run the dunes augment command that began it again"
+    for read in (checkpoint.load, checkpoint.describe):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read(out)
+    make(made, "gptq", out)
+    assert contents(out) == contents(whole(made, "gptq"))
 
 
-class Stop(Exception):
-    pass
+def at_block(monkeypatch, number, act):
+    """Calls a function before the block of this number is written, counted from 0."""
+    original = augment.write_file
+
+    def write(file, tensors):
+        if file.name == f"{number}.safetensors":
+            act()
+        original(file, tensors)
+
+    monkeypatch.setattr(augment, "write_file", write)
 
 
-def stopped(folder, form, out, monkeypatch, after=2, error=Stop, then=lambda: None):
-    """Makes a form until so many parts are finished, and raises this error."""
-    original = Unfinished.keep
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_change_that_fails_or_is_interrupted_leaves_nothing(made, tmp_path, monkeypatch, error):
+    def act():
+        assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == [".unfinished"]
+        raise error
 
-    def keep(self, part, tensors):
-        result = original(self, part, tensors)
-        if self.kept == after:
-            then()
-            raise error
-        return result
-
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(Unfinished, "keep", keep)
-        warnings.simplefilter("ignore")  # that finished parts are kept
-        with pytest.raises(error):
-            make(folder, form, out)
-
-
-def test_progress_goes_by_the_blocks_that_are_left(made, tmp_path, monkeypatch):
-    seen = []
-    stopped(made, "sparsegpt", tmp_path / "out", monkeypatch, after=1)
-    make(made, "sparsegpt", tmp_path / "out", show=lambda *state: seen.append(state))
-    assert seen[-1] == ("written", 1.0)
-    shares = sorted({share for what, share in seen if what == "prune"})
-    assert shares == [pytest.approx(0.03 + 0.87 * i / (DEPTH - 1)) for i in range(DEPTH)]
-
-
-def test_finished_parts_are_not_computed_again(made, tmp_path, monkeypatch):
-    stopped(made, "gptq", tmp_path / "out", monkeypatch)
-    kept = []
-    original = Unfinished.keep
-    monkeypatch.setattr(Unfinished, "keep", lambda *a: kept.append(a[1].name) or original(*a))
-    lines = make(made, "gptq", tmp_path / "out")
-    assert kept == ["blocks.2", "head"]
-    assert "2 of 4 parts were finished before" in lines
-
-
-@pytest.mark.parametrize("other", ["arguments", "calibration text", "source", "version", "damaged"])
-def test_parts_of_anything_else_are_deleted(made, tmp_path, monkeypatch, other):
-    folder, out = tmp_path / "made", tmp_path / "out"
-    shutil.copytree(made, folder)
-    stopped(folder, "gptq", out, monkeypatch)
-    more = {}
-    if other == "arguments":
-        more = {"act_order": False}
-    elif other == "calibration text":
-        (folder / "text.txt").write_text((made / "text.txt").read_text().replace("Six", "Two"))
-    elif other == "source":
-        loaded = checkpoint.load(folder / "model")
-        torch.nn.init.normal_(loaded.model.blocks[0].attn.q.weight)
-        checkpoint.save(loaded.model, folder / "model", loaded.tokenizer, 32)
-    elif other == "version":
-        monkeypatch.setattr("dunes.checkpoint.unfinished.__version__", "0")
-    else:
-        damage(out / ".unfinished" / "part-00000" / WEIGHTS)
-    lines = make(folder, "gptq", out, **more)
-    (line,) = [line for line in lines if line.startswith("made anew: ")]
-    assert other in line
-    assert str(out / ".unfinished") in line
-    if other in ("arguments", "calibration text", "source"):
-        assert contents(out)["model.safetensors"] != contents(made / "gptq")["model.safetensors"]
-    else:
-        assert contents(out)["model.safetensors"] == contents(made / "gptq")["model.safetensors"]
-    assert not (out / ".unfinished").exists()
-
-
-def damage(file):
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_full_disk_or_an_interrupt_keeps_what_is_finished_and_says_where(made, tmp_path, monkeypatch, error):
-    out, original = tmp_path / "out", safetensors_writer.write_file
-
-    def write(path, weights):
-        if "part-00000" in os.listdir(path.parent.parent):
-            path.write_bytes(b"half")
-            raise error
-        original(path, weights)
-
-    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        patch.setattr(safetensors_writer, "write_file", write)
-        with pytest.raises(type(error)) as raised:
-            make(made, "sparsegpt", out)
-    said = r"1 finished part of the change \(.* in .*/out/.unfinished: the same command goes on after them"
-    assert [str(warning.message) for warning in shown if re.fullmatch(said, str(warning.message))]
-    assert isinstance(error, KeyboardInterrupt) or str(out) in str(raised.value.filename)
-    assert sorted(os.listdir(out / ".unfinished")) == ["change.json", "part-00000"]
-    make(made, "sparsegpt", out)
-    assert contents(out) == contents(made / "sparsegpt")
+    at_block(monkeypatch, 1, act)
+    with pytest.raises(error):
+        make(made, "gptq", tmp_path / "new" / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 MEASURED = {
@@ -253,37 +169,22 @@ def fill_disk(patch, folder, number):
     patch.setattr(io, "open", limited)
 
 
-@pytest.mark.parametrize(
-    ("form", "first", "again"),
-    [("sparsegpt", 2, 6), pytest.param("int8", 1, 10, marks=pytest.mark.slow)],
-)
-def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(
-    made, tmp_path, monkeypatch, form, first, again
-):
-    """Of blocks, the model, the card and the picture; the same command goes on afterwards."""
+@pytest.mark.parametrize(("form", "step"), [("int8", 1), ("sparsegpt", 3)])
+def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(made, tmp_path, monkeypatch, form, step):
+    """Of blocks, the model, the card and the picture; the same command succeeds afterwards."""
     monkeypatch.setattr(comparison, "_measured", lambda *arguments: dict(MEASURED))
     out = tmp_path / "full" / "out"
-    for number in itertools.count(first, 3):
-        with monkeypatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    for number in itertools.count(1, step):
+        with monkeypatch.context() as patch:
             fill_disk(patch, tmp_path / "full", number)
             try:
                 make(made, form, out, validation=())
                 break
             except OSError as error:
                 assert str(out) in str(error.filename)  # noqa: PT017
-        left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-        assert all(name.startswith(PARTS) for name in left)
-        assert out.exists() == any(name.endswith("part.json") for name in left)
-        if number == again:
-            make(made, form, out, validation=())
-            assert contents(out)["model.safetensors"] == contents(made / form)["model.safetensors"]
-        shutil.rmtree(out, ignore_errors=True)
-    assert number > 15
-    assert contents(out)["model.safetensors"] == contents(made / form)["model.safetensors"]
-
-
-PARTS = (".unfinished/part-", ".unfinished/change.json")
+        assert not [*tmp_path.iterdir()]
+    assert number > DEPTH + 8
+    assert weights(out) == weights(whole(made, form))
 
 
 def test_a_full_disk_for_temporary_files_costs_the_measurement_alone(made, tmp_path, monkeypatch):
@@ -297,44 +198,38 @@ def test_a_full_disk_for_temporary_files_costs_the_measurement_alone(made, tmp_p
     assert checkpoint.load(tmp_path / "out").architecture.changes
 
 
-def test_a_change_that_fails_leaves_nothing(made, tmp_path, monkeypatch):
-    stopped(made, "gptq", tmp_path / "out", monkeypatch, error=ValueError)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_source_that_is_written_to_meanwhile_is_refused_and_one_that_is_removed_is_not(
     made, tmp_path, monkeypatch
 ):
     folder, out = tmp_path / "made", tmp_path / "out"
-    shutil.copytree(made, folder)
-    original = Unfinished.keep
-
-    def keep(self, part, tensors):
-        if self.kept == 1:
-            act()
-        return original(self, part, tensors)
-
-    act = lambda: os.utime(folder / "model" / "model.safetensors")
-    monkeypatch.setattr(Unfinished, "keep", keep)
-    with pytest.raises(ValueError, match=r"model.safetensors: changed while it was being read") as error:
-        make(folder, "gptq", out)
+    shutil.copytree(made / "model", folder / "model")
+    shutil.copy(made / "text.txt", folder)
+    with monkeypatch.context() as patch:
+        at_block(patch, 1, lambda: os.utime(folder / "model" / "model.safetensors"))
+        with pytest.raises(ValueError, match=r"model.safetensors: changed while it was being read") as error:
+            make(folder, "gptq", out)
     assert "\n" not in str(error.value)
     assert not out.exists()
-    act = lambda: shutil.rmtree(folder / "model")
+    at_block(monkeypatch, 1, lambda: shutil.rmtree(folder / "model"))
     make(folder, "gptq", out)
-    assert contents(out)["model.safetensors"] == contents(made / "gptq")["model.safetensors"]
+    assert weights(out) == weights(whole(made, "gptq"))
 
 
 def test_two_processes_do_not_make_one_folder(made, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
     def second():
         with pytest.raises(ValueError, match="another process is writing there"):
-            make(made, "int8", tmp_path / "out")
+            make(made, "int8", out)
 
-    stopped(made, "gptq", tmp_path / "out", monkeypatch, then=second)
+    whole(made, "gptq")
+    at_block(monkeypatch, 1, second)
+    make(made, "gptq", out)
+    assert contents(out) == contents(whole(made, "gptq"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux alone lists mappings")
-@pytest.mark.parametrize("form", ["int8", "gptq", "awq", "sparsegpt"])
+@pytest.mark.parametrize("form", ["int8", "gptq", "sparsegpt"])
 def test_no_block_stays_in_memory(made, tmp_path, monkeypatch, form):
     """Tensors of finished blocks are views of files, and pages of the source were never written to."""
     sizes = []
@@ -343,12 +238,13 @@ def test_no_block_stays_in_memory(made, tmp_path, monkeypatch, form):
     def save(model, *arguments, **options):
         sizes.append(_dirty(str(made / "model")))
         where = {key: _mapped_file(t) for key, t in model.state_dict().items() if key.startswith("blocks.")}
-        sizes.append({path is not None and ".unfinished/part-" in path for path in where.values()})
+        sizes.append({path is not None and ".unfinished/" in path for path in where.values()})
         original(model, *arguments, **options)
 
     monkeypatch.setattr(checkpoint, "save", save)
     make(made, form, tmp_path / "out")
     assert sizes == [0, {True}]
+    assert not (tmp_path / "out" / ".unfinished").exists()
 
 
 def _mappings():
@@ -373,10 +269,18 @@ def _mapped_file(tensor):
     return next((path for start, end, path, _ in _mappings() if start <= address < end and "/" in path), None)
 
 
-def test_changes_that_are_not_made_by_blocks_keep_nothing(made, tmp_path):
+def test_changes_that_are_not_made_by_blocks_keep_nothing(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(augment, "write_file", lambda *arguments: pytest.fail("a block was written"))
     augment_folder(made / "model", tmp_path / "expanded", "expand", blocks=1)
     assert undo_folder(tmp_path / "expanded", tmp_path / "again", "expand")
-    assert not [*tmp_path.rglob(".unfinished")]
+
+
+def test_progress_of_a_change_that_calibrates_goes_by_its_blocks(made, tmp_path):
+    seen = []
+    make(made, "sparsegpt", tmp_path / "out", show=lambda *state: seen.append(state))
+    assert seen[-1] == ("written", 1.0)
+    shares = sorted({share for what, share in seen if what == "prune"})
+    assert shares == [pytest.approx(0.03 + 0.87 * i / DEPTH) for i in range(DEPTH + 1)]
 
 
 def test_a_part_is_packed_before_the_next_block_is_solved_for(made):
@@ -395,18 +299,3 @@ def test_a_part_is_packed_before_the_next_block_is_solved_for(made):
         patch.setattr(entry, "solve", solve)
         make_change(loaded.model, change)
     assert seen == [["Int8"] * i + ["Linear"] * (DEPTH - i) for i in range(DEPTH)]
-
-
-def test_a_refused_command_deletes_no_finished_parts(made, tmp_path, monkeypatch):
-    def interrupted(self, part, tensors):
-        keep(self, part, tensors)
-        raise KeyboardInterrupt
-
-    out, keep = tmp_path / "out", Unfinished.keep
-    monkeypatch.setattr(Unfinished, "keep", interrupted)
-    with pytest.warns(UserWarning, match="1 finished part"), pytest.raises(KeyboardInterrupt):
-        make(made, "int8", out)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="override"):
-        make(made, "int8", out, override=["typo"])
-    assert any("were finished before" in line for line in make(made, "int8", out))
