@@ -78,8 +78,8 @@ REFUSED = {
     "int8-activations": "version 0.2.0 dropped: quantize the dense model again with --kind int8",
     "compact": "version 0.2.0 dropped; dunes convert of version 0.1.0 makes it plain",
 }
-"""Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are read:
-int4-awq, int4-hqq, int4-gptq-sparse."""
+"""Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are
+read: int4-awq, int4-hqq, int4-gptq-sparse."""
 STATES = ("killed", "full", "lora", "network-trained")
 """Runs that keep their training states."""
 IDS = (3, 40, 41, 90, 7, 100, 55, 200, 31, 64, 9, 12)

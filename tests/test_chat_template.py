@@ -342,5 +342,16 @@ def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
 def test_loops_have_what_they_have_without_a_limit():
     text = "{% for x in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ x.role[0] }} {% endfor %}"
     assert chat_template.render(text, MESSAGES["system"]) == "1/2Falses 2/2Trueu "
-    texts = chat_template.render_many("{% for i in range(6) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x", [([], False, {})] * 3)
+    texts = chat_template.render_many(
+        "{% for i in range(6) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x", [([], False, {})] * 3
+    )
     assert texts == ["x"] * 3, "the limit is that of one text"
+
+
+def test_a_limit_is_over_with_its_template(monkeypatch):
+    from dunes.text.templates import TEMPLATES, Turn
+
+    monkeypatch.setattr(chat_template, "MAX_LOOPS", 3)
+    chat_template.render("{% for m in messages %}{{ m.role }}{% endfor %}", MESSAGES["system"])
+    talks = [[Turn("user", "Hi"), Turn("assistant", "Ho")]] * 9
+    assert len([*TEMPLATES["chatml"].render(talks)]) == 9

@@ -86,7 +86,7 @@ def test_a_compiled_run_trains_as_an_eager_one(eager, tmp_path, soon):
 
 
 def stopped_and_resumed(tmp_path, soon):
-    """A run that was stopped and resumed is the straight one, bit for bit, even where it would not be compiled now."""
+    """A run that was stopped and resumed is the straight one bit for bit, also if it would not be compiled now."""
     with soon.context() as patch:
         stopping_at(12, patch)
         trained(tmp_path / "halves", expected=130)

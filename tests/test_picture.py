@@ -138,22 +138,3 @@ def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words
     assert "warning: sampling failed: [Errno 28]" in out.getvalue()
     assert "done after 12 steps" in out.getvalue()
     assert "dunes generate" in out.getvalue().splitlines()[-1]
-
-
-def test_a_plot_shows_both_losses_in_one_unit(tmp_path):
-    pytest.importorskip("plotnine")
-    from dunes.bench import plot
-
-    timed = {"count": 10, "seconds": 1.0, "lr_scale": 1.0}
-    metrics = [step(i, 3.0 - i / 10, **timed) for i in range(1, 9)]
-    metrics[3] |= {"validation_loss": 2.7, "bits_per_byte": 1.9}
-    metrics[7] |= {"validation_loss": 2.6, "bits_per_byte": 1.8}
-    metrics[5] |= {"validation_loss": math.nan, "bits_per_byte": math.nan}
-    drawn = plot.loss_over_tokens(plot.run_points(metrics), "loss")
-    dashed = drawn.layers[-1]._data
-    assert list(dashed["x"]) == [40, 80]
-    assert list(dashed["y"]) == [2.7, 2.6]
-    for loss in (math.nan, math.inf, 1e308):
-        some = plot.run_points([step(1, loss, **timed), *metrics, step(9, loss, **timed)])
-        assert plot.to_svg(plot.loss_over_tokens(some, "loss"))
-        assert plot.to_svg(plot.losses({"run": metrics}))

@@ -5,7 +5,6 @@ The colours are Okabe and Ito's palette for colour-blind readers (https://jfly.u
 
 import math
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any
@@ -14,8 +13,7 @@ from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING, Row, group_rows, summarize
 from dunes.extra import extra
 from dunes.measure import KINDS, Allocations
-from dunes.runs.picture import is_drawable, smooth
-from dunes.runs.run import scalar_metrics
+from dunes.runs.picture import is_drawable
 from dunes.units import format_bytes, format_count, format_seconds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999", "#F0E442")
@@ -52,13 +50,6 @@ def save_plot(plot: Any, path: Path) -> None:
         raise ValueError(f"{path}: expected a file name that ends in .svg or .png")
     path.parent.mkdir(parents=True, exist_ok=True)
     plot.save(path, dpi=150, verbose=False)
-
-
-def to_svg(plot: Any) -> bytes:
-    """The plot as SVG."""
-    buffer = BytesIO()
-    plot.save(buffer, format="svg", verbose=False)
-    return buffer.getvalue()
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -195,42 +186,16 @@ def _lines(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y:
     )
 
 
-def loss_over_tokens(points: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """A run's training loss over tokens, and its validation loss, dashed."""
-    p = _plotnine()
-    checks = [q for q in points if q["validation_loss"] is not None and is_drawable(q["validation_loss"])]
-    data = _frame([{"x": q["tokens"], "y": q["validation_loss"]} for q in checks])
-    picture = over_tokens(points, "loss", title)
-    return picture + p.geom_line(p.aes("x", "y"), data, color=COLOURS[3], linetype="dashed") if checks else picture
-
-
-def over_tokens(points: Sequence[Mapping[str, Any]], column: str, title: str, keep: float = 0.9) -> Any:
-    """A column of a run's points over tokens, with its running mean."""
-    p = _plotnine()
-    drawable = [q for q in points if is_drawable(q[column])]
-    smoothed = smooth([q[column] for q in drawable], keep)
-    records = [{"x": q["tokens"], "y": q[column], "mean": m} for q, m in zip(drawable, smoothed, strict=True)]
-    return (
-        _base(_frame(records), high=2.8, x="x", y="y")
-        + p.geom_point(size=0.5, color="#bbbbbb")
-        + p.geom_line(p.aes(y="mean"), color=COLOURS[0], size=0.9)
-        + p.scale_x_continuous(labels=_round)
-        + p.scale_y_continuous(labels=_round)
-        + p.labs(title=title, x="tokens", y="")
-    )
-
-
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics by step: tokens and minutes so far, losses, learning rate scale, bits/byte, metrics."""
+    """A run's metrics by step: tokens and minutes so far, losses, bits/byte."""
     results, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
         known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
-        speed = {"speed": line["count"] / line["seconds"], "lr_scale": line["lr_scale"]}
         checks = {name: line.get(name) for name in ("bits_per_byte", "validation_loss")}
-        results.append(known | speed | checks | scalar_metrics(line))
+        results.append(known | checks)
     return results
 
 

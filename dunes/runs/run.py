@@ -224,7 +224,7 @@ def write_config(config: RunConfig, folder: Path) -> None:
     write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
 
 
-def read_config(folder: Path, config_class: type[T], remedy: str = "choose another --out") -> T | None:
+def read_config(folder: Path, config_class: type[T]) -> T | None:
     """The config of the run in this folder, if there is one.
 
     Raises ValueError, with the remedy, if it belongs to another kind of run, or cannot be read.
@@ -235,11 +235,11 @@ def read_config(folder: Path, config_class: type[T], remedy: str = "choose anoth
     try:
         stored = json_file.read(path)
     except ValueError as error:
-        raise ValueError(f"{error}; {remedy}") from None
+        raise ValueError(f"{error}; choose another --out") from None
     try:
         return config_class.of(_check_format(stored))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; {remedy}") from None
+        raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
 def _check_format(stored: Any) -> Any:

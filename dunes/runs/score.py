@@ -1,5 +1,6 @@
 """Scoring a model folder on text."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -105,8 +106,8 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
 def missing_source(card: Mapping[str, Any]) -> str:
     """A source of the training that the card records which does not exist any more; empty if there is none."""
-    sources = trained_text(card).get("sources", ())
-    return next((s for s in sources if s != STDLIB and not Path(s).expanduser().exists()), "")
+    sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
+    return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
 
 
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:

@@ -122,12 +122,14 @@ def _text_or_error(
 
 def _limited(parts: Iterable[str]) -> str:
     """The parts of a rendered text together. Raises ValueError for too long ones, and too many passes of loops."""
-    _PASSES.set([0])
-    text, length = [], 0
-    for part in parts:
-        if (length := length + len(part)) > MAX_OUTPUT:
-            raise ValueError(f"it writes more than {MAX_OUTPUT} characters")
-        text.append(part)
+    text, length, before = list[str](), 0, _PASSES.set([0])
+    try:
+        for part in parts:
+            if (length := length + len(part)) > MAX_OUTPUT:
+                raise ValueError(f"it writes more than {MAX_OUTPUT} characters")
+            text.append(part)
+    finally:
+        _PASSES.reset(before)
     return "".join(text)
 
 

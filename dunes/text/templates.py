@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -35,9 +34,6 @@ ALONE = (
     "### Instruction:\n{instruction}\n\n### Response:"
 )
 """Alpaca's prompts, with and without an input."""
-
-GROUP = 512
-"""The number of conversations that are rendered at once."""
 
 SURROGATE, SURROGATES = 0xDC00, 1024
 """Two lone surrogates from here on, which are in no valid text, escape a special token in a user's text."""
@@ -115,9 +111,8 @@ class Template(ABC):
         `variables` are further variables of the template, a mapping for each conversation. Raises ValueError at a
         conversation that the template does not support, and at a variable that it does not read.
         """
-        pairs = [*zip(conversations, variables or [{}] * len(conversations), strict=True)]
-        for start in range(0, len(pairs), GROUP):
-            yield from self._render_group(pairs[start : start + GROUP], add_generation_prompt)
+        for turns, own in zip(conversations, variables or [{}] * len(conversations), strict=True):
+            yield self._render_one(turns, own, add_generation_prompt)
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, beside its messages."""
@@ -139,27 +134,23 @@ class Template(ABC):
     def _spellings(self) -> list[str]:
         return list(self.special_tokens)
 
-    def _render_group(
-        self, pairs: Sequence[tuple[Conversation, Mapping[str, Any]]], add_generation_prompt: bool
-    ) -> Iterator[list[Segment]]:
-        requests: list[chat_template.Request] = []
-        for turns, variables in pairs:
-            messages = [self._message(turn) for turn in turns]
-            answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-            requests += [(messages, add_generation_prompt, variables)]
-            requests += [(messages[:i], True, variables) for i in answers]
-        texts = iter(self._render_texts(requests))
-        for turns, variables in pairs:
-            if unread := [name for name in variables if not self.reads(name)]:
-                raise ValueError(
-                    f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
-                    "out, or use a model whose own template reads it"
-                )
-            trained = [turn for turn in turns if turn.role in ANSWER_ROLES]
-            full, *before = islice(texts, 1 + len(trained))
-            yield self._segments(
-                chat_template.checked_text(full), [len(_prefix(b, full)) for b in before], trained
+    def _render_one(
+        self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
+    ) -> list[Segment]:
+        if unread := [name for name in variables if not self.reads(name)]:
+            raise ValueError(
+                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
+                "out, or use a model whose own template reads it"
             )
+        messages = [self._message(turn) for turn in turns]
+        answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
+        requests = [
+            (messages, add_generation_prompt, variables),
+            *((messages[:i], True, variables) for i in answers),
+        ]
+        full, *before = self._render_texts(requests)
+        starts = [len(_prefix(text, full)) for text in before]
+        return self._segments(chat_template.checked_text(full), starts, [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the beginning and end of answers."""
