@@ -149,8 +149,9 @@ class Template(ABC):
             *((messages[:i], True, variables) for i in answers),
         ]
         full, *before = self._render_texts(requests)
-        starts = [len(_prefix(text, full)) for text in before]
-        return self._segments(chat_template.checked_text(full), starts, [turns[i] for i in answers])
+        text = chat_template.checked_text(full)
+        starts = [len(_prefix(beginning, text)) for beginning in before]
+        return self._segments(text, starts, [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the beginning and end of answers."""
@@ -294,8 +295,8 @@ def _text_or_error(
         return ValueError(str(error))
 
 
-def _prefix(before: str | ValueError, full: str | ValueError) -> str:
-    before, full = chat_template.checked_text(before), chat_template.checked_text(full)
+def _prefix(beginning: str | ValueError, full: str) -> str:
+    before = chat_template.checked_text(beginning)
     if not full.startswith(before):
         raise ValueError(
             "the model's own chat template writes the beginning of a conversation differently once it is longer; "
