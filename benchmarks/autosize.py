@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 from dunes import measure, tree
+from dunes.files.json_lines import append_record, read_records
+from dunes.progress import Display
 from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize
-from dunes.runs.json_lines import append_record, read_records
-from dunes.runs.progress import Display
 from dunes.runs.run import Run
 from dunes.runs.train import prepare
 from dunes.runs.train_config import TrainConfig

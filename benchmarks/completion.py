@@ -20,10 +20,10 @@ from pathlib import Path
 
 import dunes
 from dunes import measure
-from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import COPY, CompletionOptions
-from dunes.runs.progress import Display
-from dunes.runs.score import score_folder
+from dunes.evaluate.completion_report import evaluate_completion
+from dunes.evaluate.completion_score import COPY, CompletionOptions
+from dunes.evaluate.score import score_folder
+from dunes.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 

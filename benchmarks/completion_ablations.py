@@ -12,20 +12,20 @@ from functools import partial
 from pathlib import Path
 
 from dunes import measure
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.cuts import cut_points, first_line
+from dunes.completion.engine import CompletionEngine
+from dunes.completion.intervals import interval
+from dunes.completion.keystrokes import FileSuggestions
+from dunes.completion.protocol import LineCompleter, Suggestion
+from dunes.completion.search import CompleteOptions
+from dunes.completion.text import FileTokenizer
 from dunes.data import collect_corpus
+from dunes.evaluate.completion_score import CompleterScore, Point
+from dunes.evaluate.scored_lines import ScoredFile, document_texts, scored_files
 from dunes.generate.copying import LEAST, Candidates, Gate
-from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.cuts import cut_points, first_line
-from dunes.runs.completion.engine import CompletionEngine
-from dunes.runs.completion.keystrokes import FileSuggestions
-from dunes.runs.completion.metrics import interval
-from dunes.runs.completion.protocol import LineCompleter, Suggestion
-from dunes.runs.completion.score import CompleterScore, Point
-from dunes.runs.completion.search import CompleteOptions
-from dunes.runs.completion.sources import ScoredFile, document_texts, scored_files
-from dunes.runs.completion.text import FileTokenizer
-from dunes.runs.progress import Display
+from dunes.progress import Display
 from dunes.tables import print_table
 
 import torch

@@ -22,10 +22,10 @@ from time import perf_counter
 from urllib.request import Request, urlopen
 
 from dunes import measure
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.cuts import file_lines
-from dunes.runs.completion.search import LIMIT, CompleteOptions
-from dunes.runs.completion.text import near_text, window
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.cuts import file_lines
+from dunes.completion.search import LIMIT, CompleteOptions
+from dunes.completion.text import near_text, window
 from dunes.tables import print_table
 
 import numpy as np

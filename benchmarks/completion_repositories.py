@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dunes.runs.completion.metrics import interval
+from dunes.completion.intervals import interval
 from dunes.tables import print_table
 
 import numpy as np

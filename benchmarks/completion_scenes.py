@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dunes import measure
-from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.cuts import first_line
-from dunes.runs.completion.protocol import Suggestion
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.cuts import first_line
+from dunes.completion.protocol import Suggestion
 from dunes.tables import print_table
 
 import torch

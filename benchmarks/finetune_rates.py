@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from dunes import checkpoint, measure
+from dunes.progress import Display
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.memory import next_token_loss
-from dunes.runs.progress import Display
 from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
 

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from dunes import checkpoint
+from dunes.evaluate.score import evaluation_tokens
 from dunes.generate import PrefixCache, generate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.parts import CacheFormat, cache_for
-from dunes.runs.score import evaluation_tokens
 
 import numpy as np
 import torch

@@ -50,7 +50,7 @@ def main(gigabytes: float = 2.0, folder: Path = Path("large"), steps: int = 50) 
     import os
 
     from dunes import measure
-    from dunes.runs.progress import Display
+    from dunes.progress import Display
     from dunes.runs.train import train
     from dunes.runs.train_config import TrainConfig
 

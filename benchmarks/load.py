@@ -64,11 +64,11 @@ CONVERT = """
 import json, shutil, sys, time, torch
 from pathlib import Path
 from dunes import measure
-from dunes.checkpoint.files import atomic
+from dunes.files import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.files.lazy_tensor import in_memory
+from dunes.checkpoint.weights.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
 cpu = torch.device("cpu")
 
@@ -101,8 +101,8 @@ print(json.dumps(found))
 
 def make(folder: Path, layers: int) -> int:
     """Write the folder, and return the bytes of its weights."""
-    from dunes.checkpoint.files import safetensors_writer
-    from dunes.checkpoint.files.lazy_tensor import LazyTensor, renamed
+    from dunes.checkpoint.weights import safetensors_writer
+    from dunes.checkpoint.weights.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
 

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from dunes.generate import CompiledStep, PrefixCache, Proposer, Request, Sampler, generate_all, look_up
+from dunes.generate.packages import compile_step, load_step
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.step_package import compile_step, load_step
 from dunes.text import Tokenizer
 
 import torch

@@ -25,10 +25,10 @@ from dunes import augment, checkpoint, measure, tree
 from dunes.bench import plot
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
+from dunes.evaluate import score
+from dunes.evaluate.loss import evaluate
+from dunes.files.json_lines import append_record, read_records
 from dunes.parts import Decoder
-from dunes.runs import score
-from dunes.runs.evaluate import evaluate
-from dunes.runs.json_lines import append_record, read_records
 from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw

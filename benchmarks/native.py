@@ -22,9 +22,9 @@ from time import perf_counter
 from typing import Any, Literal
 
 from dunes import checkpoint, measure
+from dunes.checkpoint.formats.cpp import SOURCES, export_native
 from dunes.generate import PrefixCache, generate
-from dunes.runs.export_native import SOURCES, export_native
-from dunes.runs.step_package import load_step
+from dunes.generate.packages import load_step
 
 import environments
 import peers

@@ -13,8 +13,8 @@ from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
 from dunes.checkpoint import LoadedModel
-from dunes.runs.evaluate import evaluate
-from dunes.runs.score import calibration_ids
+from dunes.evaluate.loss import evaluate
+from dunes.evaluate.score import calibration_ids
 
 import numpy as np
 

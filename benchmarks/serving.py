@@ -23,8 +23,8 @@ import threading
 from pathlib import Path
 from time import perf_counter, sleep
 
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.cuts import file_lines
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.cuts import file_lines
 from dunes.tables import print_table
 
 import numpy as np

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from dunes import tree
 from dunes.augment import attach, merge
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.index import index_texts
+from dunes.completion.intervals import file_means, interval
 from dunes.data import FillInMiddle, Windows, header_name
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.index import index_texts
-from dunes.runs.completion.metrics import file_means, interval
+from dunes.progress import Display
 from dunes.runs.memory import next_token_loss
-from dunes.runs.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer

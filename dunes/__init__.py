@@ -13,8 +13,8 @@ from dunes.cores import OWN_CHOICE, waits_are_told
 
 __version__ = "0.2.0"
 _ROOMS = (
-    "augment", "bench", "checkpoint", "data", "generate", "measure", "models", "ops", "parts", "runs", "serve",
-    "text", "train", "tree",
+    "augment", "bench", "checkpoint", "completion", "data", "evaluate", "files", "generate", "inference",
+    "measure", "models", "ops", "parts", "runs", "serve", "text", "train", "tree",
 )  # fmt: skip
 
 # Where `share_cores` cannot tell whether other programs want the cores, waiting threads always sleep soon. OpenMP

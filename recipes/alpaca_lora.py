@@ -9,13 +9,13 @@ file in the same format works, such as the output of `recipes/self_instruct.py`.
 
 from pathlib import Path
 
+from dunes.checkpoint.export import export
 from dunes.cli.recipe import run_recipe
 from dunes.generate import sampler
-from dunes.runs.chat import load_chat_engine
-from dunes.runs.export import export
+from dunes.inference.chat import load_chat_engine
+from dunes.progress import Display
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.progress import Display
 from dunes.text.templates import Turn
 
 QUESTIONS = ("List three things that a cat likes.", "Say in one sentence what a computer is.")

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
-from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.cuts import CutPoint, cut_points
-from dunes.runs.completion.protocol import LineCompleter
-from dunes.runs.completion.score import Point
-from dunes.runs.completion.sources import ScoredFile, document_texts, scored_files
-from dunes.runs.progress import Display
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.cuts import CutPoint, cut_points
+from dunes.completion.protocol import LineCompleter
+from dunes.evaluate.completion_score import Point
+from dunes.evaluate.scored_lines import ScoredFile, document_texts, scored_files
+from dunes.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text.lines import split_lines

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
+from dunes.evaluate.score import score_folder
+from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.progress import Display
-from dunes.runs.score import score_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 

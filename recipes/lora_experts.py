@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dunes import checkpoint, tree
 from dunes.cli.recipe import run_recipe
+from dunes.progress import Display
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.progress import Display
 
 EXPERTS, RANK = 4, 4
 

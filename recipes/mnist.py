@@ -11,9 +11,9 @@ from pathlib import Path
 from dunes import measure, train
 from dunes.cli.recipe import run_recipe
 from dunes.data import Digits, Rows, drawn_digits, fetch_digits, read_digits
+from dunes.files.staging import cache_home
 from dunes.models import mnist
 from dunes.runs.picture import mistakes_picture
-from dunes.staging import cache_home
 
 import torch
 import torch.nn.functional as F

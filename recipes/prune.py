@@ -11,8 +11,8 @@ from pathlib import Path
 
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
+from dunes.progress import Display
 from dunes.runs.augment import augment_folder
-from dunes.runs.progress import Display
 from dunes.runs.run import METRICS, read_metrics
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

@@ -17,13 +17,13 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from dunes import checkpoint
-from dunes.checkpoint.files.atomic import write_file
 from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
+from dunes.files.atomic import write_file
+from dunes.files.json_lines import append_record, read_records
 from dunes.generate import sampler
-from dunes.runs.json_lines import append_record, read_records
-from dunes.runs.text_generator import TextGenerator, cut_at_stop
+from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.units import plural
 
 

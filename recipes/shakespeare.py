@@ -9,11 +9,11 @@ from dunes import checkpoint, tree
 from dunes.checkpoint import LoadedModel
 from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
+from dunes.evaluate.loss import evaluate
+from dunes.inference.write import sample_text
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
-from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
 

@@ -8,10 +8,10 @@ Without Zig: `pip download --no-deps ziglang==0.17.0` fetches a wheel (a zip fil
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
+from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.progress import Display
-from dunes.runs.text_generator import TextGenerator
+from dunes.inference.text_generator import TextGenerator
+from dunes.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 

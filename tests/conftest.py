@@ -17,10 +17,10 @@ import torch
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dunes.inference.write import sample_text
 from dunes.ops.float32_products import repeat_choice
-from dunes.runs.progress import Display
+from dunes.progress import Display
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 
 torch.set_num_threads(1)

@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dunes import checkpoint
-from dunes.checkpoint.forms.card import read_card
+from dunes.checkpoint.card import read_card
 from dunes.cli.main import _main
+from dunes.completion.completer import FolderCompleter
 from dunes.generate import generate
 from dunes.models import mnist
 from dunes.runs import loop
-from dunes.runs.completion.completer import FolderCompleter
 from dunes.train import Trainer
 
 PLAIN = "--size 2x32 --vocab-size 280 --context-length 64 --batch 4 --steps 6"

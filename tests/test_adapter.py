@@ -13,8 +13,8 @@ from torch import nn
 from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, base_model, detach, quantize, set_adapter
-from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.lazy_tensor import in_memory, renamed
+from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
+from dunes.files import atomic
 from dunes.models import FAMILIES, weight_names
 from dunes.models.names import to_ours
 from dunes.train import cast_frozen

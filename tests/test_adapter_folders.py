@@ -14,12 +14,12 @@ from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.files import atomic
 from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
 from dunes.cli import augment, verbs
-from dunes.runs.chat import load_chat_engine
-from dunes.runs.sampling import SamplingOptions
+from dunes.files import atomic
+from dunes.inference.chat import load_chat_engine
+from dunes.inference.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native

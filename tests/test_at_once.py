@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from adapters import trained
-from dunes import augment, checkpoint, staging
+from dunes import augment, checkpoint
 from dunes.checkpoint import folder as folder_module
 from dunes.checkpoint import state
-from dunes.checkpoint.files import atomic
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
+from dunes.files import atomic, staging
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
 
 FORK = multiprocessing.get_context("fork")

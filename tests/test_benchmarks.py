@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dunes.runs.completion.protocol import Suggestion
+from dunes.completion.protocol import Suggestion
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dunes import checkpoint
-from dunes.checkpoint.forms.architecture import function_name
+from dunes.checkpoint.architecture import function_name
 from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama

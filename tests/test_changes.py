@@ -25,12 +25,12 @@ from dunes.augment import (
     undo_change,
 )
 from dunes.checkpoint import Architecture
-from dunes.checkpoint.files import atomic
+from dunes.checkpoint.export import export
 from dunes.checkpoint.loading import add_adapter
+from dunes.files import atomic
 from dunes.models import FAMILIES
+from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.export import export
-from dunes.runs.progress import Display
 from dunes.train import next_token
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -490,7 +490,7 @@ def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsy
 
 def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
     clock = iter([100.0, 100.0, 101.0, 105.0, 105.0, 130.0])
-    monkeypatch.setattr("dunes.runs.progress.monotonic", lambda: next(clock))
+    monkeypatch.setattr("dunes.progress.monotonic", lambda: next(clock))
     states = []
     with Display(quiet=True) as display:
         display.state = lambda *state: states.append(state)
@@ -504,7 +504,7 @@ def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
 
 def test_plain_lines_begin_when_a_user_waits(monkeypatch):
     now, out = [1000.0], StringIO()
-    monkeypatch.setattr("dunes.runs.progress.monotonic", lambda: now[0])
+    monkeypatch.setattr("dunes.progress.monotonic", lambda: now[0])
     with Display(Console(file=out), patience=10.0) as display:
         for now[0] in (1000.0, 1009.0, 1011.0, 1015.0, 1022.0):
             display.state(f"at {now[0]:.0f}", 0.5)

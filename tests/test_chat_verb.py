@@ -16,8 +16,8 @@ from dunes.augment import attach, quantize
 from dunes.checkpoint import LoadedModel
 from dunes.data.examples import read_records
 from dunes.generate import Token, sampler
-from dunes.runs import text_generator
-from dunes.runs.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
+from dunes.inference import text_generator
+from dunes.inference.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair

@@ -16,12 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import augment, checkpoint
-from dunes.checkpoint import inspect, state
-from dunes.checkpoint.files import safetensors_writer
-from dunes.checkpoint.files.lazy_tensor import in_memory
+from dunes.checkpoint import card, inspect, state
 from dunes.checkpoint.folder import verified_card
-from dunes.checkpoint.forms import card
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
@@ -234,7 +233,7 @@ CARDS = {
 
 @pytest.mark.parametrize("case", CARDS)
 def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch):
-    from dunes.checkpoint.files import atomic
+    from dunes.files import atomic
 
     monkeypatch.setattr(atomic, "digest", lambda path, advance: pytest.fail(f"{path} was opened"))
     (folder / "out").symlink_to("/etc/passwd")

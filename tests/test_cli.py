@@ -14,15 +14,15 @@ from dunes.augment import experts, lora_experts
 from dunes.bench.subject import of_shape
 from dunes.cli import augment, verbs
 from dunes.cli import main as command
+from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
+from dunes.inference.sampling import SamplingOptions
+from dunes.inference.text_generator import TextGenerator
 from dunes.measure import DEVICES
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
-from dunes.runs.completion.completer import FolderCompleter
 from dunes.runs.finetune_method import METHODS
-from dunes.runs.sampling import SamplingOptions
-from dunes.runs.text_generator import TextGenerator
 from dunes.text import KINDS, Tokenizer
 from dunes.text.templates import TEMPLATES
 from dunes.units import plural

@@ -11,14 +11,14 @@ import torch
 
 from conftest import display
 from dunes import checkpoint
+from dunes.child_process import python_command
 from dunes.cli import augment
 from dunes.data import PackedText
-from dunes.runs import comparison
+from dunes.evaluate import comparison
+from dunes.evaluate.comparison import Comparison, Measurement, measure_folder
+from dunes.evaluate.loss import evaluate
+from dunes.evaluate.score import calibration_ids, evaluation_tokens, require_separate
 from dunes.runs.augment import augment_folder
-from dunes.runs.child_process import python_command
-from dunes.runs.comparison import Comparison, Measurement, measure_folder
-from dunes.runs.evaluate import evaluate
-from dunes.runs.score import calibration_ids, evaluation_tokens, require_separate
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -180,8 +180,8 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_before_the_work(run, tmp
 def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run, tmp_path, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr("dunes.measure.use_best_threads", lambda: calls.append("threads"))
-    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
-    monkeypatch.setattr("dunes.runs.progress.UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr("dunes.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
     augment.quantize(str(run), tmp_path / "in 4 bits", kind="int4", method="rtn")
     printed = capsys.readouterr()

@@ -16,34 +16,26 @@ from safetensors.numpy import load_file, save_file
 from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
+from dunes.completion import fit as completion_fit
+from dunes.completion import index as completion_index
+from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer, name_in_sources
+from dunes.completion.engine import CompletionEngine
+from dunes.completion.fit import fit_mixture, right_by_line, typed_files
+from dunes.completion.gate import Places, _chunks, even_share, fit_gate, places_of, scored_places, text_logprobs
+from dunes.completion.index import index_texts, named_texts
+from dunes.completion.mixture import Mixture
+from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.renaming import renamed_rest
+from dunes.completion.search import DEFAULTS, CompleteOptions, LineSearch
+from dunes.completion.store import read_gate, read_index, write_gate, write_index
+from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
+from dunes.evaluate.score import split_documents
 from dunes.generate.beam import Beam
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs.completion import fit as completion_fit
-from dunes.runs.completion import index as completion_index
-from dunes.runs.completion.completer import CopyCompleter, FolderCompleter, find_completer, name_in_sources
-from dunes.runs.completion.engine import CompletionEngine
-from dunes.runs.completion.fit import fit_mixture, right_by_line, typed_files
-from dunes.runs.completion.gate import (
-    Places,
-    _chunks,
-    even_share,
-    fit_gate,
-    places_of,
-    scored_places,
-    text_logprobs,
-)
-from dunes.runs.completion.index import index_texts, named_texts
-from dunes.runs.completion.mixture import Mixture
-from dunes.runs.completion.protocol import Cancelled, Suggestion
-from dunes.runs.completion.renaming import renamed_rest
-from dunes.runs.completion.search import DEFAULTS, CompleteOptions, LineSearch
-from dunes.runs.completion.store import read_gate, read_index, write_gate, write_index
-from dunes.runs.completion.text import FileTokenizer, near_text, window, without_overlap
-from dunes.runs.score import split_documents
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
@@ -197,7 +189,7 @@ def search_at(engine, prompt, copies, options=DEFAULTS):
 
 def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     engine, asked = engine_of([("a.py", CODE)]), []
-    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", 1.0)
+    monkeypatch.setattr("dunes.completion.search.HOPELESS", 1.0)
     monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: asked.append(beam) or -beam.total)
@@ -211,7 +203,7 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     id_of = engine.files.pieces.index
     part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
-    monkeypatch.setattr("dunes.runs.completion.search.beam_search", lambda *_, **__: [part])
+    monkeypatch.setattr("dunes.completion.search.beam_search", lambda *_, **__: [part])
     monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: line)
     monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
@@ -232,7 +224,7 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
     before = CODE + "    other = 1\n    result = wid"
     found = {}
     for likely in (0.0, -math.inf):
-        monkeypatch.setattr("dunes.runs.completion.search.LIKELY", likely)
+        monkeypatch.setattr("dunes.completion.search.LIKELY", likely)
         found[likely] = engine.complete(before, "", "b.py", options)
     assert "th * height" in found[0.0].text != found[-math.inf].text
     assert found[0.0].line < 0.05
@@ -240,7 +232,7 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
     engine.gate = None
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text, "the model is alone"
     engine.gate = zero_gate()
-    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
+    monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text
 
 
@@ -249,11 +241,11 @@ def test_what_followed_a_long_match_of_the_file_itself_is_nearly_certain(monkeyp
     engine = engine_of([("a.py", CODE)], zero_gate())
     before = CODE + "    result = wid"
     for name in ("LIKELY", "HOPELESS"):
-        monkeypatch.setattr(f"dunes.runs.completion.search.{name}", -math.inf if name == "HOPELESS" else 0.0)
-    monkeypatch.setattr("dunes.runs.completion.search.SURE", 0.0)
+        monkeypatch.setattr(f"dunes.completion.search.{name}", -math.inf if name == "HOPELESS" else 0.0)
+    monkeypatch.setattr("dunes.completion.search.SURE", 0.0)
     copied = "th * height + 7"
     assert engine.complete(before, "", "b.py").text == copied
-    monkeypatch.setattr("dunes.runs.completion.search.LONG", len("\n    result = wid") + 99)
+    monkeypatch.setattr("dunes.completion.search.LONG", len("\n    result = wid") + 99)
     assert engine.complete(before, "", "b.py").text != copied
 
 
@@ -305,7 +297,7 @@ def test_a_repetition_with_another_name_is_a_suggestion_of_a_run():
 def test_a_more_probable_line_comes_before_a_repetition(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     before = CODE + "    value = width(value, 3)\n    other = width("
-    monkeypatch.setattr("dunes.runs.completion.search.REPEATED", -1e3)
+    monkeypatch.setattr("dunes.completion.search.REPEATED", -1e3)
     texts = [s.text for s in engine.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))]
     assert texts.index("other, 3)") == 1
     assert engine.complete(before, "", "b.py").text == texts[0]
@@ -359,7 +351,7 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
     suggestions = []
     for logprob in (0.0, math.log(0.25)):
         monkeypatch.setattr(Mixture, "typed_logprob", lambda *_, logprob=logprob: logprob)
-        monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
+        monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
         suggestions.append(engine.complete(CODE + "    re", "", "b.py", options))
     whole, given = suggestions
     assert given.text == whole.text != ""
@@ -493,7 +485,7 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
 
 def test_a_suggestion_ends_within_its_limit(monkeypatch):
     engine, asked = engine_of([("a.py", "x" * 500)], loaded=model_for(BPE, 256, **TRAINED)), []
-    monkeypatch.setattr("dunes.runs.completion.search.LIMIT", 5)
+    monkeypatch.setattr("dunes.completion.search.LIMIT", 5)
     found = LineSearch.beams
     monkeypatch.setattr(LineSearch, "beams", lambda self: asked.extend(found(self)) or asked[-1:])
     engine.complete("xxxxxxxx", options=CompleteOptions(width=2))
@@ -506,10 +498,10 @@ def test_a_suggestion_ends_within_its_limit(monkeypatch):
 def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
     monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
-    monkeypatch.setattr("dunes.runs.completion.search.BEAMED", 2)
-    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", -math.inf)
+    monkeypatch.setattr("dunes.completion.search.BEAMED", 2)
+    monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
     whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
-    monkeypatch.setattr("dunes.runs.completion.search.HOPELESS", 0.0)
+    monkeypatch.setattr("dunes.completion.search.HOPELESS", 0.0)
     parts = [engine.complete(before, "", name, options) for before, _, name in CUTS]
     same_line = [full.text.startswith(part.text.rstrip()) for full, part in zip(whole, parts, strict=True)]
     assert all(same_line) or width > 1, "of several lines, that of the most probable first word"

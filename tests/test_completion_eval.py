@@ -7,24 +7,18 @@ import numpy as np
 import pytest
 
 from dunes.cli import verbs
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.cuts import CutPoint, cut_points, file_lines, first_word, sample_lines, whole_words
+from dunes.completion.intervals import file_means, interval
+from dunes.completion.keystrokes import FileSuggestions, Typing, fit_threshold, type_file, type_line
+from dunes.completion.protocol import Suggestion
 from dunes.data import collect_corpus
 from dunes.data.duplicates import content_digest
+from dunes.evaluate import completion_report as report
+from dunes.evaluate.completion_report import evaluate_completion
+from dunes.evaluate.completion_score import COPY, CompletionOptions, Point, score_completer
+from dunes.evaluate.scored_lines import LineIndex, scored_files
 from dunes.generate.context_index import ContextIndex
-from dunes.runs.completion import report
-from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.cuts import CutPoint, cut_points, file_lines, first_word, sample_lines, whole_words
-from dunes.runs.completion.keystrokes import (
-    FileSuggestions,
-    Typing,
-    fit_threshold,
-    type_file,
-    type_line,
-)
-from dunes.runs.completion.metrics import file_means, interval
-from dunes.runs.completion.protocol import Suggestion
-from dunes.runs.completion.report import evaluate_completion
-from dunes.runs.completion.score import COPY, CompletionOptions, Point, score_completer
-from dunes.runs.completion.sources import LineIndex, scored_files
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)

@@ -18,13 +18,14 @@ from safetensors.torch import load_file, save_file
 from dunes.checkpoint import convert as conversion
 from dunes.checkpoint import folder, inspect
 from dunes.checkpoint.convert import convert, read_name_table
-from dunes.checkpoint.files import atomic, safetensors_writer
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, in_memory, renamed
-from dunes.checkpoint.forms import native
+from dunes.checkpoint.formats import native
 from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import source_logits
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.cli.main import main
+from dunes.files import atomic
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.models.meta import build_on_meta
@@ -259,7 +260,8 @@ def test_the_source_is_never_touched_and_an_old_result_never_replaced(tmp_path):
 KILLED = """
     import os, sys
     from pathlib import Path
-    from dunes.checkpoint.files import atomic, safetensors_writer
+    from dunes.files import atomic
+    from dunes.checkpoint.weights import safetensors_writer
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 

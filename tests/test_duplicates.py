@@ -9,8 +9,8 @@ from conftest import display, toy
 from dunes.data import collect_corpus, hold_out_test, split_records
 from dunes.data.duplicates import COMPARED, content_digest, group_duplicates
 from dunes.data.examples import Record, count_leaked
+from dunes.evaluate.score import split_documents
 from dunes.runs.corpus import gather
-from dunes.runs.score import split_documents
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text.templates import Turn

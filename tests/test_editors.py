@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.search import CompleteOptions
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.search import CompleteOptions
 from dunes.serve.editors import config
 from test_serve import BEFORE, ended, eventually, infill, ok, programs, run, started  # noqa: F401  (fixtures)
 

@@ -15,11 +15,11 @@ from dunes import checkpoint, tree
 from dunes.augment import Change, apply_change, expand, repeat_structure, undo_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.base import changed_part, weights_digest, weights_identity
+from dunes.checkpoint.export import export
 from dunes.cli import augment as commands
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.export import export
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics

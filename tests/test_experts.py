@@ -12,14 +12,14 @@ from adapters import difference
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure, undo_change
 from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
+from dunes.checkpoint.export import export
+from dunes.checkpoint.trained_text import remember_sources
+from dunes.evaluate.score import calibration_ids
 from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
 from dunes.parts.gate import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
-from dunes.runs.export import export
-from dunes.runs.score import calibration_ids
-from dunes.runs.trained_text import remember_sources
 from dunes.text import Tokenizer
 from dunes.train import adamw
 from test_upcycle import IDS, dense

@@ -14,16 +14,17 @@ from torch import nn
 import dunes
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.formats import cpp as export_native
+from dunes.checkpoint.formats.cpp import checksum, export_network, instructions
+from dunes.checkpoint.formats.cpp import export_native as export
+from dunes.checkpoint.formats.onnx import export_onnx
 from dunes.cli.main import main
+from dunes.generate import packages as step_package
 from dunes.generate import sampler
+from dunes.generate.packages import step_source
+from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
-from dunes.runs import export_native, step_package
-from dunes.runs.export_native import checksum, export_network, instructions
-from dunes.runs.export_native import export_native as export
-from dunes.runs.export_onnx import export_onnx
-from dunes.runs.step_package import step_source
-from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.encoding_tables import encoding_tables
 from own_networks import Rows
@@ -315,7 +316,7 @@ def build(tmp_path_factory):
     if shutil.which("cmake") is None or not step_package.has_compiler():
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native-build")
-    source = Path(dunes.__file__).parent / "runs" / "native"
+    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     subprocess.run(["cmake", "-S", source, "-B", folder, prefix], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
@@ -412,7 +413,7 @@ int main(int count, char **arguments) {
 def compile_c(build, folder, text):
     """A C program that is linked to the library."""
     (folder / "client.c").write_text(text)
-    source = Path(dunes.__file__).parent / "runs" / "native"
+    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     link = ["-L", build, "-ldunes", f"-Wl,-rpath,{build}", "-Wl,--allow-shlib-undefined"]
     command = ["gcc", "-Wall", "-Werror", "-I", source, folder / "client.c", *link, "-o", folder / "client"]
     subprocess.run(command, check=True, capture_output=True)
@@ -626,7 +627,7 @@ def test_onnx_of_adapters_and_quantized_layers(tmp_path):
 
 
 def test_onnx_refuses_by_name(monkeypatch, tmp_path):
-    from dunes.runs import export_onnx as module
+    from dunes.checkpoint.formats import onnx as module
 
     monkeypatch.setattr(module, "extra", lambda name, of: None)
     with pytest.raises(ValueError, match="a mixture of experts"):

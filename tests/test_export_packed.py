@@ -11,10 +11,10 @@ from dunes import checkpoint
 from dunes.augment.group_int import unpack
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.formats.packed import export_packed
 from dunes.cli.verbs import export
 from dunes.models import llama
 from dunes.runs.augment import augment_folder
-from dunes.runs.export_packed import export_packed
 from test_group_int import of_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")

@@ -18,7 +18,8 @@ import torch
 
 from conftest import display, toy
 from dunes import checkpoint
-from dunes.checkpoint.files import atomic, safetensors_writer
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.files import atomic
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
@@ -414,7 +415,7 @@ HUNGRY = """
 import resource, sys
 from pathlib import Path
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.progress import Display
+from dunes.progress import Display
 from dunes.runs.train import prepare, train
 import torch
 
@@ -479,7 +480,7 @@ import sys
 from pathlib import Path
 from dunes.runs import loop
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.progress import Display
+from dunes.progress import Display
 from dunes.runs.train import train
 
 loop.SAVE_SECONDS = 0.1

@@ -13,6 +13,7 @@ import torch
 from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
+from dunes.completion.engine import CompletionEngine
 from dunes.data import (
     FillInMiddle,
     PackedText,
@@ -27,18 +28,17 @@ from dunes.data import (
     token_shard,
 )
 from dunes.data.fim import draw_middle, find_headers, sentinels
+from dunes.evaluate.loss import evaluate
+from dunes.evaluate.score import calibration_ids, evaluation_tokens, score_folder, split_documents
+from dunes.inference.text_generator import TextGenerator
+from dunes.inference.write import sample_text
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.ops.cross_entropy import IGNORE
-from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
-from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
-from dunes.runs.score import calibration_ids, evaluation_tokens, score_folder, split_documents
-from dunes.runs.text_generator import TextGenerator
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
 from test_stored_state import resealed

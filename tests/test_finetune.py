@@ -16,6 +16,7 @@ from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
 from dunes.data import Batches
 from dunes.data.examples import read_records, split_records
+from dunes.evaluate.loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module
@@ -23,7 +24,6 @@ from dunes.runs import finetune_task as task_module
 from dunes.runs import loop as loop_module
 from dunes.runs import timings as timings_module
 from dunes.runs.augment import augment_folder, history
-from dunes.runs.evaluate import Score
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory, optimizer

@@ -23,13 +23,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from conftest import metaspace_tokenizer
 from dunes import checkpoint
-from dunes.checkpoint.files.lazy_tensor import in_memory
-from dunes.checkpoint.forms import gguf as form
-from dunes.checkpoint.forms.architecture import Architecture
+from dunes.checkpoint.architecture import Architecture
+from dunes.checkpoint.export import export_gguf
+from dunes.checkpoint.formats import gguf as form
+from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.runs.export import export_gguf
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama3, llama_cpp, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
@@ -175,9 +175,9 @@ def test_a_full_disk_leaves_no_file_and_one_line(tmp_path, tokenizer):
     checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
     (folder := tmp_path / "out").mkdir()
     script = """
-import resource, sys, pathlib, dunes.runs.export
+import resource, sys, pathlib, dunes.checkpoint.export
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-dunes.runs.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
+dunes.checkpoint.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
 """
     command = [sys.executable, "-c", script, str(tmp_path / "model"), str(folder / "x.gguf")]
     done = subprocess.run(command, capture_output=True, text=True)

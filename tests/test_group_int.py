@@ -18,10 +18,10 @@ from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
 from dunes.augment.quantize import Int8, decide, describe, shape
 from dunes.augment.quantized import Grid, Steps
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.export import export
 from dunes.models import llama
 from dunes.ops import int4_linear
 from dunes.runs.augment import augment_folder
-from dunes.runs.export import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 

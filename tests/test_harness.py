@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from conftest import display, toy
-from dunes.runs.tasks import run_tasks
+from dunes.evaluate.tasks import run_tasks
 from dunes.runs.train import train
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]

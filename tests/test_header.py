@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from dunes import measure
-from dunes.checkpoint.files import header
-from dunes.checkpoint.files.mapped_file import MappedFile
-from dunes.text import json_file
+from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights.mapped_file import MappedFile
+from dunes.files import json_file
 
 CPU = torch.device("cpu")
 DTYPES = (

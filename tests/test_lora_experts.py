@@ -26,12 +26,12 @@ from dunes.augment import (
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.augment.quantize import Quantized
-from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.checkpoint.export import export
+from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.cli import augment as commands
 from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
-from dunes.runs.export import export
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import apply_method, unused_options
 from dunes.runs.memory import next_token_loss

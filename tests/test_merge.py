@@ -13,10 +13,10 @@ from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantize import Quantized
+from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
 from dunes.runs.augment import augment_folder
-from dunes.runs.export import export as merge
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
@@ -110,7 +110,7 @@ def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(ki
 
 def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path, monkeypatch):
     qlora(tmp_path)
-    monkeypatch.setattr("dunes.runs.export.MAX_RATIO", 0.01)
+    monkeypatch.setattr("dunes.checkpoint.export.MAX_RATIO", 0.01)
     with pytest.raises(ValueError, match="use --into dequantized; nothing was written"):
         merge(tmp_path / "a", tmp_path / "out", "original")
     assert not (tmp_path / "out").exists()
@@ -133,7 +133,7 @@ def test_a_merge_that_makes_another_model_leaves_nothing(tmp_path, monkeypatch):
 def test_what_was_written_is_read_again(tmp_path, monkeypatch):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    monkeypatch.setattr("dunes.runs.export.augment.merge", lambda model, dtype: forgotten(model))
+    monkeypatch.setattr("dunes.checkpoint.export.augment.merge", lambda model, dtype: forgotten(model))
     with pytest.raises(ValueError, match="the result is another model"):
         merge(tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()

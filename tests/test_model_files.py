@@ -15,17 +15,17 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source, write_card
 from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.trained_text import remember_sources, trust_sources
 from dunes.cli import main as command
+from dunes.completion.store import read_gate, read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
+from dunes.evaluate.score import calibration_ids, evaluation_tokens, split_documents
+from dunes.files.model_file import find_file
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.completion.store import read_gate, read_index
-from dunes.runs.score import calibration_ids, evaluation_tokens, split_documents
 from dunes.runs.train import train
-from dunes.runs.trained_text import remember_sources, trust_sources
 from dunes.text import Tokenizer
-from dunes.text.model_file import find_file
 
 SECRET = b'{"secret": 1}'
 CONFIG = llama.Config(vocab=265, dim=16, depth=1, heads=2, kv_heads=2, head_dim=8, hidden=16, context_length=32)
@@ -311,7 +311,7 @@ READS = {
 def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign, tmp_path, monkeypatch):
     loaded, read = checkpoint.load(foreign), READS[read]
     with monkeypatch.context() as patch:
-        patch.setattr("dunes.runs.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
+        patch.setattr("dunes.evaluate.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
         with pytest.raises(ValueError, match=r"private' as .*pass --trust-sources, or name"):
             read(loaded)
     for trust in (trust_sources, checkpoint.trust_cards):

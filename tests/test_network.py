@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dunes import checkpoint, tree
-from dunes.checkpoint.forms.function_import import import_build
+from dunes.checkpoint.function_import import import_build
 from dunes.cli.main import main
 from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
 
@@ -178,7 +178,7 @@ def test_only_networks_of_the_package_are_imported_without_trust(tmp_path):
     for name in (
         "dunes.models.names.re:compile",
         "dunes.models.meta:torch.load",
-        "dunes.staging:rmtree",
+        "dunes.files.staging:rmtree",
         "os:system",
     ):
         rename(tmp_path, name)

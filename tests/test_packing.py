@@ -14,13 +14,13 @@ from dunes import augment, tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, Example, PackedText, Windows, packing
 from dunes.data.packing import best_fit, collate
+from dunes.evaluate.loss import evaluate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder, document_losses
 from dunes.parts.auxiliary import record_auxiliary
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.moe import load_balance
-from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
 from dunes.train import loss
 from dunes.train.trainer import Trainer

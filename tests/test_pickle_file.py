@@ -18,7 +18,7 @@ import torch
 
 import dunes
 from dunes import measure
-from dunes.checkpoint.files import pickle_file
+from dunes.checkpoint.weights import pickle_file
 
 CPU = torch.device("cpu")
 FORMATS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}, "protocol 4": {"pickle_protocol": 4}}

@@ -14,8 +14,8 @@ from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.data import TokenFile, collect_corpus
 from dunes.generate import PrefixCache
+from dunes.inference.text_generator import TextGenerator
 from dunes.parts import Cache, CacheFormat, ForwardContext, QuantizedCache, RollingCache
-from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, next_token
 

@@ -18,9 +18,9 @@ from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
 from dunes.augment.sparsegpt import Pattern, Sparsity
 from dunes.augment.wanda import lowest, smallest, wanda_scores
 from dunes.data import Windows
+from dunes.evaluate.loss import evaluate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon

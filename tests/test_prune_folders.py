@@ -10,10 +10,10 @@ import torch
 from conftest import display
 from dunes import checkpoint, tree
 from dunes.augment.masked import masked_places
+from dunes.checkpoint.export import export
 from dunes.cli import augment, verbs
+from dunes.evaluate.score import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
-from dunes.runs.export import export
-from dunes.runs.score import calibration_ids
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from test_finetune import asked, base, examples, finetuned, tokenizer

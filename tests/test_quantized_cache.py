@@ -9,12 +9,12 @@ import torch
 from dunes import checkpoint
 from dunes.cli import verbs
 from dunes.generate import PrefixCache, Proposal, generate, look_up
+from dunes.inference.chat import load_chat_engine
+from dunes.inference.sampling import SamplingOptions
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for
 from dunes.parts.quantized_cache import SLACK, pack, quantize, unpack
-from dunes.runs.chat import load_chat_engine
-from dunes.runs.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
 
@@ -323,7 +323,7 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     def refuse(*arguments):
         raise AssertionError("a step")
 
-    monkeypatch.setattr("dunes.runs.step_package.load_step", refuse)
+    monkeypatch.setattr("dunes.generate.packages.load_step", refuse)
     assert verbs.generate(str(folder), SamplingOptions(max_tokens=100), "abcdefgh" * 8, cache="int4") == 0
     error = capsys.readouterr().err
     assert error.count("\n") == 2
@@ -336,7 +336,9 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     generator.text("abc", 5)
     assert generator.cache.cache.format == CacheFormat(2)
 
-    monkeypatch.setattr("dunes.runs.chat.load_chat_engine", lambda *arguments: pytest.fail(str(arguments[-1])))
+    monkeypatch.setattr(
+        "dunes.inference.chat.load_chat_engine", lambda *arguments: pytest.fail(str(arguments[-1]))
+    )
     with pytest.raises(pytest.fail.Exception, match=r"CacheFormat\(bits=8, group=32, residual=32"):
         verbs.chat(str(folder), "a", cache="int8")
     assert capsys.readouterr().err.startswith("--cache int8: the compiled step is not used")

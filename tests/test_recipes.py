@@ -19,7 +19,7 @@ from dunes.data import collect_corpus, read_records
 from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.progress import Display
+from dunes.progress import Display
 from dunes.runs.run import read_config
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

@@ -22,24 +22,24 @@ from torch.nn.modules.module import register_module_forward_hook
 from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.forms.architecture import has_own_form
+from dunes.checkpoint.architecture import has_own_form
+from dunes.checkpoint.export import export
+from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
+from dunes.evaluate.loss import Score, evaluate
+from dunes.evaluate.score import evaluation_tokens, score_folder
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
+from dunes.progress import Display
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
-from dunes.runs.completion.engine import CompletionEngine
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.evaluate import Score, evaluate
-from dunes.runs.export import export
 from dunes.runs.loop import early_end, overfitting_note, rising_loss_warning
-from dunes.runs.progress import Display
 from dunes.runs.run import read_metrics, scalar_metrics
-from dunes.runs.score import evaluation_tokens, score_folder
 from dunes.runs.tensorboard import scalars
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
@@ -79,7 +79,7 @@ def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
 
 
 def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     show, out = display()
     assert train(toy(code, family="mixtral", steps=3), tmp_path / "run", show) == 0
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
@@ -787,7 +787,7 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     ],
 )
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.runs.progress.EVERY", 0.0)
+    monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
     show, out = display()
     assert train(toy(code, steps=12, **options), tmp_path / "whole", show) == 0

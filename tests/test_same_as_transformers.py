@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from dunes import checkpoint
-from dunes.checkpoint.files.lazy_tensor import in_memory, renamed
+from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
 from dunes.models import FAMILIES, weight_names
 from dunes.models.initialise import initialise

@@ -19,12 +19,12 @@ import torch
 
 from conftest import display, toy
 from dunes.checkpoint import load_with_tokenizer
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import FolderCompleter
+from dunes.completion.protocol import Suggestion
+from dunes.completion.search import CompleteOptions
 from dunes.generate import sampler
-from dunes.runs.completion.baselines import CopyNearest
-from dunes.runs.completion.completer import FolderCompleter
-from dunes.runs.completion.protocol import Suggestion
-from dunes.runs.completion.search import CompleteOptions
-from dunes.runs.text_generator import TextGenerator
+from dunes.inference.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.serve import app, follow
 from dunes.serve.app import compact

@@ -16,18 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import folder as folders
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.files.mapped_file import MappedFile
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed
+from dunes.checkpoint.weights.mapped_file import MappedFile
 from dunes.cli import main as cli
+from dunes.files import json_file
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import to_theirs
-from dunes.text import Tokenizer, json_file
+from dunes.text import Tokenizer
 from dunes.units import format_bytes
 
 with warnings.catch_warnings():

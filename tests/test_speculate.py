@@ -26,10 +26,10 @@ from dunes.generate import (
     look_up,
     sampler,
 )
+from dunes.inference.sampling import SamplingOptions
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import RollingCache
-from dunes.runs.sampling import SamplingOptions
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed

@@ -42,13 +42,13 @@ from dunes.generate import (
     sampler,
     step_script,
 )
+from dunes.generate import packages as step_package
+from dunes.generate.packages import compile_step, load_step, make_step, step_source
 from dunes.generate.prefix_cache import IN_FLOAT32
 from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
+from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
-from dunes.runs import step_package
-from dunes.runs.step_package import compile_step, load_step, make_step, step_source
-from dunes.runs.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
 needs_compiler = pytest.mark.slow

@@ -280,11 +280,11 @@ def test_a_stream_serves_tokenizers_of_other_makes():
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
+    from dunes.completion.engine import CompletionEngine
     from dunes.generate import sampler
+    from dunes.inference.text_generator import TextGenerator
     from dunes.models import llama
     from dunes.models.initialise import initialise
-    from dunes.runs.completion.engine import CompletionEngine
-    from dunes.runs.text_generator import TextGenerator
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]

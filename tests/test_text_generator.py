@@ -8,11 +8,11 @@ import torch
 
 from dunes.augment import adapter_active, attach, row_adapters
 from dunes.checkpoint import LoadedModel
+from dunes.completion.engine import CompletionEngine
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
+from dunes.inference.chat import Chat, load_chat_engine
+from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.parts import Cache, RollingCache
-from dunes.runs.chat import Chat, load_chat_engine
-from dunes.runs.completion.engine import CompletionEngine
-from dunes.runs.text_generator import TextGenerator, cut_at_stop
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from test_chat_verb import three  # noqa: F401  (fixture)

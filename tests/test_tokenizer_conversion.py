@@ -237,8 +237,8 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
 
 
 def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
-    from dunes.runs import text_generator
-    from dunes.runs.text_generator import TextGenerator
+    from dunes.inference import text_generator
+    from dunes.inference.text_generator import TextGenerator
 
     asked = []
 

@@ -15,16 +15,16 @@ from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
+from dunes.checkpoint.export import export
 from dunes.checkpoint.source import open_source
+from dunes.evaluate.loss import evaluate
+from dunes.evaluate.score import evaluation_tokens
 from dunes.models import FAMILIES
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
-from dunes.runs.evaluate import evaluate
-from dunes.runs.export import export
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
-from dunes.runs.score import evaluation_tokens
 from dunes.runs.train import dropouts, train
 from dunes.runs.train_config import TrainConfig
 from dunes.runs.train_from import memory_advice

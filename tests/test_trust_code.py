@@ -10,8 +10,8 @@ import pytest
 from dunes import checkpoint
 from dunes.cli import augment, bench
 from dunes.cli import main as command
+from dunes.evaluate import comparison
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
-from dunes.runs import comparison
 from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP

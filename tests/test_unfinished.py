@@ -18,10 +18,11 @@ import torch
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import make_change
-from dunes.checkpoint.files import safetensors_writer
-from dunes.runs import augment, comparison
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.evaluate import comparison
+from dunes.evaluate.score import calibration_ids
+from dunes.runs import augment
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.score import calibration_ids
 from killed_runs import PROCESSES
 from test_calibrate import model_of
 from test_finetune import tokenizer

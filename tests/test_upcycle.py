@@ -10,7 +10,7 @@ from torch import nn
 from adapters import difference
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure
-from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MoE

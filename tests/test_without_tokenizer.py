@@ -14,12 +14,12 @@ from adapters import trained
 from dunes import augment, checkpoint
 from dunes.bench import subject
 from dunes.checkpoint import inspect
+from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
 from dunes.cli.main import main
 from dunes.generate import generate
-from dunes.runs.chat import load_chat_engine
-from dunes.runs.export import export as merge
-from dunes.runs.text_generator import TextGenerator
+from dunes.inference.chat import load_chat_engine
+from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
 
 IDS = torch.arange(24).view(2, 12)

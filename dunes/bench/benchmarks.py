@@ -25,15 +25,15 @@ from dunes.augment import Adapted
 from dunes.bench.race import Work
 from dunes.bench.subject import Setting, Subject, scratch
 from dunes.checkpoint import LoadedModel
+from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
+from dunes.evaluate.loss import evaluate
 from dunes.generate import CompiledStep, PrefixCache, Request, generate, generate_all
+from dunes.generate.packages import made_form, make_step
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
-from dunes.runs.completion.engine import CompletionEngine
-from dunes.runs.evaluate import evaluate
 from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
-from dunes.runs.step_package import made_form, make_step
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
 

@@ -11,10 +11,10 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
+from dunes.child_process import python_command
 from dunes.measure import Allocations
 from dunes.models import FAMILIES
 from dunes.runs import memory
-from dunes.runs.child_process import python_command
 from dunes.runs.memory import Shape
 from dunes.runs.train_config import TrainConfig
 from dunes.units import format_bytes

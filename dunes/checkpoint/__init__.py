@@ -1,11 +1,11 @@
 """Folders on disk: models that other tools open too, and the states of runs."""
 
+from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
-from dunes.checkpoint.forms.adapter import load_adapter, save_adapter
-from dunes.checkpoint.forms.architecture import Architecture
-from dunes.checkpoint.forms.function_import import cards_trusted, trust_cards
-from dunes.checkpoint.forms.hf_config_of import hf_config_of
+from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
+from dunes.checkpoint.function_import import cards_trusted, trust_cards
+from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights

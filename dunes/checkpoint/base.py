@@ -15,9 +15,9 @@ from torch import nn
 
 from dunes.augment import lora
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.header import quote
-from dunes.checkpoint.forms.card import CARD
+from dunes.checkpoint.card import CARD
+from dunes.checkpoint.weights.header import quote
+from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """A card has digests of a dense base in these dtypes."""

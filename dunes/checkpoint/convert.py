@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.files import safetensors_writer
-from dunes.checkpoint.files.lazy_tensor import cast, renamed, track_reads
 from dunes.checkpoint.model_folder import CONFIG, READY
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights.lazy_tensor import cast, renamed, track_reads
+from dunes.files import json_file
+from dunes.files.model_file import read_file
+from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
-from dunes.staging import folder_lock
 from dunes.steps import Show
-from dunes.text import Tokenizer, json_file
-from dunes.text.model_file import read_file
+from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")

@@ -18,20 +18,20 @@ from torch import nn
 from dunes import __version__, tree
 from dunes.augment import lora
 from dunes.augment.masked import mask_linears, masked_places
-from dunes.checkpoint.files import atomic
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
-from dunes.checkpoint.files.safetensors_writer import INDEX, SINGLE, write_tensors
-from dunes.checkpoint.forms import architecture as architectures
-from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms.architecture import Architecture, Build
-from dunes.checkpoint.forms.card import CARD, FORMAT
-from dunes.checkpoint.forms.hf_config_of import hf_config_of
+from dunes.checkpoint import architecture as architectures
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.architecture import Architecture, Build
+from dunes.checkpoint.card import CARD, FORMAT
+from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, require_model_folder
 from dunes.checkpoint.source import Source, open_source
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
+from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.files import atomic
+from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
-from dunes.staging import folder_lock
 from dunes.steps import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
 
-from dunes.checkpoint.files import atomic
 from dunes.checkpoint.model_folder import explain, no_such_folder
+from dunes.files import atomic
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 

@@ -11,8 +11,9 @@ import torch
 
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.architecture import Build
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
-from dunes.checkpoint.files.header import quote
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
@@ -24,16 +25,16 @@ from dunes.checkpoint.folder import (
     readable_folder,
     verified_card,
 )
-from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms.adapter import WEIGHTS, PeftConfig, attach_adapter
-from dunes.checkpoint.forms.architecture import Build
-from dunes.checkpoint.forms.function_import import trust_cards
+from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, attach_adapter
+from dunes.checkpoint.function_import import trust_cards
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.source import Source, context_length_of, tensors
+from dunes.checkpoint.weights.header import quote
+from dunes.files import json_file
+from dunes.files.model_file import find_file
 from dunes.parts import Decoder
-from dunes.text import Tokenizer, chat_template, json_file
-from dunes.text.model_file import find_file
+from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, plural
 
 

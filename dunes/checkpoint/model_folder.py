@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
-from dunes.checkpoint.forms.card import CARD
-from dunes.checkpoint.forms.native import PARAMS
+from dunes.checkpoint.card import CARD
+from dunes.checkpoint.formats.native import PARAMS
 from dunes.data.files import DEPENDENCIES, NEVER
 from dunes.data.languages import CODE_SUFFIXES
-from dunes.text import json_file
+from dunes.files import json_file
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 

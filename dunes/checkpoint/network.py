@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from dunes import tree
-from dunes.checkpoint.files.lazy_tensor import Weights, track_reads
-from dunes.checkpoint.files.safetensors_writer import write_tensors
+from dunes.checkpoint import architecture as architectures
+from dunes.checkpoint.architecture import Architecture, Build, has_own_form
+from dunes.checkpoint.card import CARD, read_card
 from dunes.checkpoint.folder import (
     load_decoder,
     open_verified_source,
@@ -20,12 +21,11 @@ from dunes.checkpoint.folder import (
     write_card,
     write_files,
 )
-from dunes.checkpoint.forms import architecture as architectures
-from dunes.checkpoint.forms.architecture import Architecture, Build, has_own_form
-from dunes.checkpoint.forms.card import CARD, read_card
-from dunes.checkpoint.forms.function_import import trust_cards
+from dunes.checkpoint.function_import import trust_cards
 from dunes.checkpoint.source import own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
+from dunes.checkpoint.weights.lazy_tensor import Weights, track_reads
+from dunes.checkpoint.weights.safetensors_writer import write_tensors
 from dunes.steps import advance
 
 

@@ -10,20 +10,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.files import header, pickle_file
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, in_memory, renamed
-from dunes.checkpoint.forms import bitsandbytes, compressed_tensors, gguf, native
-from dunes.checkpoint.forms import card as cards
-from dunes.checkpoint.forms.architecture import Architecture, Build, compare_structure, has_own_form
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
+from dunes.checkpoint.formats import bitsandbytes, compressed_tensors, gguf, native
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
+from dunes.checkpoint.weights import header, pickle_file
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.files import json_file
+from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import Names, match_indices, substitute, to_theirs
 from dunes.parts import Decoder
-from dunes.text import json_file
 from dunes.text.gguf_file import SUFFIX
-from dunes.text.model_file import find_file, listed_file, require_inside, unfinished_downloads
 from dunes.units import plural
 
 POSITIONS = "embed.place.weight"

@@ -17,10 +17,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint.files import atomic, safetensors_writer
-from dunes.checkpoint.files.lazy_tensor import in_memory
-from dunes.staging import folder_lock
-from dunes.text import json_file
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.files import atomic, json_file
+from dunes.files.staging import folder_lock
 
 KEEP_STATES = 2
 FORMAT = 2

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, renamed
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, renamed
 from dunes.models.names import Name, Names, match_indices, substitute, to_ours, to_theirs
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"

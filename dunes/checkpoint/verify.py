@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.files.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
-from dunes.checkpoint.forms import native
+from dunes.checkpoint.formats import native
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.state_dict_diff import compare
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.steps import advance

@@ -12,7 +12,7 @@ from dunes.runs.config import Dtype, flag, option
 from dunes.runs.finetune_config import Router
 
 if TYPE_CHECKING:
-    from dunes.runs.progress import Display
+    from dunes.progress import Display
 
 Into = Literal["dequantized", "original"]
 Kind = Literal["int8", "int4", "int3", "nf4"]
@@ -43,7 +43,7 @@ def merge(
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.export import export
+    from dunes.checkpoint.export import export
     from dunes.text import templates
 
     torch_dtype = None if dtype is None else getattr(torch, dtype)
@@ -333,7 +333,7 @@ def _display() -> "Display":
     """A bar on a terminal, a line every ten seconds elsewhere."""
     from rich.console import Console
 
-    from dunes.runs.progress import EVERY, Display
+    from dunes.progress import EVERY, Display
 
     return Display(Console(stderr=True, highlight=False), patience=EVERY)
 

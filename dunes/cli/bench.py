@@ -75,7 +75,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
     from rich.console import Console
 
     from dunes.bench import rows, run, table
-    from dunes.runs.progress import Display
+    from dunes.progress import Display
 
     file, status = out or run.default_path(name), 0
     try:

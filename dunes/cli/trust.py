@@ -39,7 +39,7 @@ def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
                 trusted.enter_context(checkpoint.trust_cards())
             if trust_sources:
-                from dunes.runs import trained_text
+                from dunes.checkpoint import trained_text
 
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
+from dunes.inference.sampling import SamplingOptions
 from dunes.runs.config import Dtype, Hardware, RunConfig, RunOptions, flag
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
-from dunes.runs.sampling import SamplingOptions
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _run(
     """Start a run. `asked` are the options set on the command line, even to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
-    from dunes.runs.progress import Display
+    from dunes.progress import Display
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
     asked = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
@@ -155,9 +155,9 @@ def generate(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.runs.step_package import step_source
-        from dunes.runs.text_generator import TextGenerator
-        from dunes.runs.write import describe_generation
+        from dunes.generate.packages import step_source
+        from dunes.inference.text_generator import TextGenerator
+        from dunes.inference.write import describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
     measure.keep_freed_memory()
@@ -213,7 +213,7 @@ def chat(
 
     with _quick_imports():
         from dunes import measure
-        from dunes.runs.chat import Chat, answer, load_chat_engine, run
+        from dunes.inference.chat import Chat, answer, load_chat_engine, run
 
     measure.keep_freed_memory()
     sample = sampling.sampler()
@@ -276,7 +276,7 @@ def compile_(
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.step_package import PACKAGE, compile_step
+    from dunes.generate.packages import PACKAGE, compile_step
 
     start = time.perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
@@ -319,7 +319,7 @@ def complete(
         return
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.runs.completion.completer import find_completer, name_in_sources
+        from dunes.completion.completer import find_completer, name_in_sources
 
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
@@ -385,7 +385,7 @@ def evaluate(
     if given := [f"--{name}" for name, value in others.items() if value is not None]:
         raise ValueError(f"{given[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
-    from dunes.runs.score import score_folder
+    from dunes.evaluate.score import score_folder
     from dunes.units import plural
 
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **text)
@@ -397,8 +397,8 @@ def evaluate(
 
 def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lines: bool, **options: Any) -> None:
     from dunes import checkpoint
-    from dunes.runs.completion.report import evaluate_completion
-    from dunes.runs.completion.score import CompletionOptions
+    from dunes.evaluate.completion_report import evaluate_completion
+    from dunes.evaluate.completion_score import CompletionOptions
 
     chosen = CompletionOptions(all_lines=all_lines)
     chosen = chosen if lines is None else replace(chosen, lines=lines)
@@ -407,8 +407,8 @@ def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lin
 
 def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: Any) -> None:
     from dunes import checkpoint
-    from dunes.runs.progress import Display
-    from dunes.runs.tasks import run_tasks, table
+    from dunes.evaluate.tasks import run_tasks, table
+    from dunes.progress import Display
 
     if sources:
         raise ValueError(f"{sources[0]}: tasks use their own text; omit the sources, or --tasks")
@@ -558,14 +558,14 @@ def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int,
 
 def _export_gguf(model: str, out: Path, dtype: str | None) -> None:
     from dunes import checkpoint
-    from dunes.runs.export import export_gguf
+    from dunes.checkpoint.export import export_gguf
 
     print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
 
 
 def _export_packed(model: str, out: Path, dtype: str | None) -> None:
     from dunes import checkpoint
-    from dunes.runs.export_packed import export_packed
+    from dunes.checkpoint.formats.packed import export_packed
 
     print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
 
@@ -574,7 +574,7 @@ def _export_cpp(model: str, out: Path, dtype: str | None) -> None:
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.export_native import check_target, export_native
+    from dunes.checkpoint.formats.cpp import check_target, export_native
 
     check_target(out)
     loaded = checkpoint.load(checkpoint.locate_model(model, verify=True).folder)
@@ -592,7 +592,7 @@ def _print_native(out: Path, line: str, arguments: str) -> None:
 
 def _export_onnx(model: str, out: Path, dtype: str | None) -> None:
     from dunes import checkpoint
-    from dunes.runs.export_onnx import export_onnx
+    from dunes.checkpoint.formats.onnx import export_onnx
 
     print(f"{out}: {export_onnx(checkpoint.load(checkpoint.locate_model(model, verify=True).folder), out)}")
 
@@ -601,7 +601,7 @@ def _export_network_cpp(model: str, out: Path, sizes: tuple[int, ...]) -> None:
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.export_native import check_target, export_network
+    from dunes.checkpoint.formats.cpp import check_target, export_network
 
     check_target(out)
     network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
@@ -612,7 +612,7 @@ def _export_network_onnx(model: str, out: Path, sizes: tuple[int, ...]) -> None:
     import torch
 
     from dunes import checkpoint
-    from dunes.runs.export_onnx import write_onnx
+    from dunes.checkpoint.formats.onnx import write_onnx
 
     network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
     print(f"{out}: {write_onnx(network, torch.rand(sizes), out)}, of an input of {' x '.join(map(str, sizes))}")
@@ -634,9 +634,9 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
 
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
+    from dunes.checkpoint.export import export, is_plain
     from dunes.checkpoint.folder import open_verified_source
-    from dunes.runs.export import export, is_plain
-    from dunes.runs.progress import Display
+    from dunes.progress import Display
 
     location = checkpoint.locate_model(model, verify=True)
     if not is_plain(location.folder) and names is None:

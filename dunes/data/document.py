@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from dunes.data.files import SourceFile, open_plain
-from dunes.text.model_file import stand_in
+from dunes.files.model_file import stand_in
 
 BLOCK = 1 << 20
 GIANT = 400_000

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
-from dunes.text.model_file import HEAD, stand_in
+from dunes.files.model_file import HEAD, stand_in
 
 MAX_ROW_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 31
 """The longest line, and the longest file that is one JSON list, in bytes."""

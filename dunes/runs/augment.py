@@ -18,23 +18,23 @@ from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
 from dunes.augment.quantize import BY_GROUP, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
+from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
-from dunes.checkpoint.files import header
-from dunes.checkpoint.files.lazy_tensor import in_memory
-from dunes.checkpoint.files.safetensors_writer import write_file
+from dunes.checkpoint.export import NOT_INHERITED
 from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
-from dunes.checkpoint.forms.card import read_card
-from dunes.checkpoint.forms.hf_config_of import hf_config_of
+from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.model_folder import UNFINISHED
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.trained_text import trained_text
 from dunes.checkpoint.verify import EXACT, distance, model_logits
+from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
-from dunes.runs.comparison import Comparison, compare_folders
-from dunes.runs.export import NOT_INHERITED
+from dunes.evaluate.comparison import Comparison, compare_folders
+from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
 from dunes.runs.picture import comparison_picture
-from dunes.runs.score import calibration_ids, evaluation_tokens, missing_source, require_separate
-from dunes.runs.trained_text import trained_text
 from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure
+from dunes.generate.packages import has_compiler
 from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
-from dunes.runs.step_package import has_compiler
 from dunes.train.loss import Loss
 
 GAIN, COMPILING, WORTH = 0.12, 45.0, 2.0

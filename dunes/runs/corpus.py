@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.checkpoint.files.atomic import write_file
+from dunes.checkpoint.trained_text import remember_sources
 from dunes.data import (
     Corpus,
     Document,
@@ -25,9 +25,9 @@ from dunes.data import (
 )
 from dunes.data.fim import sentinels
 from dunes.data.sources import NEAR_DUPLICATES
-from dunes.runs.progress import Display
+from dunes.files.atomic import write_file
+from dunes.progress import Display
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.trained_text import remember_sources
 from dunes.text import Tokenizer, library
 from dunes.units import format_bytes, plural
 

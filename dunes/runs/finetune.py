@@ -10,7 +10,9 @@ from dunes import checkpoint, measure
 from dunes.augment import Change
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
+from dunes.evaluate.score import evaluation_tokens
 from dunes.parts import Decoder
+from dunes.progress import Display
 from dunes.runs.config import RunOptions, option
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
@@ -18,9 +20,7 @@ from dunes.runs.finetune_method import METHODS, resolve_targets, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
-from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, run_lock
-from dunes.runs.score import evaluation_tokens
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
 from dunes.units import plural

@@ -15,7 +15,7 @@ from dunes import checkpoint, measure
 from dunes.augment import Change
 from dunes.augment.adapted import sides
 from dunes.augment.lora import active_adapter
-from dunes.checkpoint.forms.adapter import peft_factors
+from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data.dataset import read_dataset
 from dunes.data.examples import (
@@ -32,6 +32,7 @@ from dunes.data.preflight import check_report, data_report
 from dunes.data.sources import validation_share
 from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.parts import Decoder
+from dunes.progress import Display
 from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import (
@@ -55,7 +56,6 @@ from dunes.runs.memory import (
     process_memory,
     train_allocations,
 )
-from dunes.runs.progress import Display
 from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template

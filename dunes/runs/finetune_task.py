@@ -18,21 +18,22 @@ import torch
 from dunes import checkpoint, tree
 from dunes.augment import Change
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.files.atomic import write_file
 from dunes.data import TokenIds
 from dunes.data.examples import Example, Record
 from dunes.data.packing import Batch, Batches
+from dunes.evaluate.loss import Score, evaluate, score_batches
+from dunes.files import json_file
+from dunes.files.atomic import write_file
+from dunes.files.json_lines import append_text
+from dunes.inference.text_generator import TextGenerator
 from dunes.runs.augment import history
-from dunes.runs.evaluate import Score, evaluate, score_batches
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
 from dunes.runs.finetune_method import ADAPTER, METHODS
-from dunes.runs.json_lines import append_text
 from dunes.runs.memory import describe_memory
 from dunes.runs.run import FINAL_TOKENS, Run, card_facts
 from dunes.runs.stored_state import read_score
-from dunes.runs.text_generator import TextGenerator
-from dunes.text import json_file, templates
+from dunes.text import templates
 from dunes.text.templates import Conversation
 from dunes.units import format_count, plural
 

@@ -13,15 +13,15 @@ from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
+from dunes.evaluate.loss import Score
+from dunes.files.json_lines import append_text
+from dunes.progress import Display
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
-from dunes.runs.evaluate import Score
 from dunes.runs.expert_load import load_picture, with_violation
-from dunes.runs.json_lines import append_text
 from dunes.runs.pace import PaceCheck
 from dunes.runs.picture import loss_picture, smooth
-from dunes.runs.progress import Display
 from dunes.runs.run import (
     FALL,
     FINAL_TOKENS,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dunes.runs.comparison import Comparison
-from dunes.runs.evaluate import Score
+from dunes.evaluate.comparison import Comparison
+from dunes.evaluate.loss import Score
 
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 

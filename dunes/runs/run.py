@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.files.atomic import write_file
+from dunes.evaluate.loss import Score
+from dunes.files import json_file
+from dunes.files.atomic import write_file
+from dunes.files.json_lines import Warn, append_record, parse_line, print_warning, read_lines, read_records
+from dunes.files.staging import folder_lock
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T
-from dunes.runs.evaluate import Score
-from dunes.runs.json_lines import Warn, append_record, parse_line, print_warning, read_lines, read_records
 from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
 from dunes.runs.timings import Timings
-from dunes.staging import folder_lock
-from dunes.text import Tokenizer, json_file
+from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from dunes import checkpoint
-from dunes.checkpoint.files.atomic import fsync_path
+from dunes.files.atomic import fsync_path
 from dunes.runs.run import METRICS, Run, run_state
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dunes import checkpoint
+from dunes.evaluate.loss import Score
 from dunes.runs.config import RunConfig
-from dunes.runs.evaluate import Score
 from dunes.train import Record
 
 

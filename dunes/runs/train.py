@@ -13,10 +13,20 @@ from torch.optim import Optimizer
 from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
+from dunes.completion.fit import (
+    CompletionFiles,
+    begin_completion,
+    closing_seconds,
+    finish_completion,
+    prepare_completion,
+)
 from dunes.data import Corpus, FillInMiddle, Windows
+from dunes.evaluate.loss import Score, evaluate
+from dunes.inference.write import sample_text
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
+from dunes.progress import Display
 from dunes.runs.augment import save_changed
 from dunes.runs.autosize import (
     active_parameters,
@@ -26,25 +36,15 @@ from dunes.runs.autosize import (
     memory_advice,
     size_warning,
 )
-from dunes.runs.completion.fit import (
-    CompletionFiles,
-    begin_completion,
-    closing_seconds,
-    finish_completion,
-    prepare_completion,
-)
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.evaluate import Score, evaluate
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import next_token_loss
-from dunes.runs.progress import Display
 from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.runs.train_from import choose_options, load_base, rate_factors, score_base, select_trainable
 from dunes.runs.train_from import memory_advice as base_memory_advice
-from dunes.runs.write import sample_text
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, scale_rates
 from dunes.units import format_count, plural

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dunes import checkpoint
 from dunes.checkpoint.loading import is_adapter
 from dunes.parts import Decoder
+from dunes.progress import Display
 from dunes.runs.augment import resolve_new
 from dunes.runs.autosize import (
     CONTEXT,
@@ -20,7 +21,6 @@ from dunes.runs.autosize import (
 )
 from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.memory import Build, describe_memory
-from dunes.runs.progress import Display
 from dunes.runs.run import Run, append_metrics
 from dunes.runs.train_config import TrainConfig
 

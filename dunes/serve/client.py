@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from dunes.staging import cache_home
+from dunes.files.staging import cache_home
 
 TIMEOUT = 10.0
 """Seconds after which a server is not waited for any longer."""

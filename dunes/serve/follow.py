@@ -12,10 +12,10 @@ from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 
+from dunes.completion.completer import training_sources
+from dunes.completion.index import MOST, named_texts
 from dunes.data.document import header_name, plain_document
 from dunes.data.files import SourceFile, Walk
-from dunes.runs.completion.completer import training_sources
-from dunes.runs.completion.index import MOST, named_texts
 from dunes.serve.served import ServedModel, file_time, model_stamp
 from dunes.serve.worker import Worker
 

@@ -16,18 +16,18 @@ from torch import nn
 from dunes import checkpoint, measure
 from dunes.augment import lora
 from dunes.checkpoint.loading import is_adapter
-from dunes.runs.chat import NONE, ChatModel, load_chat_engine
-from dunes.runs.completion.completer import (
+from dunes.completion.completer import (
     CopyCompleter,
     FolderCompleter,
     find_completer,
     index_in_training,
     name_in_sources,
 )
-from dunes.runs.completion.protocol import Suggestion
-from dunes.runs.completion.search import WIDTH, CompleteOptions
-from dunes.runs.completion.text import near_text
-from dunes.runs.step_package import step_source
+from dunes.completion.protocol import Suggestion
+from dunes.completion.search import WIDTH, CompleteOptions
+from dunes.completion.text import near_text
+from dunes.generate.packages import step_source
+from dunes.inference.chat import NONE, ChatModel, load_chat_engine
 from dunes.serve.batch import Batch
 from dunes.serve.describe import Named, describe_model
 from dunes.serve.fields import Refused

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dunes.text import json_file
+from dunes.files import json_file
+from dunes.files.model_file import find_file, read_file
 from dunes.text.lines import decode_text
-from dunes.text.model_file import find_file, read_file
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_TEMPLATE, MAX_OUTPUT, MAX_LOOPS = 1 << 18, 1 << 20, 1 << 20

@@ -15,9 +15,9 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from dunes.files.model_file import find_file, open_file, require_content
 from dunes.text import library, llama3, sentencepiece
 from dunes.text.byte_pairs import add_special
-from dunes.text.model_file import find_file, open_file, require_content
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
 from dunes.units import plural

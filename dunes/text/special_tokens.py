@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dunes.text import json_file
+from dunes.files import json_file
 
 
 @dataclass(frozen=True)

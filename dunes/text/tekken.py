@@ -14,7 +14,8 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
-from dunes.text import json_file, library
+from dunes.files import json_file
+from dunes.text import library
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from dunes.text import chat_template, json_file
+from dunes.files import json_file
+from dunes.text import chat_template
 from dunes.text.tokenizer import Tokenizer
 
 PAIRED = (

@@ -17,10 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from dunes.text import gguf_file, json_file, library, llama3, sentencepiece, tekken
+from dunes.files import json_file
+from dunes.files.model_file import find_file, read_file, unfinished_downloads
+from dunes.text import gguf_file, library, llama3, sentencepiece, tekken
 from dunes.text.byte_decoder import ByteDecoder, byte_decoder
 from dunes.text.byte_pairs import add_special
-from dunes.text.model_file import find_file, read_file, unfinished_downloads
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
 

@@ -1,0 +1,327 @@
+"""What a model is: a family with its config, or a function that builds it, and the changes made since.
+
+A model that no Hugging Face config describes is saved with these in its card. Loading builds the structure,
+repeats the changes, and compares the result with the saved model before any weight is read. A function is an
+argument of `load`, or one of `dunes.models`; any other is imported only where the caller trusts the card.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment import Change, repeat_structure
+from dunes.checkpoint.function_import import cards_trusted, import_build, is_ours
+from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
+from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
+from dunes.checkpoint.weights.safetensors_writer import CODES
+from dunes.files.atomic import tensor_digests
+from dunes.models import FAMILIES
+from dunes.models.meta import build_on_meta
+from dunes.parts import Decoder
+
+Build: TypeAlias = Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family's name with its Config, or the name of a `function` with its arguments, and the changes since."""
+
+    family: str
+    config: Any
+    changes: tuple[Change, ...] = ()
+    function: Build | None = None
+
+    @classmethod
+    def of_function(cls, function: Build, **arguments: Any) -> Self:
+        """A model that `function(**arguments)` builds. Raises ValueError for arguments that are not JSON."""
+        try:
+            stored = json.loads(json.dumps(arguments, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"arguments of {function_name(function)}: {error}; they must be JSON") from None
+        return cls(function_name(function), stored, function=function)
+
+    @classmethod
+    def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
+        """The architecture in a card, whose function is this one, or imported: any inside of `trust_cards`.
+
+        Raises ValueError if the card is damaged, has a change that is not known, or names a function and none is
+        given, or one that cannot be imported.
+        """
+        family, config = card.get("family"), card.get("config")
+        try:
+            changes = tuple(map(Change.of, card.get("changes", [])))
+            if isinstance(family, str) and family in FAMILIES and isinstance(config, dict):
+                return cls(family, FAMILIES[family].from_hf(config), changes)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        if isinstance(family, dict) and "class" in family:
+            return cls._of_weights(family["class"], changes, path, function)
+        name, arguments = (
+            family.get(key) if isinstance(family, dict) else None for key in ("function", "arguments")
+        )
+        if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
+            raise ValueError(
+                f"{path}: family must be a family's name with its config, or a function with its arguments"
+            )
+        if function is None and (cards_trusted() or is_ours(name)):
+            return cls(name, arguments, changes, import_build(name, path.parent))
+        if function is None:
+            raise ValueError(
+                f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
+                "pass --trust-code, in Python trust_code=True or the function itself: "
+                f"build={name[:200].rpartition(':')[2]}"
+            )
+        return cls(function_name(function), arguments, changes, function)
+
+    @classmethod
+    def _of_weights(cls, name: Any, changes: tuple[Change, ...], path: Path, function: Build | None) -> Self:
+        """The architecture of weights that were saved without a function: the one given, without arguments."""
+        if function is None:
+            raise ValueError(
+                f"{path.parent}: the weights of {quote(name)} without a function that builds it; build it and "
+                f"load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
+            )
+        return cls(function_name(function), {}, changes, function)
+
+    def record(self) -> dict[str, Any]:
+        """The entries of the card."""
+        entries: dict[str, Any] = {"family": {"function": self.family, "arguments": self.config}}
+        if self.function is None:
+            entries = {"family": self.family, "config": FAMILIES[self.family].to_hf(self.config)}
+        return entries | {"changes": [change.record() for change in self.changes]}
+
+    def build(self) -> Decoder:
+        """The structure with uninitialised weights, on the default device.
+
+        A function may build another module: code that needs a Decoder will raise AttributeError.
+        """
+        if self.function is not None:
+            return self._repeat_changes(call_build(self.function, self.config))
+        return self._repeat_changes(FAMILIES[self.family].build(self.config))
+
+    def outline(self) -> Decoder:
+        """The structure on the meta device; a function's model is on the device on which it is built."""
+        if self.function is not None:
+            return self.build()
+        return self._repeat_changes(build_on_meta(self.family, self.config))
+
+    def _repeat_changes(self, model: nn.Module) -> Decoder:
+        for change in self.changes:
+            repeat_structure(model, change)
+        return cast(Decoder, model)
+
+
+class ModuleRow(NamedTuple):
+    """Everything that determines what a module computes, except the values of its weights."""
+
+    place: str
+    class_name: str
+    attributes: dict[str, str]
+    tensors: dict[str, tuple[int, ...]]
+
+
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
+    for place, module in model.named_modules():
+        plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        tensors = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+        kind = getattr(type(module), "structure_name", type(module).__qualname__)
+        yield ModuleRow(place, kind, plain, shapes)
+
+
+def _stable_repr(value: Any) -> str:
+    """A repr that is the same in every process: sets are sorted, addresses removed."""
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def has_own_form(card: Mapping[str, Any]) -> bool:
+    """Whether a card describes a model that no Hugging Face config describes."""
+    return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
+
+
+def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """A model's entries in the card, and its tensors; a tied tensor is listed under its first name.
+
+    Raises ValueError that lists the first differences if the architecture gives another model, except for the
+    values of parameters and persistent buffers.
+    """
+    _require_values(model)
+    rebuilt, tied, weights = architecture.outline(), tied_names(model), _tensors(model)
+    differences = [
+        *tensor_differences(rebuilt, weights, tied, architecture),
+        *_unsaved_differences(model, rebuilt),
+    ]
+    if differences:
+        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        listed = "; ".join(" ".join(str(d).split())[:200] for d in differences[:SHOWN])
+        raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
+    return architecture.record() | {"structure": _structure(rebuilt, tied)}, weights
+
+
+def describe_weights(model: nn.Module) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """The same of a network without a function that builds it. Raises ValueError for tensors no file can have."""
+    _require_values(model)
+    entries = {"family": {"class": function_name(type(model))}, "structure": _structure(model, tied_names(model))}
+    return entries, _tensors(model)
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raise ValueError for tensors that cannot be saved."""
+    tree.require_shapes(model)
+    state = model.state_dict().items()
+    if empty := next((k for k, t in state if isinstance(t, Tensor) and t.is_meta), None):
+        raise ValueError(f"{empty} has no values: it is on the meta device")
+    if odd := [k for k, t in state if not isinstance(t, Tensor) or t.dtype not in CODES]:
+        raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
+
+
+def _structure(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
+    return {"modules": _module_digests(model), "tied": tied}
+
+
+def compare_structure(
+    model: nn.Module, architecture: Architecture, card: Mapping[str, Any], files: Weights, path: Path
+) -> list[Difference]:
+    """Every difference of the model that this architecture gives from the saved one."""
+    modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
+    return [*tensor_differences(model, files, tied, architecture), *_module_differences(model, modules)]
+
+
+def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
+    """Put the values of the files into parameters and buffers, in their stored dtypes where these are on meta."""
+    state = {key: stored.read() for key, stored in files.items()}
+    state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
+    model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))
+
+
+def function_name(build: Build) -> str:
+    """The module (or file, for a script) and name of a function."""
+    while hasattr(build, "func"):  # functools.partial
+        build = build.func
+    module = getattr(build, "__module__", None) or type(build).__module__
+    if module == "__main__":
+        code = getattr(build, "__code__", None)  # which a class does not have
+        file = getattr(sys.modules[module], "__file__", None) if code is None else code.co_filename
+        module = Path(file).name if file else module
+    return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
+
+
+def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
+    """Call the function; the global random state is restored.
+
+    Raises ValueError if it does not take these arguments, or returns no module.
+    """
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"{function_name(build)} does not take the arguments {json.dumps(arguments)}: {error}"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        model = build(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function_name(build)} returned a {type(model).__name__}; expected a module")
+    return tree.uncompiled(model)
+
+
+def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
+    """A table in the card's structure. Raises ValueError unless it maps strings to strings."""
+    table = structure.get(key) if isinstance(structure, dict) else None
+    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
+        raise ValueError(f"{path}: structure must have a table of {key}; download the file again")
+    return table
+
+
+def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
+    """The tensors to save."""
+    tied = tied_names(model)
+    return in_memory({k: t for k, t in model.state_dict().items() if k not in tied})
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of tied tensors, each with the first name."""
+    first: dict[int, str] = {}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
+    state = model.state_dict()
+    return {key: name for key, name in names.items() if key != name and key in state}
+
+
+def tensor_differences(
+    model: nn.Module, files: Weights, tied: Mapping[str, str], architecture: Architecture
+) -> Iterator[Difference]:
+    """The differences between a model's tensors and those of the files: shape, dtype, tying.
+
+    A family's weights may be stored in any floating-point dtype.
+    """
+    expected, expected_ties = _tensors(model), tied_names(model)
+    differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
+    for key in sorted(differing):
+        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
+    for key in sorted((expected.keys() | files.keys()) - differing):
+        wanted, actual = expected.get(key), files.get(key)
+        if actual is None or wanted is None:
+            kind = "missing" if actual is None else "unexpected"
+            yield Difference(kind, key, *("nothing" if w is None else str(w.shape) for w in (wanted, actual)))
+        elif wanted.shape != actual.shape:
+            yield Difference("shape", key, str(wanted.shape), str(actual.shape))
+        elif wanted.dtype != actual.dtype and (
+            architecture.function or not {wanted.dtype, actual.dtype} <= {*FLOATS}
+        ):
+            yield Difference("dtype", key, str(wanted.dtype), str(actual.dtype))
+
+
+def _describe_tie(name: str | None) -> str:
+    return "a tensor of its own" if name is None else f"the same tensor as {name}"
+
+
+def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
+    """The class and plain attributes of each module."""
+    return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
+
+
+def _module_digests(model: nn.Module) -> dict[str, str]:
+    texts = {place: json.dumps(settings, sort_keys=True) for place, settings in _settings(model).items()}
+    return {place: sha256(text.encode()).hexdigest()[:16] for place, text in texts.items()}
+
+
+def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[Difference]:
+    """The modules that changed or exist in only one of the two models."""
+    actual = _module_digests(model)
+    for name in sorted(actual.keys() | digests.keys()):
+        if actual.get(name) != digests.get(name):
+            changed = "has another class or other settings" if {name} <= actual.keys() & digests.keys() else None
+            reason = changed or ("is missing" if name in digests else "is new")
+            yield Difference("structure", name or "the model", "", reason)
+
+
+def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
+    """Differences that no file would save: attributes and non-persistent buffers."""
+    expected, actual = _settings(model), _settings(rebuilt)
+    for name in expected.keys() & actual.keys():
+        for key in sorted(expected[name].keys() | actual[name].keys()):
+            if (a := expected[name].get(key)) != (b := actual[name].get(key)):
+                yield f"{name or 'the model'}: {key} is {a}, not {b}"
+    state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
+    for key, buffer in model.named_buffers():
+        if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):
+            yield f"{key} has other values, and is not persistent: it would be lost"
+
+
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.shape == b.shape and a.dtype == b.dtype and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
+    )

@@ -1,0 +1,1 @@
+"""One file for each form on disk: Hugging Face's, PEFT's, GGUF, native, packed, ONNX, C++."""

@@ -1,0 +1,646 @@
+"""Adapters on disk, in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+import json
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment import Change, lora
+from dunes.augment.adapted import Adapted, dense, is_embedding, sides
+from dunes.augment.quantized import Quantized
+from dunes.checkpoint.architecture import module_rows
+from dunes.checkpoint.base import (
+    ANY_BASE_HINT,
+    BaseRecord,
+    BaseWeights,
+    base_identity,
+    check_base,
+    read_base_record,
+)
+from dunes.checkpoint.card import listed_files, read_card
+from dunes.checkpoint.folder import (
+    finished_folder,
+    read_consistently,
+    verified_card,
+    write_card,
+    write_files,
+    write_tokenizer,
+)
+from dunes.checkpoint.formats.adapter_layout import (
+    Factors,
+    Target,
+    join_factors,
+    limit_rank,
+    peft_targets,
+    split_factors,
+)
+from dunes.checkpoint.hf_config_of import hf_config_of
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.source import tensors
+from dunes.checkpoint.state_dict_diff import Prefix
+from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
+from dunes.files import json_file
+from dunes.files.model_file import find_file
+from dunes.models import weight_names
+from dunes.text import Tokenizer
+from dunes.units import plural
+
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+ANY_CONTEXT_LENGTH = 2048
+"""A context length: names of weights do not depend on it."""
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The parts of a model that its adapters refer to. `modules` are its linear layers and embeddings by name.
+
+    `plain` is the model without adapters; quantized layers are replaced by linear layers on the meta device.
+    """
+
+    family: str
+    modules: Mapping[str, nn.Module]
+    plain: nn.Module
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        return peft_targets(weight_names(self.family), self.modules)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        return {name: sides(module) for name, module in self.modules.items()}
+
+
+def adapter_base_of(model: nn.Module) -> AdapterBase:
+    """Raises ValueError for a model that no Hugging Face config describes: its modules have no PEFT names."""
+    plain = lora.base_model(model)
+    modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
+    for p in list(tree.places(plain)):
+        setattr(p.parent, p.key, _dense_module(tree.innermost(p.module)))
+    config = hf_config_of(plain, ANY_CONTEXT_LENGTH)
+    if isinstance(config, str):
+        raise ValueError(
+            f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
+            "as dunes finetune --method full and lora-experts do"
+        )
+    return AdapterBase(config.family, modules, plain)
+
+
+def _dense_module(module: nn.Module) -> nn.Module:
+    """The module itself, or for a quantized layer an empty linear layer of the same shape."""
+    if not isinstance(module, Quantized):
+        return module
+    with torch.device("meta"):
+        return nn.Linear(module.in_features, module.out_features, module.bias is not None)
+
+
+def structure_digest(base: "AdapterBase", change: Change) -> str:
+    """SHA-256 of the structure (everything but the weights) of the dense base with this adapter alone.
+
+    Two adapters with the same shapes may differ in alpha, two bases in their rotary angles. Dtypes are left out:
+    they may change while the adapter is trained.
+    """
+    model = lora.base_model(base.plain)
+    lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
+    return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
+
+
+def save_adapter(
+    model: nn.Module,
+    folder: Path | str,
+    name: str = lora.NAME,
+    base: Path | str | None = None,
+    *,
+    identity: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
+    context_length: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the named adapter; `base` is the folder or Hub name of the model it was trained on.
+
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
+    `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer and the
+    context length are those to use with the adapter. `facts` go into the card; its "changes" are records of
+    earlier changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the
+    original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format
+    cannot express, and for a folder with a foreign model, which would hide the adapter.
+    """
+    folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
+    read_consistently(folder, _refuse_foreign_model)
+    lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
+    config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
+    config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
+    config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
+    config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
+    weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(factors, adapter_base)})
+    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
+    card: dict[str, Any] = {
+        "adapter": name,
+        "family": adapter_base.family,
+        "base": {**(identity or base_identity(model)), **relative_base},
+    }
+    card |= {"structure": structure_digest(adapter_base, change), "changes": []}
+    card |= {} if context_length is None else {"context_length": context_length}
+
+    def fill(staged: Path) -> None:
+        safetensors_writer.write_file(staged / WEIGHTS[0], weights)
+        (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
+        write_tokenizer(staged, tokenizer, context_length)
+        write_card(staged, {**card, **(facts or {})})
+
+    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+
+
+def _refuse_foreign_model(folder: Path) -> None:
+    readable = finished_folder(folder)
+    if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
+        raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
+
+
+def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
+    """An adapter's factors in PEFT's layout, with the target of each.
+
+    Raises ValueError for what `save_adapter` could not write; call it before training.
+    """
+    base = adapter_base_of(model)
+    modules = lora.adapted_modules(model, name)
+    if any(outer[name].depends_on_input for outer in modules.values()):
+        raise ValueError(
+            f"{name!r} is a mixture of LoRA experts, which PEFT has no layout for; save the whole model"
+        )
+    factors = {module: _factors(outer, name) for module, outer in modules.items()}
+    return [(target, join_factors(target, factors, base.sizes)) for target in _peft_targets(base, factors)]
+
+
+def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The absolute path of a base's folder, or its name on the Hub; and for the card, its path from the adapter's
+    folder, so that both can be moved together."""
+    if base is None or not Path(base).exists():
+        return None if base is None else str(base), {}
+    absolute = Path(base).resolve()
+    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
+
+
+def _loading_change(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> Change:
+    """The LoRA change that loading the written files will make."""
+    scaled = {t: replace(f, scale=peft.of(t)[1]) for t, f in factors}
+    by_module = {m: limit_rank(part) for t, f in scaled.items() for m, part in split_factors(t, f).items()}
+    return peft.change(by_module, name)
+
+
+def _factors(outer: Adapted, name: str) -> Factors:
+    adapter = outer[name]
+    a, b = (t.detach() for t in adapter.factors())
+    return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+
+
+def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
+    """The targets that contain these modules, as recent PEFT versions write them: experts stacked."""
+    target_of: dict[str, Target] = {}
+    for target in base.targets.values():
+        for module in target.modules:
+            if module not in target_of or target.stacked:
+                target_of[module] = target
+    for module in modules:
+        if module.endswith(".router"):
+            raise ValueError(f"{module}: PEFT versions disagree on the name of a router's adapter; detach it")
+    return list({target_of[module].weight: target_of[module] for module in modules}.values())
+
+
+def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> dict[str, Tensor]:
+    path = target.path
+    if target.stacked:
+        path = target.parent + (".base_layer" if inner else "")
+    if is_embedding(base.modules[target.modules[0]]):
+        return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
+    keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
+    return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
+
+
+def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
+    """The adapter_config.json; modules are named by their last part where all modules of that name are adapted."""
+    paths = {t.path for t in targets if not t.stacked}
+    adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
+    left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
+        "target_parameters": sorted(t.path for t in targets if t.stacked) or None,
+        "fan_in_fan_out": any(t.transposed for t in targets),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
+    """The most common rank and alpha, and patterns for the others."""
+    settings: dict[str, tuple[int, float]] = {}
+    for target, f in factors:
+        rank = f.rank // len(target.rows)
+        # Rounded to restore the alpha that the scale was computed from.
+        settings[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
+    most_common = Counter(settings.values()).most_common(1)[0][0]
+    # Older versions match a pattern only after a dot.
+    others = {
+        re.escape(path.partition(".")[2] or path): pair for path, pair in settings.items() if pair != most_common
+    }
+    return {
+        "r": most_common[0],
+        "lora_alpha": most_common[1],
+        "rank_pattern": {path: rank for path, (rank, _) in others.items()},
+        "alpha_pattern": {path: alpha for path, (_, alpha) in others.items()},
+    }
+
+
+def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
+    """Load an adapter from a folder under this name and make it active; returns the change.
+
+    Raises ValueError, before the model is touched, for a damaged file, an unsupported method, an unexpected
+    tensor, a shape or rank that does not fit, an adapter without effect, and, unless `any_base` is set, one that
+    was trained on other weights or on a base that cannot be compared with these. Warns if the adapter has no
+    digests of its base: PEFT writes none.
+    """
+    folder = Path(folder)
+    if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
+        check_base(BaseWeights(model), record, folder)
+    return attach_adapter(model, folder, name, any_base)
+
+
+def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> Change:
+    """`load_adapter` without comparing the base's weights, which the caller has verified."""
+    card = verified_card(folder)
+    peft = PeftConfig.read(folder / ADAPTER)
+    base = adapter_base_of(model)
+    factors = _read_factors(folder, peft, base)
+    _check_effect(folder, factors, base)
+    change = peft.change(factors, name)
+    if not any_base:
+        _check_structure(base, change, card, folder)
+    lora.shape(model, change)
+    _copy_factors(model, factors, name)
+    return change
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """The settings of the adapter_config.json at `path` that are used here."""
+
+    path: Path
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    rslora: bool
+    dora: bool
+    dropout: float
+    modules: tuple[str, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> "PeftConfig":
+        """Raises ValueError for anything but LoRA, and for unsupported settings."""
+        return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
+
+    @classmethod
+    def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
+        """The same from the file's contents."""
+        _refuse_unsupported(path, config)
+        return cls(
+            path,
+            _positive_number(path, "r", config.get("r", 8), int),
+            _positive_number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
+            _read_patterns(path, "rank_pattern", config, int),
+            _read_patterns(path, "alpha_pattern", config, int, float),
+            _read_flag(path, "use_rslora", config),
+            _read_flag(path, "use_dora", config),
+            _read_dropout(path, config),
+            _target_modules(config),
+        )
+
+    def of(self, target: Target) -> tuple[int, float]:
+        """The rank and the scale of a target."""
+        rank = next((r for key, r in self.ranks.items() if _matches(key, target.path)), self.rank)
+        alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
+        return rank, alpha / (rank**0.5 if self.rslora else rank)
+
+    def change(self, factors: Mapping[str, Factors], name: str) -> Change:
+        """The change that `augment.lora.decide` returns for these modules."""
+        alpha_scale = {p: f.rank**0.5 if self.rslora else f.rank for p, f in factors.items()}
+        places = {p: {"rank": f.rank, "alpha": f.scale * alpha_scale[p]} for p, f in factors.items()}
+        request = {"where": list(factors), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
+        request |= {"rslora": self.rslora, "dora": self.dora, "dropout": self.dropout}
+        request |= {"adapter": name, "seed": 0, "dtype": "float32"}
+        return Change("lora", lora.VERSION, request, places, (f"**.adapters.{name}.*",))
+
+
+IGNORED_SETTINGS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "target_parameters",
+    "task_type",
+}
+"""Training settings, and those that follow from the names and shapes of the tensors."""
+MAX_NUMBER = 1e9
+"""The limit for a rank or an alpha: in JSON they may be infinite, or have a thousand digits."""
+READ_SETTINGS = {
+    *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "lora_dropout"),
+}
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
+"""Initialisations that do not change the base."""
+
+
+def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first setting that changes what the adapter computes and is not supported."""
+    if (peft_type := config.get("peft_type")) != "LORA":
+        raise ValueError(
+            f"{path}: peft_type is {quote(peft_type)}; only 'LORA' is supported; merge this adapter with PEFT"
+        )
+    if (init := config.get("init_lora_weights", True)) not in PLAIN_INITS:
+        raise ValueError(
+            f"{path}: init_lora_weights is {quote(init)}, which also changes the base; "
+            "convert it to plain LoRA with PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
+        )
+    known = IGNORED_SETTINGS | READ_SETTINGS
+    for key, value in config.items():
+        if key not in known and value and (key, value) != ("bias", "none"):
+            raise ValueError(
+                f"{path}: {quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT"
+            )
+
+
+def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
+    if type(value) not in types or not 0 < value < MAX_NUMBER:
+        raise ValueError(f"{path}: {key} is {quote(value)}; expected a positive number; download the file again")
+    return value
+
+
+def _read_flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
+    if (value := config.get(key) or False) not in (True, False):
+        raise ValueError(f"{path}: {key} is {quote(value)}; expected true or false")
+    return bool(value)
+
+
+def _read_dropout(path: Path, config: Mapping[str, Any]) -> float:
+    rate = config.get("lora_dropout") or 0.0
+    if type(rate) is not float or not 0 <= rate < 1:
+        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; expected a number from 0 to below 1")
+    return rate
+
+
+def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{path}: {key} is {quote(patterns)}; expected an object")
+    for pattern, value in patterns.items():
+        _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
+        # An untrusted expression must not take exponential time.
+        if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
+            raise ValueError(f"{path}: {key} has {quote(pattern)}, which is too complex; list the module names")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"{path}: {key} has {quote(pattern)}, not a valid regular expression: {error}"
+            ) from None
+    return patterns
+
+
+def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The suffixes in target_modules; none if other settings exclude some of those modules."""
+    modules = config.get("target_modules")
+    narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
+    if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
+        return ()
+    return tuple(modules) if all(isinstance(name, str) for name in modules) else ()
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """PEFT's rule: the regular expression matches the end of the name, after a dot."""
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if the card was written for a model of another structure."""
+    if card.get("format") in (1, 2):  # whose digests are of other classes and attributes
+        warnings.warn(
+            f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
+            stacklevel=2,
+        )
+        return
+    expected = card.get("structure")
+    if expected is None and BaseRecord.read(card, folder) is None:
+        return
+    if expected != (actual := structure_digest(base, change)):
+        raise ValueError(
+            f"{folder}: base and adapter form a different model here: its structure digest is {actual[:12]}, not "
+            f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "
+            f"dunes or torch; load the original base, {ANY_BASE_HINT}"
+        )
+
+
+PARTS = {
+    "lora_A.weight": "A",
+    "lora_B.weight": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+    "base_layer.weight": "base",
+}
+
+
+def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
+    """The tensors of the file by module and part. Raises ValueError for names that are not an adapter's."""
+    path = next(filter(None, (find_file(folder, name) for name in WEIGHTS)), None)
+    if path is None:
+        raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
+    groups: dict[str, dict[str, LazyTensor]] = {}
+    unknown = []
+    for key, stored in tensors(path).items():
+        end = next((e for e in PARTS if key.endswith(f".{e}")), None)
+        if end is None or PARTS[end] in groups.get(key.removesuffix(f".{end}"), {}):
+            unknown.append(key)
+        else:
+            groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
+    if unknown:
+        raise ValueError(
+            f"{path}: {plural(len(unknown), 'tensor does', 'tensors do')} not belong to an adapter, "
+            f"such as {quote(unknown[0])}"
+        )
+    return groups
+
+
+def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
+    """The factors of each module. Raises ValueError that names the tensor which does not fit."""
+    targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
+    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in targets]
+    prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
+    if prefix.renames:
+        warnings.warn(f"{folder}: {prefix.note}", stacklevel=2)
+    for module, group in groups.items():
+        target = _find_target(folder, prefix.renames.get(module, module), group, targets, base)
+        if "base" in group:
+            _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
+            if not group:
+                continue
+        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.dora else set()):
+            raise ValueError(
+                f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
+                f"use_dora, which is {peft.dora}, a magnitude; download the files again"
+            )
+        adapted.update(target.modules)
+        for name, part in split_factors(target, _read_target(module, group, target, peft, base)).items():
+            if name in factors:
+                raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
+            factors[name] = limit_rank(part)
+    _check_complete(folder, peft, adapted, targets)
+    if not factors:
+        raise ValueError(f"{folder}: this adapter has no effect: B is zero or missing everywhere; was it trained?")
+    return factors
+
+
+def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
+    """Raise ValueError if the file has no tensors for modules that the config names."""
+    experts = {m for t in named.values() if t.stacked for m in t.modules}  # stored in one of several ways
+    named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
+    if missing := [
+        t for t in named_targets if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)
+    ]:
+        raise ValueError(
+            f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has no tensors for "
+            f"{len(missing)} of them, such as {missing[0].path}; download the files again"
+        )
+
+
+def _find_target(
+    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: AdapterBase
+) -> Target:
+    """The target of a module in the file; stacked experts by shape, since nesting depends on the writer."""
+    path = module.removeprefix(PREFIX)
+    if (plain := named.get(f"{path}.weight")) is not None:
+        return plain
+    path = re.sub(r"(\.base_layer)+$", "", path)
+    stacks = [t for t in named.values() if t.stacked and t.parent == path]
+    for target in stacks:
+        if {part: w.shape for part, w in group.items()} == _expected_shapes(target, group, base):
+            return target
+    names = ", ".join(list(named)[:3])
+    raise ValueError(
+        f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} does not exist "
+        f"in this {base.family} model, whose weights are {names}, ...; was it made for another model?"
+    )
+
+
+def _expected_shapes(
+    target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
+) -> dict[str, tuple[int, ...]]:
+    """The expected shapes, given the rank of A."""
+    inputs = base.sizes[target.modules[0]][0]
+    outputs = sum(base.sizes[module][1] for module in target.rows[0])
+    ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
+    shapes = {"A": (ranks, inputs), "B": (outputs, ranks), "magnitude": (outputs,)}
+    return {part: shapes[part] for part in group if part in shapes}
+
+
+def _read_target(
+    module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
+) -> Factors:
+    """Read the factors of a target. Raises ValueError for a wrong shape or rank, and for non-finite values."""
+    rank, scale = peft.of(target)
+    expected = _expected_shapes(target, group, base)
+    if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
+        part = wrong[0]
+        raise ValueError(
+            f"{module}: {part} is {tuple(group[part].shape)}, expected {expected[part]}; is it for another base?"
+        )
+    if group["A"].shape[0] != rank * len(target.rows):
+        raise ValueError(
+            f"{peft.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
+            f"{plural(len(target.rows), 'matrix', 'matrices')}; the config belongs to another file"
+        )
+    read = {part: stored.read().float() for part, stored in group.items()}
+    if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{module}: {infinite[0]} has values that are not finite; training diverged")
+    return Factors(read["A"], read["B"], scale, read.get("magnitude"))
+
+
+def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
+    """Raise ValueError if the embedding that PEFT saves beside its adapter differs from the base's."""
+    table = dense(base)
+    if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
+        raise ValueError(
+            f"{folder}: {module} has weights that differ from this base's; merge the adapter with PEFT"
+        )
+
+
+@torch.no_grad()
+def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBase) -> None:
+    """Raise ValueError if the adapter has no effect on the model."""
+    for module, f in factors.items():
+        # The squared norm of B @ A without computing the product; in float64, since PiSSA subtracts large values
+        # that nearly cancel.
+        a, b = f.A.double(), f.B.double()
+        if ((b.T @ b) * (a @ a.T)).sum() > 0:
+            return
+        if f.magnitude is not None:
+            norms = dense(base.modules[module]).float().norm(dim=1)
+            if not torch.allclose(norms, f.magnitude.to(norms), rtol=1e-4):
+                return
+    raise ValueError(f"{folder}: this adapter has no effect: B @ A is zero everywhere; was it trained?")
+
+
+@torch.no_grad()
+def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -> None:
+    wrapped = lora.adapted_modules(model, name)
+    for module, f in factors.items():
+        adapter = wrapped[module][name]
+        adapter.A.copy_(f.A)
+        adapter.B.copy_(f.B)
+        if adapter.magnitude is not None and f.magnitude is not None:
+            adapter.magnitude.copy_(f.magnitude)
+
+
+def _all_peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
+    # PEFT nests the parameters of a module: the last is the outermost.
+    stacked = {target for target, _ in factors if target.stacked}
+    outermost = {t.parent: t for t in base.targets.values() if t in stacked}
+    for target, f in factors:
+        inner = target.stacked and target != outermost[target.parent]
+        yield from _peft_keys(target, f, base, inner).items()

@@ -1,0 +1,164 @@
+"""Quantized layers as compressed-tensors stores them, which transformers, vLLM and others open.
+
+In `pack-quantized`, beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand
+`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, if codes are not
+symmetric) and `X.weight_shape`. In `int-quantized`, which is only read, it is `X.weight` (int8) and
+`X.weight_scale` (one for each row). The `quantization_config` of config.json lists the layers of each kind.
+https://github.com/vllm-project/compressed-tensors
+"""
+
+# Shapes: I inputs, O outputs, G groups of a row.
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dunes.augment.group_int import GroupInt, pack, unpack
+from dunes.augment.quantize import Int8
+from dunes.augment.quantized import Grid, Quantized, Steps
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
+
+NAME = "compressed-tensors"
+FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+PACKED = "weight_packed"
+BITS = (4, 8)
+"""What its readers have kernels for."""
+
+
+def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
+    """The tensors of a layer by their last names, from which `dense_weights` gives its weight.
+
+    Raises ValueError for a layer that this form cannot hold.
+    """
+    grid, inputs = grid_of(layer, place), layer.in_features
+    if inputs % grid.width(inputs):
+        raise ValueError(f"{place}: its {inputs} inputs are no multiple of {grid.group}, as {NAME} needs them")
+    codes, scale, zero = _values(layer)
+    tensors = {
+        PACKED: _int32(pack(codes, grid.bits)),
+        "weight_scale": scale.to(layer.dtype),
+        "weight_shape": torch.tensor([layer.out_features, inputs]),
+    }
+    if not grid.symmetric:
+        tensors["weight_zero_point"] = _int32(pack(zero.T, grid.bits)).T.contiguous()
+    return tensors
+
+
+def grid_of(layer: Quantized, place: str) -> Grid:
+    """The grid of a layer's weight. Raises ValueError for one that this form cannot hold."""
+    grid = Grid(8, symmetric=True) if isinstance(layer, Int8) else getattr(layer, "grid", None)
+    if not isinstance(grid, Grid) or grid.real_zero or grid.bits not in BITS:
+        raise ValueError(
+            f"{place} is {type(layer).__name__} {grid or ''}; {NAME} has int8 and int4 with whole zero points: "
+            "quantize the dense model with --kind int4 or int8"
+        )
+    return grid
+
+
+def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes (O, I) from 0, scales and zero points (O, G)."""
+    if isinstance(layer, GroupInt):
+        return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.steps()
+    assert isinstance(layer, Int8)
+    return layer.codes.int() + 128, layer.scale, torch.full_like(layer.scale, 128)
+
+
+def _int32(packed: Tensor) -> Tensor:
+    """Rows of bytes (O, N), with zeros at their ends, as int32 (O, N / 4 and more)."""
+    return F.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def quantization_config(layers: Mapping[str, Quantized]) -> dict[str, Any]:
+    """The entry of config.json, for layers by their names in the files."""
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name, layer in layers.items():
+        grid = grid_of(layer, name)
+        width = grid.width(layer.in_features)
+        group = width if width < layer.in_features else 0
+        groups.setdefault((grid.bits, group, grid.symmetric), []).append(name)
+    return {
+        "quant_method": NAME,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            f"group_{i}": {"targets": names, "weights": _scheme(*key), "format": FORMAT}
+            for i, (key, names) in enumerate(groups.items())
+        },
+    }
+
+
+def _scheme(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return {"num_bits": bits, "type": "int", "symmetric": symmetric, "dynamic": False, **strategy}
+
+
+def is_packed(quantization: Any) -> bool:
+    """Whether the `quantization_config` of a config.json is of weights in this form."""
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("quant_method") == NAME
+        and quantization.get("format") in (FORMAT, INT_FORMAT, MIXED)
+    )
+
+
+def dense_weights(files: Weights) -> dict[str, LazyTensor]:
+    """The tensors with dense ones in place of the parts of each quantized one, dequantized when they are read.
+
+    Inputs are not rounded then. Raises ValueError for parts that are missing or do not fit, and for other numbers
+    of bits.
+    """
+    tensors = dict(files)
+    for key in [key for key, tensor in files.items() if tensor.dtype == torch.int8]:
+        tensors[key] = _dense_rows(files[key], tensors.pop(f"{key}_scale", None))
+    for key in [key for key in files if key.endswith(f".{PACKED}")]:
+        name = key.removesuffix(PACKED)
+        names = ("weight_scale", "weight_zero_point", "weight_shape")
+        parts = {part: tensors.pop(name + part) for part in (PACKED, *names) if name + part in files}
+        tensors[f"{name}weight"] = _dense(parts, files[key].origin)
+    return tensors
+
+
+def _dense_rows(codes: LazyTensor, scale: LazyTensor | None) -> LazyTensor:
+    """Codes (O, I) int8 times the scales (O, 1) of their rows."""
+    if scale is None or len(codes.shape) != 2 or scale.shape != (codes.shape[0], 1):
+        raise ValueError(f"{codes.origin}: its scales do not fit int8 by row; download the file again")
+
+    def release() -> None:
+        codes.release()
+        scale.release()
+
+    read = lambda: (codes.read().float() * scale.read().float()).to(scale.dtype)
+    return LazyTensor(codes.shape, scale.dtype, codes.origin, read, release)
+
+
+def _dense(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
+    try:
+        rows, columns = parts["weight_shape"].read().flatten().tolist()
+        scale, packed, zero = parts["weight_scale"], parts[PACKED], parts.get("weight_zero_point")
+        bits = next(b for b in BITS if packed.shape == (rows, -(-columns * b // 32)))
+        groups = scale.shape[1]
+        fits = scale.shape == (rows, groups) and columns % groups == 0 and packed.dtype == torch.int32
+        if not fits or (zero is not None and zero.shape != (-(-rows * bits // 32), groups)):
+            raise ValueError
+    except (KeyError, ValueError, IndexError, StopIteration, ArithmeticError):
+        raise ValueError(
+            f"{origin}: its scale, zero point and shape do not fit codes of 4 or 8 bits; download the file again"
+        ) from None
+
+    def read() -> Tensor:
+        codes = unpack(packed.read().contiguous().view(torch.uint8), bits, columns).float()
+        steps = Steps(scale.read().float(), torch.full((rows, groups), float(2 ** (bits - 1))))
+        if zero is not None:
+            steps = steps._replace(zero=unpack(zero.read().T.contiguous().view(torch.uint8), bits, rows).T.float())
+        whole = (codes.view(rows, groups, -1) - steps.zero[..., None]) * steps.scale[..., None]
+        return whole.flatten(1).to(scale.dtype)
+
+    def release() -> None:
+        for tensor in parts.values():
+            tensor.release()
+
+    return LazyTensor((rows, columns), scale.dtype, origin, read, release)

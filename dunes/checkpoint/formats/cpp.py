@@ -1,0 +1,285 @@
+"""A folder from which a program without Python generates text, or runs another network: compiled code, weights,
+tokenizer, and the sources of a library with a C interface.
+
+The code is what `dunes compile` keeps, or AOTInductor's of a whole forward; it serves this kind of processor and
+this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+"""
+
+import json
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.convert import exclusive_folder
+from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.checkpoint.weights.safetensors_writer import CODES, write_file
+from dunes.files import atomic
+from dunes.generate.packages import (
+    PACKAGE,
+    TOLERANCE,
+    check_step,
+    compile_graph,
+    compile_step,
+    has_compiler,
+    load_step,
+    native_files,
+)
+from dunes.generate.step import FEW, CompiledStep, load_native, step_weights
+from dunes.parts import Decoder, cache_for, vocabulary_size
+from dunes.parts.cache import RollingCache
+from dunes.text import Tokenizer
+from dunes.text.encoding_tables import encoding_tables
+from dunes.units import format_bytes
+
+CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
+SOURCES = Path(__file__).parent / "program"
+OF_TEXTS = "text."
+"""Before the names of weights that the code for a text's beginning has in another dtype."""
+MIN_CONTEXT, CHUNK = 8, 1 << 24
+MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+"""Of a checksum: https://prng.di.unimi.it/splitmix64.c"""
+INSTRUCTIONS = re.compile(
+    "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
+    "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
+)
+"""Of what Linux lists of an x86 processor, that for which compilers write instructions; all of it on others."""
+
+
+def export_native(
+    loaded: LoadedModel,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    show: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Write the folder `out` with the model's compiled decoding; returns a line on what was written.
+
+    `dtype` and the time are those of `compile_step`; `show` is told before it begins. Raises ValueError, before
+    any work, if `out` exists, without a C++ compiler, and for models that are no decoders, that need their whole
+    text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled.
+    """
+    model, tokenizer = loaded.model, loaded.tokenizer
+    check_target(out)
+    _check_decoder(model, loaded.context_length, dtype)
+    show("compiling the steps unless they are kept already: one to three minutes")
+    package, chosen = compile_step(model, loaded.context_length, dtype)
+    files, step = native_files(package), load_step(model, chosen)
+    names = [file.name for file in files]
+    if step is None or not step.native or "native-few.so" not in names:
+        raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
+    weights = step_weights(model, chosen)
+    if "native-text.so" in names:
+        weights |= _differing(weights, step_weights(model, next(model.parameters()).dtype))
+    tables = None if tokenizer is None else encoding_tables(tokenizer)
+    card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else _no_tokenizer(tokenizer)}
+
+    def fill(folder: Path) -> None:
+        for file in files:
+            shutil.copy(file, folder)
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        if tables is not None:
+            write_file(folder / TABLES, in_memory({k: torch.from_numpy(v) for k, v in tables.items()}))
+
+    return _write(out, "decoder", weights, card, fill)
+
+
+def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
+    """Write the folder `out` with a network's forward in evaluation mode; returns a line on what was written.
+
+    It takes and gives float32 tensors of the shapes that it has with this example, on the CPU. Raises ValueError,
+    before any work, if `out` exists, without a C++ compiler, and for a network that does not map one such tensor
+    to another or changes its buffers; afterwards for what torch cannot export or compile, and if the code
+    computes something else.
+    """
+    check_target(out)
+    expected = _check_network(model, example)
+    with TemporaryDirectory() as folder, tree.mode(model, False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        graph = _export_network(model, example)
+        compile_graph(graph, Path(folder) / PACKAGE)
+        weights = _tensors(model)
+        _check_result(load_native(Path(folder) / PACKAGE, weights)([example])[0], expected)
+        card = {"input": list(example.shape), "output": list(expected.shape)}
+
+        def fill(staged: Path) -> None:
+            for file in Path(folder).glob(f"{Path(PACKAGE).stem}.*"):
+                shutil.copy(file, staged)
+
+        return _write(out, "network", weights, card | {"aliases": {}}, fill)
+
+
+def check_target(out: Path) -> None:
+    """Raise ValueError if `out` exists, on Windows, and without a C++ compiler."""
+    if platform.system() not in ("Linux", "Darwin"):
+        raise ValueError("--to cpp: for Linux and macOS only")
+    if out.exists() or out.is_symlink():
+        raise ValueError(f"{out}: exists already; choose another name, or remove it")
+    if not has_compiler():
+        raise ValueError("--to cpp: needs a C++ compiler; install g++ or clang")
+
+
+def _check_decoder(model: nn.Module, context_length: int, dtype: torch.dtype | None) -> None:
+    if type(model) is not Decoder:
+        raise ValueError(f"--to cpp: needs a Decoder, not a {type(model).__name__}")
+    check_step(model, dtype)
+    if context_length < MIN_CONTEXT:
+        raise ValueError(
+            f"--to cpp: the model attends to {context_length} tokens; expected at least {MIN_CONTEXT}"
+        )
+    if cache_for(model, 1, MIN_CONTEXT) is None:
+        raise ValueError("--to cpp: the model may mix tokens, so that it needs its whole text for each token")
+
+
+def _check_network(model: nn.Module, example: Tensor) -> Tensor:
+    """What the network computes from the example. Raises ValueError for one that cannot be exported."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
+    if elsewhere := [n for n, t in _tensors(model).items() if t.device.type != "cpu"]:
+        raise ValueError(f"--to cpp: code is compiled for the CPU, and {elsewhere[0]} is on another device")
+    before = {name: buffer._version for name, buffer in model.named_buffers()}
+    with torch.no_grad(), tree.mode(model, False):
+        expected = model(example)
+    if changed := [n for n, b in model.named_buffers() if before.get(n) != b._version]:
+        raise ValueError(f"{changed[0]}: a buffer that forward changes, which compiled code cannot; remove it")
+    if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:
+        raise ValueError("--to cpp: expected a network of one tensor in float32 that gives one in float32")
+    return expected
+
+
+def _export_network(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    try:
+        with torch.no_grad():
+            graph = torch.export.export(model, (example,), strict=False)
+    except Exception as error:  # torch raises whatever it meets
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"--to cpp: torch cannot export this network: {reason}") from None
+    if constants := graph.graph_signature.lifted_tensor_constants:
+        raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
+    return graph
+
+
+def _check_result(result: Tensor, expected: Tensor) -> None:
+    difference, largest = (result - expected).abs().max(), expected.abs().max()
+    if not difference <= TOLERANCE[torch.float32] * largest:
+        raise ValueError(f"compiled, it differs by {difference:.1e} from the network, of up to {largest:.1e}")
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the others that differ, under names of their own."""
+    pairs = [(name, weights.get(name), tensor) for name, tensor in others.items()]
+    return {
+        OF_TEXTS + name: b
+        for name, a, b in pairs
+        if a is None or a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b)
+    }
+
+
+def _no_tokenizer(tokenizer: Tokenizer | None) -> str:
+    """Why the program takes and gives ids only."""
+    if tokenizer is None:
+        return "the model has no tokenizer"
+    return "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
+
+
+def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
+    tokenizer, ids = loaded.tokenizer, vocabulary_size(loaded.model)
+    assert ids is not None, "a decoder embeds ids"
+    largest = cache_for(loaded.model, 1, 1 << 40)  # which allocates when it is written to
+    rolling = largest if isinstance(largest, RollingCache) else None
+    parts = [("key", step.example.keys), ("value", step.example.values)]
+    return {
+        "context_length": loaded.context_length,
+        "vocabulary": ids if tokenizer is None else min(ids, tokenizer.vocab),
+        "embedded": ids,
+        "few": FEW,
+        "window": 0 if rolling is None else rolling.window,
+        "rolling": 0 if rolling is None else rolling.capacity,
+        "stops": [] if tokenizer is None else sorted(tokenizer.stops),
+        "bos": [] if tokenizer is None else tokenizer.bos,
+        "empty": [] if tokenizer is None else tokenizer.prompt(""),
+        "cache": [
+            {"part": part, "heads": t.shape[1], "dim": t.shape[3], "dtype": CODES[t.dtype]}
+            for part, tensors in parts
+            for t in tensors
+        ],
+    }
+
+
+def _write(
+    out: Path, kind: str, weights: Mapping[str, Tensor], facts: Mapping[str, Any], fill: Callable[[Path], None]
+) -> str:
+    """Write the folder with these weights, whatever `fill` writes, the sources, and the card."""
+    aliases, own = _without_aliases(weights)
+    card = {
+        "format": FORMAT,
+        "kind": kind,
+        "torch": torch.__version__.split("+")[0],
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "instructions": " ".join(instructions()),
+        "aliases": aliases,
+        **facts,
+    }
+
+    def write(folder: Path) -> None:
+        fill(folder)
+        write_file(folder / WEIGHTS, in_memory(own))
+        files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
+        for file in sorted(SOURCES.iterdir()):
+            shutil.copy(file, folder)
+        (folder / CARD).write_text(json.dumps(card | {"files": files}, indent=1) + "\n")
+
+    size = sum(tensor.nbytes for tensor in own.values())
+    with exclusive_folder(out):
+        atomic.write_folder(out, write, size)
+    code = sum(file.stat().st_size for file in out.glob("*.so"))
+    return f"{format_bytes(size)} of weights, {format_bytes(code)} of code for this processor"
+
+
+def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The names of tensors that are stored under another name, and the tensors to store."""
+    stored: dict[tuple[Any, ...], str] = {}
+    keys = {n: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for n, t in weights.items()}
+    names = {name: stored.setdefault(key, name) if key[0] else name for name, key in keys.items()}
+    own = {name: weights[name] for name, first in names.items() if name == first}
+    return {name: first for name, first in names.items() if name != first}, own
+
+
+def instructions() -> Sequence[str]:
+    """The instructions of this processor, as Linux names them; none on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    line = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    flags = line.split(":", 1)[1].split()
+    return [f for f in flags if INSTRUCTIONS.fullmatch(f) or not line.startswith("flags")]
+
+
+def checksum(file: Path) -> str:
+    """The sum of the file's words of 8 bytes, each mixed with its place: native/folder.h computes the same."""
+    total = size = file.stat().st_size
+    with file.open("rb") as stream:
+        for start in range(0, size, CHUNK):
+            data = stream.read(CHUNK)
+            words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
+            mixed = words + np.arange(start // 8, start // 8 + len(words), dtype=np.uint64) * MIX[0]
+            for shift, factor in zip((30, 27), MIX[1:], strict=True):
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
+            total += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+    return f"{total % 2**64:016x}"

@@ -1,0 +1,365 @@
+"""GGUF, llama.cpp's format: metadata, vocabulary and weights in one file, by the `gguf` package.
+
+Its table of names says how llama.cpp calls Hugging Face's tensors; `KEYS` is the same for a config.json.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dunes.checkpoint.architecture import Architecture
+from dunes.checkpoint.formats.native import to_halves
+from dunes.checkpoint.weights.header import check_name, quote
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.weights.mapped_file import MappedFile, shape_error
+from dunes.extra import extra
+from dunes.models import FAMILIES, config_values
+from dunes.models.config_values import quotient
+from dunes.models.names import Names, identity, name, to_ours, to_theirs
+from dunes.models.rope import scaling_to_hf, yarn_scale
+from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
+from dunes.text import Tokenizer
+from dunes.text.gguf_file import TensorInfo, read_header
+from dunes.text.gguf_vocabulary import vocabulary_fields
+
+ARCHITECTURES = {
+    **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
+    **{family: family for family in ("arcee", "qwen2", "qwen3", "gpt2")},
+    "qwen3_moe": "qwen3moe",
+}
+"""llama.cpp's architecture of each family."""
+PAIRED = ("llama", "arcee")
+"""Architectures that rotate adjacent dimensions, as Meta's own code does."""
+UNBIASED = ("arcee", "qwen3", "qwen3moe")
+"""Architectures without biases."""
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+EXACT = ("ffn_gate_inp", "position_embd")
+"""Matrices that llama.cpp wants in float32."""
+DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+BLOCK = 32
+"""Elements in a block of the quantized types."""
+FREQUENCIES = "rope_freqs.weight"
+"""What llama.cpp divides each rotary frequency by: LLaMA 3's scaling."""
+
+KEYS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""The keys of a config.json, and what follows the architecture's name in a GGUF file."""
+GPT2_KEYS = {
+    "n_layer": "block_count",
+    "n_embd": "embedding_length",
+    "n_inner": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+
+
+def write(
+    path: Path, model: Architecture, weights: Weights, tokenizer: Tokenizer | None, dtype: str
+) -> Counter[str]:
+    """Write a model's `weights`, by its own names, in one of TYPES; returns the number of tensors of each type.
+
+    Vectors, routers and learned positions stay in float32. In quantized files, a matrix whose rows are not made of
+    blocks of 32 is float16, and in q4_0, embedding and head are q8_0. The file is read again and compared, one
+    tensor in memory at a time. Raises ValueError for what llama.cpp cannot express, before the file is opened, for
+    values that the dtype cannot hold, and if the file has other weights.
+    """
+    package, kind = extra("gguf", "gguf"), TYPES[dtype]
+    fields, weights = _fields(model, tokenizer), {**weights, **_frequencies(model)}
+    names = [*weight_names(model), name(FREQUENCIES, FREQUENCIES)]
+    conversions, unknown = to_theirs(names, weights)
+    assert not unknown, "a family has a name for each of its weights"
+    theirs = renamed(conversions, weights)
+    numbers = {key: package.GGMLQuantizationType[_type(key, t.shape, kind)] for key, t in theirs.items()}
+    with closing(package.GGUFWriter(path, ARCHITECTURES[model.family])) as writer:
+        writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+        writer.add_quantization_version(package.GGML_QUANT_VERSION)
+        for key, value in fields.items():
+            _add(writer, key, value)
+        for key, tensor in theirs.items():
+            block, size = package.GGML_QUANT_SIZES[numbers[key]]
+            nbytes = prod(tensor.shape) // block * size
+            writer.add_tensor_info(key, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=numbers[key])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for key, tensor in theirs.items():
+            writer.write_tensor_data(_encode(tensor, numbers[key])[0])
+            tensor.release()
+    _verify(path, fields, names, weights, numbers)
+    return Counter(number.name for number in numbers.values())
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    names = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array", tuple: "array"}
+    getattr(writer, f"add_{names[type(value)]}")(key, value)
+
+
+def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
+    if len(shape) == 1 or any(part in key for part in EXACT):
+        return "F32"
+    if kind == "Q4_0" and not key.startswith("blk."):
+        kind = "Q8_0"
+    return "F16" if kind[0] == "Q" and shape[-1] % BLOCK else kind
+
+
+def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
+    """A tensor's bytes in one of the package's types, and the values that these stand for.
+
+    Raises ValueError for values that the type cannot hold.
+    """
+    values = tensor.read().float().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        encoded = extra("gguf", "gguf").quantize(values, number)
+        decoded = extra("gguf", "gguf").dequantize(encoded, number)
+    if not np.isfinite(decoded).all():
+        remedy = "use --dtype float32" if np.isfinite(values).all() else "list them: dunes inspect --values"
+        raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; {remedy}")
+    return encoded, decoded
+
+
+def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a file has this metadata, whose vocabulary was compared with the tokenizer."""
+    stored = read_header(path).fields
+    for key, value in fields.items():
+        found, expected = stored.get(key), value
+        if isinstance(value, list | tuple):
+            expected = [item.encode() if isinstance(item, str) else item for item in value]
+            found = found.tolist() if isinstance(found, np.ndarray) else found
+        elif isinstance(value, float):
+            expected, found = np.float32(value), np.float32(found)
+        if found != expected:
+            raise ValueError(f"{path}: the written file has another {key}; check the disk")
+
+
+def _verify(
+    path: Path, fields: Mapping[str, Any], names: Names, weights: Weights, numbers: Mapping[str, Any]
+) -> None:
+    """Raise ValueError unless a file has this metadata, and these weights, rounded to its types."""
+    _verify_fields(path, fields)
+    files = tensors(path)
+    for key, number in numbers.items():
+        conversions, _ = to_ours(names, {key: files[key].shape})
+        for ours, stored in renamed(conversions, in_memory({key: files[key].read()})).items():
+            if not np.array_equal(stored.read().float().numpy(), _encode(weights[ours], number)[1]):
+                raise ValueError(f"{weights[ours].origin}: the written file has other values; check the disk")
+            weights[ours].release()
+        files[key].release()
+
+
+def weight_names(model: Architecture) -> Names:
+    """The tensors' names in a GGUF file, with the experts stacked."""
+    package, architecture = extra("gguf", "gguf"), ARCHITECTURES[model.family]
+    number = {text: number for number, text in package.MODEL_ARCH_NAMES.items()}[architecture]
+    table, names = package.get_tensor_name_map(number, 1), []
+    for rule in FAMILIES[model.family].NAMES:
+        key = table.get_name(rule.theirs.replace("{i}", "0").replace("{e}.", ""), (".weight", ".bias"))
+        ours, load, save = rule.ours, identity, identity
+        if rule.ours[0].rpartition(".")[0].endswith(("attn.q", "attn.k")) and architecture in PAIRED:
+            heads = model.config.heads if ".q." in ours[0] else model.config.kv_heads
+            load, save = partial(to_halves, heads=heads), partial(to_pairs, heads=heads)
+        if "{e}" in rule.theirs:
+            ours = tuple(ours[0].replace("{e}", str(e)) for e in range(model.config.experts))
+            load, save = partial(Tensor.flatten, end_dim=1), partial(_stack, count=len(ours))
+        names.append(name(key.replace(".0.", ".{i}."), *ours, load=load, save=save))
+    return names
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`: dimensions i, i + D/2 of a head become 2i, 2i+1."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def _stack(weight: Tensor, count: int) -> Tensor:
+    return weight.reshape(count, -1, weight.shape[1])
+
+
+def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The metadata of a model. Raises ValueError for what llama.cpp cannot express."""
+    hf, architecture = FAMILIES[model.family].to_hf(model.config), ARCHITECTURES[model.family]
+    if architecture in UNBIASED and (hf.get("attention_bias") or hf.get("mlp_bias")):
+        raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
+    if not hf.get("norm_topk_prob", True):
+        raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
+    keys = GPT2_KEYS if architecture == "gpt2" else KEYS
+    fields = {key: hf[ours] for ours, key in keys.items() if hf.get(ours) is not None}
+    if hf.get("sliding_window"):
+        fields["context_length"] = _context_length(hf)
+    if "head_dim" in hf:
+        fields |= {"attention.value_length": hf["head_dim"], "rope.dimension_count": hf["head_dim"]}
+        fields |= _rope_fields(model.config.scaling)
+    fields = {
+        f"{architecture}.{key}": value for key, value in (fields | {"vocab_size": model.config.vocab}).items()
+    }
+    vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
+    return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
+
+
+def _context_length(hf: Mapping[str, Any]) -> int:
+    """llama.cpp ignores the window; up to there the model is the same."""
+    return int(min(hf["sliding_window"] or hf["max_position_embeddings"], hf["max_position_embeddings"]))
+
+
+def window_note(model: Architecture) -> str:
+    """What to print of a file whose context length is less than the model's; empty if it is not."""
+    hf = FAMILIES[model.family].to_hf(model.config)
+    if not hf.get("sliding_window") or (cut := _context_length(hf)) == (length := hf["max_position_embeddings"]):
+        return ""
+    return f"; context length cut from {length} to {cut}, the sliding window, which llama.cpp ignores"
+
+
+def _rope_fields(scaling: Scaling) -> dict[str, Any]:
+    match scaling:
+        case Linear():
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
+        case Yarn():
+            if (scaling.beta_fast, scaling.beta_slow, scaling.truncate) != (32.0, 1.0, True):
+                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate, this model has not")
+            return {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": float(scaling.factor),
+                "rope.scaling.original_context_length": scaling.length,
+                "rope.scaling.attn_factor": scaling.attention_factor / yarn_scale(scaling.factor),
+            }
+        case Llama3():
+            return {"rope.scaling.original_context_length": scaling.length}
+    assert isinstance(scaling, Unscaled)
+    return {}
+
+
+def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
+    """The divisors of LLaMA 3's rotary frequencies; none for other scalings."""
+    scaling = getattr(model.config, "scaling", None)
+    if not isinstance(scaling, Llama3):
+        return {}
+    config, cpu = model.config, torch.device("cpu")
+    scaled = scaling.inverse_frequencies(config.head_dim, config.rope_base, cpu)
+    return in_memory({FREQUENCIES: base_frequencies(config.head_dim, config.rope_base, cpu) / scaled})
+
+
+# --- reading
+
+
+def tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a GGUF file and of its other parts, quantized ones as float32 when they are read.
+
+    Raises ValueError for a name that is unsafe or occurs twice, a type that the package does not know, and a
+    tensor that is not within the file.
+    """
+    files, infos = dict[str, LazyTensor](), read_header(path).tensors
+    mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
+    for info in infos:
+        if check_name(info.name) in files:
+            raise ValueError(f"two tensors are called {quote(info.name)}; fetch the file again")
+        files[info.name] = _lazy_tensor(mapped[info.path], info)
+    return files
+
+
+def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
+    package, origin = extra("gguf", "gguf"), f"{mapped.path.name}: {info.name}"
+    try:
+        number = package.GGMLQuantizationType(info.type)
+        block, size = package.GGML_QUANT_SIZES[number]
+        package.dequantize(np.zeros((1, size), np.uint8), number)
+    except (ValueError, NotImplementedError):
+        remedy = "write it in another: llama-quantize --allow-requantize FILE OUT F16"
+        raise ValueError(f"tensor {quote(info.name)} has the unsupported type {info.type}; {remedy}") from None
+    rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
+    if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
+        raise ValueError(f"tensor {quote(info.name)} {reason}; fetch the file again")
+    if info.offset + prod(info.shape) // block * size > mapped.size:
+        raise ValueError(f"tensor {quote(info.name)} exceeds the file's {mapped.size} bytes; fetch the file again")
+    if number.name in DENSE:
+        read = partial(mapped.tensor, info.offset, info.shape, DENSE[number.name])
+        return LazyTensor(info.shape, DENSE[number.name], origin, read, mapped.release)
+
+    def dequantize() -> Tensor:
+        raw = mapped.tensor(info.offset, (*info.shape[:-1], (rows or 0) * size), torch.uint8)
+        return torch.from_numpy(package.dequantize(raw.numpy(), number))
+
+    return LazyTensor(info.shape, torch.float32, origin, dequantize, mapped.release)
+
+
+def hf_config(path: Path, files: Weights) -> dict[str, Any]:
+    """The config.json that is equivalent to a file's metadata and its tensors.
+
+    Raises ValueError for an architecture that no family here has, KeyError for a missing key.
+    """
+    fields = read_header(path).fields
+    architecture = fields["general.architecture"]
+    prefix = f"{architecture}."
+    known = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    if architecture not in ARCHITECTURES.values():
+        raise ValueError(f"architecture {quote(architecture)} is not one of {', '.join(ARCHITECTURES.values())}")
+    keys = GPT2_KEYS if architecture == "gpt2" else KEYS
+    hf = {ours: known[key] for ours, key in keys.items() if key in known}
+    mostly = {1: "float16", 32: "bfloat16"}.get(fields.get("general.file_type", 0), "float32")
+    hf |= {"model_type": _family(architecture, known)}
+    hf |= {"vocab_size": files["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in files}
+    if architecture == "gpt2":
+        hf |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    else:
+        biases = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+        hf |= {key: bias in files for key, bias in biases.items()} | _rope_scaling(hf, known, files)
+        hf = {"rope_theta": 10_000.0, "norm_topk_prob": True} | hf
+    family = FAMILIES[hf["model_type"]]
+    return {**family.to_hf(family.from_hf(hf)), "dtype": mostly}
+
+
+def _family(architecture: str, known: Mapping[str, Any]) -> str:
+    if architecture == "llama" and known.get("expert_count"):
+        return "mixtral"
+    if architecture == "llama" and known.get("attention.sliding_window"):
+        return "mistral"
+    return next(family for family, name in ARCHITECTURES.items() if name == architecture)
+
+
+def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weights) -> dict[str, Any]:
+    width = hf.get("head_dim") or quotient(hf, "hidden_size", "num_attention_heads")
+    rotated = {"partial_rotary_factor": known.get("rope.dimension_count", width) / width}
+    length = known.get("rope.scaling.original_context_length")
+    if FREQUENCIES in files:
+        return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
+    # As in llama.cpp: without a type it is linear, without a factor (or under its old key) it changes nothing.
+    kind = known.get("rope.scaling.type", "linear")
+    given = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
+    factor = config_values.number({"rope.scaling.factor": given}, "rope.scaling.factor")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return rotated
+    rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
+    if kind == "yarn":
+        multiple = config_values.number(known, "rope.scaling.attn_factor", 1.0)  # in float32
+        rope["attention_factor"] = yarn_scale(factor) if multiple == 1 else round(multiple * yarn_scale(factor), 6)
+    return rotated | {"rope_scaling": rope}
+
+
+def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
+    """LLaMA 3's scaling with its customary bounds, if it gives these divisors; raises ValueError otherwise."""
+    scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
+    cpu = torch.device("cpu")
+    expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5):
+        raise ValueError(f"{FREQUENCIES} is not LLaMA 3's scaling of rotary positions, the only one supported")
+    return scaling_to_hf(scaling)

@@ -1,0 +1,228 @@
+"""Meta's and Mistral's native format: params.json, consolidated.*, rotary dimensions as adjacent pairs.
+
+Its params are translated into the keys of a config.json, which the families read.
+https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, combine
+from dunes.models.config_values import check_supported, number, quotient, size
+from dunes.models.names import Layout, Names, identity, name
+
+PARAMS, EMBEDDING = "params.json", "tok_embeddings.weight"
+KNOWN = (
+    *("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "multiple_of", "ffn_dim_multiplier"),
+    *("norm_eps", "vocab_size", "tied_embeddings", "rope_theta", "max_seq_len"),
+    *("sliding_window", "_sliding_window"),
+    *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
+)
+"""Supported keys, and `max_batch_size`, which does not affect the model. Any other key might."""
+DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
+"""Other keys, accepted only with this value."""
+EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+LLAMA_3_2_DIMS = (2048, 3072)
+"""Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
+
+
+def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
+    """The config.json equivalent to a params.json, and a note for each assumed value.
+
+    `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for keys that are
+    unknown or invalid, KeyError for one that is missing. Values that are only passed on are checked by the family.
+    """
+    p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
+    _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")
+    if p.get("vocab_size", -1) not in (-1, vocab):
+        raise ValueError(f"vocab_size is {p['vocab_size']!r}, the files have {vocab} rows")
+    mistral, window = "multiple_of" not in p, _window(p)
+    config: dict[str, Any] = {
+        "model_type": "mixtral" if p.get("moe") else "mistral" if mistral else "llama",
+        "vocab_size": vocab,
+        "hidden_size": size(p, "dim"),
+        "num_hidden_layers": size(p, "n_layers"),
+        "num_attention_heads": size(p, "n_heads"),
+        "num_key_value_heads": size(p, "n_kv_heads", size(p, "n_heads")),
+        "head_dim": size(p, "head_dim") if "head_dim" in p else quotient(p, "dim", "n_heads"),
+        "intermediate_size": size(p, "hidden_dim") if mistral or "hidden_dim" in p else _hidden(p),
+        "rms_norm_eps": p.get("norm_eps", 1e-5),
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "rope_theta": _rope_theta(p, mistral, window, notes),
+        "max_position_embeddings": _context_length(p, mistral, notes),
+    }
+    if mistral:
+        config["sliding_window"] = window
+    return config | _experts_config(p.get("moe")) | _rope_scaling(p, notes), notes
+
+
+def _refuse_unknown(params: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
+    """Raise ValueError for an unknown key that is set."""
+    if unknown := [k for k, v in params.items() if k not in known and v]:
+        raise ValueError(f"{prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported")
+
+
+def _experts_config(moe: Any) -> dict[str, Any]:
+    if not moe:
+        return {}
+    if not isinstance(moe, dict):
+        raise ValueError(f"moe is {str(moe)[:60]}, and must have {' and '.join(EXPERTS)}")
+    _refuse_unknown(moe, EXPERTS, "moe.")
+    return {theirs: moe[name] for name, theirs in EXPERTS.items()}
+
+
+def _rope_scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    if not p.get("use_scaled_rope"):
+        return {}
+    if (factor := p.get("rope_scaling_factor")) is None:
+        factor = 32.0 if p["dim"] in LLAMA_3_2_DIMS else 8.0
+        notes.append(f"{PARAMS} has no rope_scaling_factor: assumed {factor:g} (LLaMA 3.1 has 8, 3.2 has 32)")
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": p.get("rope_high_freq_factor", 4.0),
+        "original_max_position_embeddings": 8192,
+    }
+    return {"rope_scaling": scaling}
+
+
+def _hidden(p: Mapping[str, Any]) -> int:
+    """Two thirds of four times the width, times a factor, up to the next multiple."""
+    hidden = int(number(p, "ffn_dim_multiplier", 1.0) * int(8 * size(p, "dim") / 3))
+    return -(-hidden // size(p, "multiple_of")) * size(p, "multiple_of")
+
+
+def _window(p: Mapping[str, Any]) -> int | None:
+    """A number, a list with one number for all layers, or a number in a string."""
+    window = p.get("sliding_window", p.get("_sliding_window"))
+    if isinstance(window, list):
+        if len(set(map(str, window))) != 1:
+            raise ValueError(f"layers have different sliding windows {str(window)[:60]}, which no family here has")
+        window = window[0]
+    known = {"sliding_window": int(window) if isinstance(window, str) else window}
+    return None if window is None else size(known, "sliding_window")
+
+
+def _rope_theta(p: Mapping[str, Any], mistral: bool, window: int | None, notes: list[str]) -> float:
+    if "rope_theta" in p:
+        return number(p, "rope_theta")
+    # The default was 10,000 in Mistral's first release, and is 1,000,000 in its present code.
+    theta = 1e6 if mistral and window is None else 1e4
+    notes.append(f"{PARAMS} has no rope_theta: assumed {theta:,.0f}")
+    return theta
+
+
+def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> int:
+    if "max_seq_len" in p:
+        return size(p, "max_seq_len", largest=1 << 31)
+    if mistral:
+        context_length = 32768
+    elif p.get("use_scaled_rope"):
+        context_length = 131072
+    elif number(p, "rope_theta", 1e4) > 1e4:
+        context_length = 8192
+    else:
+        context_length = 2048 if p.get("norm_eps") == 1e-6 else 4096  # LLaMA 1, LLaMA 2
+    notes.append(f"{PARAMS} has no max_seq_len: assumed {context_length:,}")
+    return context_length
+
+
+def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
+    """The native names of the weights.
+
+    With `permuted`, the rows of queries and keys are reordered from adjacent pairs to halves. Without it they are
+    kept, for a model whose rotary positions rotate adjacent pairs.
+    """
+
+    def permute(heads: int) -> Layout:
+        return partial(to_halves, heads=heads) if permuted else identity
+
+    attention, attn = "layers.{i}.attention", "blocks.{i}.attn"
+    return [
+        name(EMBEDDING, "embed.token.weight"),
+        name("layers.{i}.attention_norm.weight", "blocks.{i}.attn_norm.weight"),
+        name(f"{attention}.wq.weight", f"{attn}.q.weight", load=permute(config["num_attention_heads"])),
+        name(f"{attention}.wk.weight", f"{attn}.k.weight", load=permute(config["num_key_value_heads"])),
+        name(f"{attention}.wv.weight", f"{attn}.v.weight"),
+        name(f"{attention}.wo.weight", f"{attn}.out.weight"),
+        name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
+        *(_experts(config["num_local_experts"]) if "num_local_experts" in config else _mlp()),
+        name("norm.weight", "norm.weight"),
+        name("output.weight", "head.weight"),
+    ]
+
+
+IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
+"""Tables of rotary angles that old files contain; they are computed here."""
+
+
+def _mlp() -> Names:
+    return [
+        name("layers.{i}.feed_forward.w1.weight", "blocks.{i}.mlp.gate.weight"),
+        name("layers.{i}.feed_forward.w3.weight", "blocks.{i}.mlp.up.weight"),
+        name("layers.{i}.feed_forward.w2.weight", "blocks.{i}.mlp.down.weight"),
+    ]
+
+
+def _experts(count: int) -> Names:
+    """Separate experts, as in mistral-inference, and stacked ones, as in the first release, with w2 transposed."""
+    parts = {"w1": "gate", "w3": "up", "w2": "down"}
+    router = "blocks.{i}.mlp.router.weight"
+    separate = [
+        name(
+            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{part}.weight"
+        )
+        for w, part in parts.items()
+    ]
+    stacked = [
+        name(
+            f"layers.{{i}}.block_sparse_moe.{w}",
+            *[f"blocks.{{i}}.mlp.experts.{e}.{part}.weight" for e in range(count)],
+            load=partial(_transpose_each, count=count) if w == "w2" else identity,
+            save=partial(_transpose_each, count=count) if w == "w2" else identity,
+        )
+        for w, part in parts.items()
+    ]
+    return [
+        name("layers.{i}.feed_forward.gate.weight", router),
+        *separate,
+        name("layers.{i}.block_sparse_moe.gate.weight", router),
+        *stacked,
+    ]
+
+
+def _transpose_each(weight: Tensor, count: int) -> Tensor:
+    return weight.view(count, -1, weight.shape[1]).mT.flatten(0, 1)
+
+
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows (heads x D, ...) of a query or key projection: dimensions 2i, 2i+1 of a head become i, i + D/2."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
+
+
+def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+    """One set of tensors from tensor-parallel shards; `shapes` are the expected shapes.
+
+    A replicated tensor is taken from the first shard, others are concatenated along the dimension in which their
+    sizes sum to the expected one.
+    """
+    keys = dict.fromkeys(key for shard in shards for key in shard)
+    return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}
+
+
+def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> LazyTensor:
+    first = parts[0]
+    if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
+        return first
+    for dim in range(len(first.shape)):
+        with suppress(RuntimeError, IndexError):  # they do not fit along this dimension
+            if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
+                return joined
+    return first

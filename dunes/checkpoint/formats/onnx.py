@@ -1,0 +1,60 @@
+"""A forward without a cache as an ONNX file: https://onnx.ai, written by torch.onnx."""
+
+import logging
+import warnings
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dunes import tree
+from dunes.augment import dequantize
+from dunes.checkpoint import LoadedModel
+from dunes.extra import extra
+from dunes.files import atomic
+from dunes.parts import MoE
+from dunes.units import format_bytes
+
+SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
+
+
+def export_onnx(loaded: LoadedModel, out: Path) -> str:
+    """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on what was written.
+
+    The model becomes float32, and quantized layers dense. Raises ValueError if `out` exists, without the extra
+    packages, and for mixtures, windows and more than 2 GB, before any work, and for what torch cannot export.
+    """
+    if any(isinstance(module, MoE) for module in loaded.model.modules()):
+        raise ValueError("--to onnx: a mixture of experts, whose calls depend on the tokens, cannot be exported")
+    if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
+        raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
+    dequantize(loaded.model)
+    ids, free = torch.zeros(2, min(8, loaded.context_length), dtype=torch.long), torch.export.Dim
+    shapes = {"ids": {0: free("batch"), 1: free("tokens", max=loaded.context_length)}}
+    size = write_onnx(loaded.model, ids, out, input_names=["ids"], output_names=["logits"], dynamic_shapes=shapes)
+    return f"{size}: ids (batch, tokens) to logits (batch, tokens, vocabulary)"
+
+
+def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
+    """Write the forward of any network with the shapes of this example, unless `options` of torch free them."""
+    options = {"input_names": ["input"], "output_names": ["output"]} | options
+    checker = [extra(module, "onnx") for module in ("onnxscript", "onnx.checker")][1]
+    if out.exists() or out.is_symlink() or out.suffix != SUFFIX:
+        raise ValueError(f"{out}: expected a new file that ends in {SUFFIX}; choose another name, or remove it")
+    if (size := sum(t.nbytes for t in model.float().state_dict().values())) > LARGEST:
+        raise ValueError(f"{format_bytes(size)} in float32; an ONNX file has at most {format_bytes(LARGEST)}")
+    try:
+        with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
+            warnings.simplefilter("ignore")  # torch's own deprecations
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torchvision, which is not needed
+            program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
+            checker.check_model(program.model_proto, full_check=True)
+    except Exception as error:  # torch raises whatever it meets
+        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"--to onnx: torch cannot export this model: {reason}") from None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    atomic.replace_file(out, lambda path: program.save(str(path), external_data=False))
+    return format_bytes(out.stat().st_size)

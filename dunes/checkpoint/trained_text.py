@@ -1,0 +1,66 @@
+"""What a model's card says of the text that it was trained on, and whether that may be read.
+
+A card is a stranger's file, and the sources in it may be any files of the user. So they are read if this user has
+trained on them, which the cache folder says, or inside of `trust_sources`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from dunes.checkpoint import cards_trusted
+from dunes.files.staging import cache_home
+from dunes.runs.config import STDLIB
+
+_trusted = ContextVar("trusted_sources", default=False)
+
+
+@contextmanager
+def trust_sources() -> Iterator[None]:
+    """Inside, in this thread, the training text that cards name is read, as with `--trust-sources`."""
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The card's record of training on text; empty if there is none, or a damaged one."""
+    if not isinstance(trained := card.get("trained"), dict):
+        return {}
+    sources = trained.get("sources")
+    return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
+
+
+def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
+    """Record that this user trains on these sources. Does nothing where the cache folder cannot be written to."""
+    with suppress(OSError, ValueError):
+        file = _record(sources, follow_links)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def require_own_sources(trained: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this user has trained on the sources in a card's record, or trusts it."""
+    sources = [source for source in trained["sources"] if source != STDLIB]
+    if not sources or _trusted.get() or cards_trusted():
+        return
+    with suppress(OSError, ValueError):
+        if _record(trained["sources"], bool(trained.get("follow_links"))).exists():
+            return
+    raise ValueError(
+        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, on which this user "
+        "trained nothing here; if it may be read, pass --trust-sources, or name the text"
+    )
+
+
+def _record(sources: Sequence[str], follow_links: bool) -> Path:
+    """The file whose presence says that this user has trained on these sources."""
+    paths = [s if s == STDLIB else str(Path(s).expanduser().absolute()) for s in sources]
+    digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
+    return cache_home() / "sources" / digest.hexdigest()

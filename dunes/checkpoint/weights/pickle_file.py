@@ -1,0 +1,361 @@
+"""Tensors of files that torch.save wrote, read without executing anything.
+
+A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
+call any function. The standard library's pure-Python unpickler is restricted here to the opcodes and names that
+torch writes for tensors. The names resolve to inert stand-ins: nothing that a file names is imported or called;
+everything else is refused by name. Storage sizes are checked against the file; values are mapped when read.
+"""
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
+
+import torch
+
+from dunes.checkpoint.weights.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor
+from dunes.checkpoint.weights.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
+from dunes.checkpoint.weights.zip_archive import entries
+from dunes.files.model_file import require_content
+from dunes.units import plural
+
+# A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The number of reads is bounded by that of
+# storages in the archive, so that a small file is refused soon; the older format lists them after the pickle.
+_MAX_READS, _READS_PER_FILE = 200_000, 128
+_MAX_READS_LEGACY = 600_000
+MAX_BYTES = 32 << 20
+_MAX_TEXT = 1 << 20
+_MAX_DEPTH = 8
+_MAX_ITEMS = 2 * MAX_TENSORS
+_LEGACY = 0x1950A86A20F9469CFC6C, 1001
+_TRUNCATED = "its pickle is truncated"
+_REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
+
+Name = tuple[str, str]
+"""A module and a name in it."""
+
+# The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
+# calls.
+_ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Values that tensors may share."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A view of a storage; offset and stride count elements."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+_STORAGES: dict[Name, torch.dtype] = {
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
+    ("torch", "ShortStorage"): torch.int16,
+    ("torch", "CharStorage"): torch.int8,
+    ("torch", "ByteStorage"): torch.uint8,
+    ("torch", "BoolStorage"): torch.bool,
+}
+
+
+def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
+    """The tensors of a file of torch.save by name, in the file's order, in either of torch's two formats.
+
+    The keys of nested dicts are joined with dots. If there is a dict under "state_dict" or "model", only its
+    tensors are returned, not those beside it (an optimizer's). Other values and tensors in lists are omitted.
+    Tensors may share storages: their `nbytes` may sum to more than the file. Raises ValueError, on one line, that
+    names what is refused.
+    """
+    mapped = source if isinstance(source, MappedFile) else MappedFile(source)
+    with mapped.open() as file:
+        require_content(mapped.path, file)
+    try:
+        with mapped.open() as file:
+            content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
+        return {
+            name: LazyTensor(
+                tensor.shape,
+                tensor.storage.dtype,
+                f"{mapped.path.name}: {name}",
+                _reader(mapped, tensor, places),
+                mapped.release,
+            )
+            for name, tensor in _tensors_by_name(content).items()
+        }
+    except ValueError as error:
+        raise refusal(mapped.path, error, _REMEDY) from None
+
+
+def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
+    """The function that reads a tensor. Raises ValueError if its storage is not in the file."""
+    storage, size = tensor.storage, tensor.storage.dtype.itemsize
+    begin, available = places.get(storage.key, (0, -1))
+    if storage.count * size > available:
+        raise ValueError(
+            f"storage {quote(storage.key)} needs {plural(storage.count * size, 'byte')}; the file has "
+            f"{'none' if available < 0 else available} for it"
+        )
+    begin += tensor.offset * size if 0 not in tensor.shape else 0
+    return partial(mapped.tensor, begin, tensor.shape, storage.dtype, tensor.stride)
+
+
+def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """The content of a file of torch 1.6 or later, and the offset and size of each storage."""
+    files = entries(file, size)
+    (prefix, *others) = {name.split("/")[0] for name in files} or {""}
+    pickle = files.get(f"{prefix}/data.pkl")
+    if others or pickle is None or pickle[1] > MAX_BYTES:
+        raise ValueError(f"the archive is not one folder with a data.pkl of at most {MAX_BYTES} bytes")
+    order = _read(file, files.get(f"{prefix}/byteorder", (0, 0)), 16)
+    if order not in (b"", b"little"):
+        raise ValueError(f"its byte order is {quote(order.decode('latin-1'))}; expected 'little'")
+    text = io.BytesIO(_read(file, pickle, MAX_BYTES))
+    content = _Unpickler(text, _MAX_READS + _READS_PER_FILE * len(files)).run()
+    if text.read(1):
+        raise ValueError(f"the pickle ends before data.pkl does, at byte {text.tell() - 1}")
+    folder = f"{prefix}/data/"
+    places = {name.removeprefix(folder): place for name, place in files.items() if name.startswith(folder)}
+    return content, places
+
+
+def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
+    file.seek(place[0])
+    return file.read(min(place[1], most))
+
+
+def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
+    """The same for a file of earlier torch: four or five pickles, then the size and values of each storage."""
+    file.seek(0)
+    unpickler = _Unpickler(file, _MAX_READS_LEGACY)
+    if file.read(1) != b"\x80":
+        raise ValueError("it is not a file of torch.save")
+    file.seek(0)
+    if any(unpickler.run() != number for number in _LEGACY):
+        raise ValueError("it is a pickle, but not one of torch.save")
+    system = unpickler.run()
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise ValueError("it was not written on a little-endian machine")
+    content, keys = unpickler.run(), unpickler.run()
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys if isinstance(keys, list) else [None]:
+        storage = unpickler.storages.get(key) if isinstance(key, str) else None
+        head = file.read(8)
+        if storage is None or key in places or len(head) < 8 or int.from_bytes(head, "little") != storage.count:
+            raise ValueError(f"its list of storages is damaged at {quote(key)}")
+        places[storage.key] = file.tell(), min(storage.count * storage.dtype.itemsize, size - file.tell())
+        file.seek(sum(places[storage.key]))
+    if file.tell() != size:
+        raise ValueError(f"{plural(size - file.tell(), 'byte follows', 'bytes follow')} the last storage")
+    return content, places
+
+
+class _Dict(dict[object, object]):
+    """A dict of a pickle. Keys must be strings or integers: hashing a tuple of a few bytes may take 2^n steps."""
+
+    def __setitem__(self, key: object, value: object) -> None:
+        if type(key) not in (str, int) or key in self:
+            raise ValueError(
+                f"its pickle has the key {quote(key)} twice, or it is neither a string nor an integer"
+            )
+        super().__setitem__(key, value)
+
+
+class _BoundedFile:
+    """A file of pickles whose reads are bounded, in number and in bytes."""
+
+    def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
+        self.file, self.left, self.reads = file, MAX_BYTES, reads
+
+    def read(self, count: int) -> bytes:
+        self.left -= count
+        self.reads -= 1
+        if self.reads < 0:
+            raise ValueError("its pickle takes too many steps")
+        if count > _MAX_TEXT or self.left < 0:
+            raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one string")
+        data = self.file.read(count)
+        if len(data) < count:
+            raise ValueError(_TRUNCATED)
+        return data
+
+    def readline(self) -> bytes:
+        data = self.file.readline(256)
+        self.left -= len(data)
+        if not data.endswith(b"\n"):
+            raise ValueError("its pickle has a name of more than 255 bytes, or is cut off")
+        return data
+
+
+class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
+    """Reads the pickles of one file in order; `storages` are those that they refer to.
+
+    Only numbers and strings are compared, hashed or printed: a few steps can build a value of 2^n parts.
+    """
+
+    stack: list[Any]
+    metastack: list[Any]
+    read: Callable[[int], bytes]
+
+    def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
+        super().__init__(_BoundedFile(file, reads), encoding="utf-8")
+        self.storages: dict[str, _Storage] = {}
+
+    def run(self) -> object:
+        """The value of the next pickle, with the file positioned after it."""
+        self.memo: dict[int, object] = {}
+        try:
+            value: object = self.load()
+        except KeyError as error:
+            raise ValueError(f"its pickle has the opcode {bytes([error.args[0]])!r}") from None
+        except (pickle.UnpicklingError, struct.error, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"its pickle is damaged: {' '.join(str(error).split())[:200]}") from None
+        if self.stack or self.metastack:
+            raise ValueError("its pickle ends in the middle")
+        return value
+
+    def find_class(self, module: str, name: str) -> object:
+        """The stand-in for a name."""
+        if (module, name) not in _STAND_INS:
+            raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
+        return _STAND_INS[module, name]
+
+    def persistent_load(self, pid: object) -> _Storage:
+        """The storage that a persistent id describes."""
+        match pid:
+            case ("storage", torch.dtype() as dtype, str() as key, str(), int() as count, *view):
+                storage = _Storage(key, dtype, count)
+            case _:
+                raise ValueError("its pickle refers to an object that is not a storage of a known type")
+        if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
+            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another")
+        if self.storages.setdefault(key, storage) != storage:
+            raise ValueError(f"storage {quote(key)} has two types or sizes")
+        return storage
+
+    def load_frame(self) -> None:
+        """The size of a frame, which is read like everything else."""
+        self.read(8)
+
+    def load_dict(self) -> None:
+        self.stack.append(_Dict())
+
+    def load_text(self) -> None:
+        """A string with its length in four bytes; the library accepts lone surrogates."""
+        super().load_binunicode()  # type: ignore[misc]
+        self.stack[-1].encode()
+
+    def load_build(self) -> None:
+        """The only known state, a state dict's `_metadata`, is dropped."""
+        state, value = self.stack.pop(), self.stack[-1]
+        if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
+            raise ValueError("its pickle sets attributes of an object")
+
+    dispatch: ClassVar[dict[int, Any]] = {code: pickle._Unpickler.dispatch[code] for code in _ALLOWED} | {
+        pickle.FRAME[0]: load_frame,
+        pickle.EMPTY_DICT[0]: load_dict,
+        pickle.BINUNICODE[0]: load_text,
+        pickle.BUILD[0]: load_build,
+    }
+
+
+def _sizes(values: object) -> tuple[int, ...]:
+    """A tensor's sizes or strides. Raises ValueError unless they are at most MAX_DIMS non-negative integers."""
+    if type(values) is not tuple or len(values) > MAX_DIMS:
+        raise ValueError(f"a tensor's sizes or strides are not a tuple of at most {MAX_DIMS} integers")
+    if not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError("a tensor has a negative or invalid size or stride")
+    return values
+
+
+def _parameter(tensor: object, grad: object, hooks: object) -> _Tensor:
+    if not isinstance(tensor, _Tensor) or type(grad) is not bool or type(hooks) is not _Dict or hooks:
+        raise ValueError("a parameter is made from something other than a tensor")
+    return tensor
+
+
+def _tensor(
+    storage: object, offset: object, size: object, step: object, grad: object, hooks: object, *more: object
+) -> _Tensor:
+    """A tensor from the arguments that torch writes; `more` is its metadata."""
+    shape, stride = _sizes(size), _sizes(step)
+    if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
+        raise ValueError("a tensor has no storage, an invalid offset, or not one stride for each size")
+    plain = all(v is None or (type(v) is _Dict and not v) for v in (hooks, *more))
+    if type(grad) is not bool or not plain:
+        raise ValueError("a tensor has hooks or metadata")
+    if reason := shape_error(shape):
+        raise ValueError(f"a tensor {reason}")
+    if (count := extent(shape, stride)) and offset + count > storage.count:
+        raise ValueError(f"a tensor of {shape} exceeds its storage of {plural(storage.count, 'element')}")
+    if _overlaps(shape, stride):
+        raise ValueError(f"a tensor of {shape} with strides {stride} has overlapping elements")
+    return _Tensor(storage, offset, shape, stride)
+
+
+def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two indices may be the same element: a stride must exceed the extent of the smaller ones."""
+    reach = 0
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step <= reach and 0 not in shape:
+            return True
+        reach += (size - 1) * step
+    return False
+
+
+def _tensors_by_name(content: object) -> dict[str, _Tensor]:
+    """The tensors of nested dicts, by names joined with dots."""
+    if type(content) is not _Dict:
+        raise ValueError("it is not a dict of tensors")
+    inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
+    if len(inner) > 1:
+        raise ValueError("it has both a 'state_dict' and a 'model', which is ambiguous")
+    if inner and any(isinstance(value, _Tensor) for value in content.values()):
+        raise ValueError(f"it has tensors beside its {next(iter(inner))!r}, which is ambiguous")
+    result: dict[str, _Tensor] = {}
+    _collect(next(iter(inner.values()), content), "", _MAX_DEPTH, result, [_MAX_ITEMS])
+    if not result:
+        raise ValueError("it has no named tensor")
+    return result
+
+
+def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
+    left[0] -= len(values)
+    if not depth or left[0] < 0:
+        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
+    for key, value in values.items():
+        # Truncated, since a dict with a long key, which is no valid name, may occur many times.
+        name = prefix + str(key)[: MAX_NAME_BYTES + 1]
+        if type(value) is _Dict:
+            _collect(value, f"{name}.", depth - 1, into, left)
+        elif isinstance(value, _Tensor):
+            if check_name(name) in into or len(into) >= MAX_TENSORS:
+                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
+            into[name] = value
+
+
+_STAND_INS: dict[Name, object] = {
+    **_STORAGES,
+    ("collections", "OrderedDict"): lambda: _Dict(),  # and not with the pairs that a dict accepts
+    ("torch", "Size"): _sizes,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+}

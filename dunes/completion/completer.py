@@ -1,0 +1,180 @@
+"""The completer of a folder: of a trained model, or while a run still trains, copying alone."""
+
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.card import read_card
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.trained_text import require_own_sources, trained_text
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.cuts import whole_words
+from dunes.completion.engine import CompletionEngine, knows_paths
+from dunes.completion.index import TextIndex
+from dunes.completion.keystrokes import ACCEPTANCE
+from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
+from dunes.completion.store import read_gate, read_index
+from dunes.completion.text import near_text
+from dunes.data import Document, header_name
+from dunes.generate.copying import TextSource
+from dunes.generate.packages import step_source
+from dunes.runs.config import STDLIB
+from dunes.runs.run import read_config
+from dunes.runs.train_config import TrainConfig
+
+
+class FolderCompleter(CompletionEngine):
+    """The completer of a model folder, with what its training left for the evaluation."""
+
+    def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
+        loaded = loaded or checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+        index, stored = read_index(folder), read_gate(folder)
+        self.folder, self.facts = folder, stored[1] if stored else {}
+        gate = stored[0] if stored and index else None
+        self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
+        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The most probable suggestions; the copied line alone where no gate was fitted, or the model was worse on
+        lines held out. Raises Cancelled where the options say so."""
+        if not self.copies:
+            return super().alternatives(before, after, name, options)
+        copied = _copied(self.far(name, options.files).texts, before, after, options)
+        ids = self._encode(copied.text.encode())[: options.max_tokens]
+        text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
+        if text != copied.text:
+            copied = replace(copied, text=whole_words(text), ends_line=False)
+        return [copied]
+
+    @cached_property
+    def training_files(self) -> list[tuple[str, str]]:
+        """The files in the index."""
+        return self.index.texts() if self.index else []
+
+    def threshold(self, acceptance: float = ACCEPTANCE) -> float:
+        """The probability of its first word from which on a suggestion is shown, so that at least about this share
+        is accepted.
+
+        It is that of the next higher share that was fitted; 0 where none was.
+        """
+        pairs = self.facts.get("thresholds", {}).get("word", ())
+        return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
+
+    def seen(self) -> set[bytes] | None:
+        """The digests of all texts that the model was trained and validated on; None if they cannot be known."""
+        from dunes.evaluate.score import split_documents
+        from dunes.evaluate.scored_lines import document_texts, text_digests  # which import what draws progress
+
+        with suppress(ValueError, OSError):
+            corpus = split_documents(self.loaded.card)
+            return text_digests(document_texts([*corpus.train, *corpus.valid]))
+        return None
+
+    def test_documents(self) -> list[Document]:
+        """The files that the training left for a test. Raises ValueError if it left none."""
+        from dunes.evaluate.score import split_documents  # which imports what draws progress
+
+        if documents := split_documents(self.loaded.card).test:
+            return documents
+        raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
+
+
+class CopyCompleter:
+    """Copies from the file, from open files and from an index: there is no model yet."""
+
+    def __init__(self, index: TextIndex) -> None:
+        self.index, self._open = index, dict[str, str | None]()
+
+    @property
+    def training_files(self) -> list[tuple[str, str]]:
+        """The files in the index."""
+        return self.index.texts()
+
+    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
+        """The rest of the line behind the longest match, but not in what the index has of this file."""
+        return self.alternatives(before, after, name)[0]
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The same as a list, up to a string to stop at. Raises Cancelled where the options say so."""
+        texts = [text for other, text in self._open.items() if text and other != name]
+        texts += [text for _, text in options.files]
+        sources = [TextSource(text.encode(errors="replace")) for text in texts]
+        far = [*self.index.without({name, *self._open}).texts, *sources]
+        copied, room = _copied(far, before, after, options), 4 * (options.max_tokens or LIMIT)  # characters, about
+        if len(copied.text) > room:
+            copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
+        return [copied]
+
+    def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
+        """These texts of files, for `use`."""
+        return texts
+
+    def use(self, files: Mapping[str, str | None]) -> None:
+        """Complete lines with these texts of files from now on, too."""
+        self._open |= files
+
+    def threshold(self, acceptance: float = ACCEPTANCE) -> float:
+        """The probability from which on a copy is shown: that of a match of 32 bytes."""
+        return 0.5
+
+
+def _copied(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
+    """The copied line up to a string to stop at. Raises Cancelled where the options say so."""
+    if options.cancelled():
+        raise Cancelled("a newer request came")
+    copied = CopyNearest(far).complete(near_text(before), after)
+    ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
+    return replace(copied, text=copied.text[: min(ends)], ends_line=False) if ends else copied
+
+
+def name_in_sources(path: Path, folder: Path) -> str:
+    """The path of a file as the training of this model named it: within the source that has the file."""
+    for source in training_sources(folder, of_anyone=True)[0]:
+        root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
+        if path.resolve().is_relative_to(root) and root.is_dir():
+            return header_name(path.resolve().relative_to(root).as_posix())
+    return header_name(path.name)
+
+
+def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
+    """The sources of a model's training, and whether their links are followed; without `of_anyone` none that this
+    user has not trained on."""
+    with suppress(ValueError):  # a run of another kind, or sources of another user
+        if not (card := read_card(folder)):
+            config = read_config(folder, TrainConfig)
+            return (config.sources, config.follow_links) if config else ((), False)
+        trained = trained_text(card)
+        if trained and not of_anyone:
+            require_own_sources(trained)
+        return tuple(trained.get("sources", ())), bool(trained.get("follow_links"))
+    return (), False
+
+
+def index_in_training(folder: Path) -> TextIndex | None:
+    """The index of a run that has no model yet; None for other folders."""
+    has_model = any((folder / name).exists() for name in (CONFIG, ADAPTER))
+    return None if has_model else read_index(folder)
+
+
+def find_completer(
+    folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
+) -> FolderCompleter | CopyCompleter:
+    """The completer of a model folder, or of a run that has no model yet; `line` is told where it only copies."""
+    if (index := index_in_training(folder)) is not None:
+        line("the model is still in training: copying from the training files alone")
+        return CopyCompleter(index)
+    completer = FolderCompleter(folder, any_base, loaded)
+    if completer.copies:
+        why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
+        line(f"the model {why}; copying from the training files alone")
+    return completer

@@ -1,0 +1,237 @@
+"""Completion of lines: a model that learned the code, and what the code at hand has that can be copied.
+
+Both are one distribution over the next id (`generate/copying.py`), and the line is the most probable that a beam
+search finds in it. The last ids of the typed line are generated again, since a token may go on where the typing
+ended (token healing). The text behind the cursor comes first in the prompt, as in training, so that a typed
+character costs about one id.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.trained_text import trained_text
+from dunes.completion.cuts import first_line, first_word
+from dunes.completion.gate import scored_places
+from dunes.completion.index import PARTS, TextIndex, index_texts
+from dunes.completion.mixture import Mixture
+from dunes.completion.protocol import Cancelled, NamedText, Suggestion
+from dunes.completion.renaming import renamed_rest
+from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
+from dunes.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, together
+from dunes.generate.remembered import RememberedLogits
+from dunes.generate.step import CompiledStep
+from dunes.text.lines import valid_text
+
+SUFFIX = 0.25
+"""The part of the context length that the text behind the cursor may take."""
+LIKELY = 4
+"""Alternatives that are shown of a token."""
+MERGED = 3
+"""Indexes of changed files, beyond which the smaller ones become one."""
+
+
+@dataclass(frozen=True)
+class OpenFiles:
+    """The texts of files by name that have changed since the index was made (None: they are gone), and indexes of
+    them, each with the names of the files of which it has the newest text. Later ones are smaller."""
+
+    texts: Mapping[str, str | None] = field(default_factory=dict)
+    parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
+
+    def far(self, name: str) -> Far:
+        """What can be copied from these files but one."""
+        older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
+        return together([index.without(hidden | {name}) for index, hidden in older])
+
+
+class CompletionEngine:
+    """Completes lines with a model and by copying: from the file, from files that are open, and from an index.
+
+    `gate` mixes the two; without one, the model is alone. `header` tells whether the model knows the paths of
+    files. `find_step` is asked for a compiled step. Raises ValueError if the model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        index: TextIndex | None = None,
+        gate: Gate | None = None,
+        header: bool = False,
+        find_step: Callable[[], CompiledStep | None] = lambda: None,
+    ) -> None:
+        self.loaded, self.index, self.gate = loaded, index, gate
+        self.files = FileTokenizer(loaded.require_tokenizer(), header)
+        self._vocabulary = Vocabulary(self.files.pieces, self._encode)
+        self._find_step = find_step
+        self._mixtures: dict[int, Mixture] = {}
+        self._open = OpenFiles()
+        self._form = fim_form(loaded)
+        self._sources = lru_cache(PARTS)(self._find_sources)
+        self._indexed = lru_cache(PARTS)(lambda texts: index_texts(texts, self.files).without(()))
+
+    def update(self, name: str, text: str | None) -> None:
+        """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
+        self.use(self.with_texts({name: text}))
+
+    def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
+        """The open files with these texts, for `use`; another thread may call it while lines are completed."""
+        named = ((valid_text(name), text) for name, text in texts.items() if name)  # others could not be hidden
+        new = {name: valid_text(text) if text else None for name, text in named}
+        known, absent = self._open, object()
+        new = {name: text for name, text in new.items() if known.texts.get(name, absent) != text}
+        if not new:
+            return known
+        after = {**known.texts, **new}
+        parts = [(left, index) for names, index in known.parts if (left := names - new.keys())]
+        fresh = {name for name, text in new.items() if text}
+        size = sum(len(after[name] or "") for name in fresh)
+        while parts and (len(parts) > MERGED or 2 * size > len(parts[-1][1].text)):
+            names, index = parts.pop()
+            fresh |= names
+            size += len(index.text)
+        if fresh:
+            index = index_texts([(name, after[name] or "") for name in sorted(fresh)], self.files)
+            parts.append((frozenset(fresh), index))
+        return OpenFiles(after, parts)
+
+    def use(self, files: OpenFiles) -> None:
+        """Complete lines with these files from now on."""
+        if files is not self._open:
+            self._open = files
+            self._sources.cache_clear()
+
+    def index_files(self, files: Sequence[NamedText]) -> None:
+        """Index files that the options of the next requests will have."""
+        self._indexed(tuple(files))
+
+    def complete(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> Suggestion:
+        """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
+        return self.alternatives(before, after, name, options)[0]
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        """The most probable suggestions, the best first, as many as `options` say at most; the first may be empty.
+
+        Raises Cancelled where the options say so.
+        """
+        after, name = valid_text(after[:BELOW]), valid_text(name)
+        before = near_text(before)
+        text = self.files.tokenize(before, name)
+        above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
+        kept, typed = self.files.split_typed(line)
+        # With nothing below its line, the text is taken to go on in a way that is not known.
+        below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
+        prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
+        mixture = self._mixture_of(options.width)
+        room = self.loaded.context_length - len(prompt)
+        search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
+        copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
+        mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
+        start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
+        found: dict[str, Suggestion] = {}
+        for beam in search.beams():
+            rest = without_overlap(search.text(beam), after, start)
+            rest = rest if rest.strip() else ""
+            word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
+            first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
+            found.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
+        best, *others = found.values()
+        return [best, *(suggestion for suggestion in others if suggestion.text)]
+
+    def explain(
+        self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
+    ) -> list[dict[str, Any]]:
+        """Each token of the rest of a line: its text, its probability, the model's alone, and the likeliest ones.
+
+        The text behind the cursor is not looked at. Raises Cancelled.
+        """
+        before, name = near_text(before), valid_text(name)
+        text, size = self.files.tokenize(before + rest, name), len(before.encode())
+        ends = itertools.accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])
+        first = text.starts[0] + next((n for n, end in enumerate(ends) if end > size), len(text.ids))
+        ids, tokens = text.ids[:first], list[dict[str, Any]]()
+        copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
+        model = self._mixture_of(DEFAULTS.width).logits
+        model.begin(self.loaded.context_length)
+        for id in text.ids[first:]:
+            if cancelled():
+                raise Cancelled("nobody waits")
+            logits = model.along([*window(ids, self.loaded.context_length - 1)])
+            alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
+            mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
+            best = mixed.topk(min(LIKELY, len(mixed)))
+            others = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+            likely = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in others]
+            probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
+            tokens.append({"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": likely})
+            ids.append(id)
+        return tokens
+
+    def bits(self, text: str, name: str = "") -> float:
+        """The information content of a file's text in bits, each id predicted from those above it."""
+        tokenized, total = self.files.tokenize(text, name), 0.0
+        for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources, name=name)):
+            mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
+            total -= float(mixed[id])
+        return total / math.log(2)
+
+    def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
+        """The ids of a prompt for a cursor between these ids; `header` ids of the text come before its lines."""
+        room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
+        below = below[: int(SUFFIX * room)]
+        narrow = room < 2 * (len(below) + 3)  # the text above matters more
+        if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
+            return [*window(text, room)]
+        prefix, suffix, middle = self._form.ids
+        above = window(text, room - len(below) - 3)
+        head = above[:header] if len(above) == len(text) else []
+        if self._form.suffix_first:
+            return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
+        return [*head, prefix, *above[len(head) :], suffix, *below, middle]
+
+    def sources(
+        self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
+    ) -> Sources:
+        """What to copy from at a cursor between these ids; the same object where the lines are the same."""
+        return self._sources(tuple(above), tuple(below), name, tuple(texts))
+
+    def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
+        """All files but this one: those in the index that have not changed, those that have, and these texts."""
+        parts = [self.index.without({name, *self._open.texts})] if self.index else []
+        return together([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
+
+    def _find_sources(
+        self, above: tuple[int, ...], below: tuple[int, ...], name: str, texts: tuple[NamedText, ...]
+    ) -> Sources:
+        pieces, far = self.files.pieces, self.far(name, texts)
+        parts = [above, below] if below else [above]
+        near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
+        near = [index_ids(part, len(pieces)) for part in parts]
+        return Sources(near, far.ids, near_text, far.texts, self._vocabulary)
+
+    def _encode(self, line: bytes) -> tuple[int, ...]:
+        return self.files.line(line.decode(errors="ignore"))
+
+    def _mixture_of(self, width: int) -> Mixture:
+        """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
+        step = self._find_step() if width == 1 else None
+        mixture = self._mixtures.get(width)
+        if mixture is None or mixture.logits.cache.step is not step:
+            mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
+            self._mixtures[width] = mixture
+        return mixture
+
+
+def knows_paths(loaded: LoadedModel) -> bool:
+    """Whether a model was trained on files with their paths, by its card."""
+    trained = trained_text(loaded.card)
+    return bool(trained.get("complete") and trained.get("file_headers", True))

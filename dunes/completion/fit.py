@@ -1,0 +1,188 @@
+"""What a run keeps for completion: an index from its beginning on, and at its end the gate and the thresholds."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dunes import checkpoint, measure
+from dunes.completion.completer import CopyCompleter
+from dunes.completion.cuts import file_lines, sample_lines
+from dunes.completion.engine import CompletionEngine, knows_paths
+from dunes.completion.gate import Places, fit_gate, places_of
+from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
+from dunes.completion.intervals import interval
+from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
+from dunes.completion.protocol import LineCompleter, NamedText
+from dunes.completion.store import write_gate, write_index
+from dunes.completion.text import FileTokenizer
+from dunes.data import Corpus
+from dunes.generate.copying import Gate
+from dunes.progress import Display
+from dunes.runs.train_config import TrainConfig
+from dunes.text import Tokenizer
+from dunes.units import plural
+
+BEFORE, BEHIND = 1.2, 0.9
+"""Of texts whose tails are for validation: where what is copied from ends, and where what the gate is fitted on
+begins, in lengths of the tail before the text's end."""
+PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
+"""Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
+the fewest and the most."""
+PLACE_SECONDS, LINE_SECONDS, BYTE_SECONDS = 2e-3, 0.75, 1.5e-6
+"""What one of them takes, at 4M parameters with one thread, and a byte that is indexed."""
+LEAST = 8
+"""Lines on which copying has to be better before the model is left out."""
+ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
+"""The shares of shown suggestions to be accepted, for which thresholds are fitted."""
+
+
+@dataclass(frozen=True)
+class CompletionFiles:
+    """The index of a run's training files, the names and texts that the gate is fitted on, and those of all files,
+    which are indexed when the run ends."""
+
+    index: TextIndex
+    gate: Sequence[NamedText]
+    whole: Sequence[NamedText]
+
+
+def prepare_completion(
+    config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
+) -> CompletionFiles | None:
+    """Index the training files, and read those that the gate is fitted on; None if the run does not train
+    completion.
+
+    Raises ValueError if a file changed since it was collected.
+    """
+    if not config.complete:
+        return None
+    documents, tail = first_documents(corpus.train), corpus.share if corpus.split == "tails" else 0.0
+    whole = named_texts(documents)
+    texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else whole
+    held = first_documents(corpus.valid) if corpus.valid else ()
+    gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(held)
+    if left := len(corpus.train) - len(texts):
+        display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
+    index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers))
+    return CompletionFiles(index, gate, whole if tail else [*whole, *gate])
+
+
+def begin_completion(run: Path, files: CompletionFiles) -> str:
+    """Write the index of a run, which can be copied from while the model learns. Returns a line for the user."""
+    write_index(run, files.index)
+    folder = shlex.quote(str(run))
+    return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
+
+
+def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+    """Fit the gate and the thresholds on files that neither the model nor the index has, write both, and add these
+    files to the index.
+
+    `seconds` is the time of the run, of which this takes a few percent. Returns a line for the user.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # single tokens: more threads only wait for each other
+    try:
+        return _finish(run, files, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
+    loaded = checkpoint.load_with_tokenizer(run, measure.device())
+    engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
+    texts = [pair for pair in files.gate if pair[1].strip()]
+    fitted, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    if fitted is None:
+        return "completion: no text to fit the gate on, so lines are copied, without the model"
+    engine.gate, gate = fitted
+    lines = _scaled(LINES, seconds)
+    typed, copied = (typed_files(each, _others(texts), lines) for each in (engine, CopyCompleter(files.index)))
+    ours, theirs = right_by_line(typed), right_by_line(copied)
+    facts["copies"] = bool(len(ours) >= LEAST and interval(ours - theirs).high < 0)
+    facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
+    write_gate(run, gate, facts)
+    write_index(run, index_texts(files.whole, engine.files))
+    verdict = ""
+    if facts["copies"]:
+        verdict = f"; it has {100 * ours.mean():.0f} % of ends right and copying {100 * theirs.mean():.0f} %, so "
+        verdict += (
+            f"lines are copied, without the model: train longer, or on more text ({plural(len(ours), 'line')})"
+        )
+    return (
+        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
+        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
+    )
+
+
+def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
+    """The share of cursors of each typed line at which all of the suggestion is right."""
+    shares = [
+        [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
+        for suggestions, lines in typed
+        for line in lines
+    ]
+    return np.array([np.mean(right) for right in shares])
+
+
+def closing_seconds(files: CompletionFiles, seconds: float) -> float:
+    """About how long `finish_completion` takes at the end of a run of so many seconds."""
+    fitted = PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
+    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
+
+
+def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
+    """Pairs of an acceptance and its threshold. Where none gives it, that is above all probabilities."""
+    return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
+
+
+def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
+    rate, least, most = rule
+    return int(min(most, max(least, rate * seconds)))
+
+
+def fit_mixture(
+    engine: CompletionEngine, texts: Sequence[NamedText], most: int
+) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
+    """Two gates for the engine's model and index, or None without a token, and nats a token of the other texts
+    before and after the first one.
+
+    The first one is not fitted on every third text, for what must not be too sure of them; the second one is for
+    use, since each text makes a gate better.
+    """
+    parts = [text for number, text in enumerate(texts) if number % 3] or texts, _others(texts)
+    places, others = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
+    if places is None or others is None:
+        return None, {}
+    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, others, strict=True))))
+    alone, mixed = -others.other.mean(), others.loss(gates[0]).mean()
+    facts = {"places": len(places.other) + len(others.other), "loss": float(alone), "mixed_loss": float(mixed)}
+    return gates, facts
+
+
+def _others(texts: Sequence[NamedText]) -> Sequence[NamedText]:
+    """Every third text: the first gate is fitted without them."""
+    return texts[::3]
+
+
+def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> Places | None:
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+    return places_of(engine.loaded, tokenized, engine.sources, most)
+
+
+def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
+    """About so many lines of these files, or of the first of them, and the completer's suggestions in them."""
+    texts = texts[:lines]
+    each = math.ceil(lines / max(1, len(texts)))
+    typed: list[TypedFile] = []
+    for name, text in texts:
+        chosen = sample_lines(name, text, file_lines(text), count=each)
+        typed.append((FileSuggestions(completer, name, text), chosen))
+    return typed

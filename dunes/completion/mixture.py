@@ -1,0 +1,113 @@
+"""What may follow the text at a cursor: the mixture of model and copies, where it agrees with what is typed."""
+
+# Shapes: V vocabulary.
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+from torch import Tensor
+
+from dunes.completion.protocol import Cancelled
+from dunes.completion.text import FileTokenizer
+from dunes.generate.copying import Copies, Gate, Sources
+from dunes.generate.pieces import PieceReader
+from dunes.generate.remembered import Remembered, RememberedLogits
+
+PROPOSED = 16
+"""Ids of a copy that are evaluated at once at most."""
+
+
+class Mixture:
+    """Log-probabilities (V,) after texts. Those of the last request are remembered while its sources are used."""
+
+    def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
+        self.logits, self.files = logits, files
+        self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
+        self._reader = PieceReader()
+        self._mixed_from: tuple[Sources | None, Gate | None] = None, None
+
+    def begin(
+        self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
+    ) -> None:
+        """Begin a request for up to `room` ids after a prompt: what may be copied in it, and what cancels it.
+
+        Raises Cancelled.
+        """
+        if self._mixed_from[0] is not copies.sources or self._mixed_from[1] is not gate:
+            self._known = Remembered()
+        self._known.begin()
+        self._asked: dict[tuple[int, ...], Tensor] = {}
+        self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
+        self.logits.begin(len(prompt) + room)
+        if self.logits.get(prompt) is None:
+            for _ in self._reader.read(self.logits.cache, 0, prompt):
+                self._stop_if_cancelled()
+
+    def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The log-probabilities of what follows each of these texts, -inf for what does not agree with what is
+        typed. Raises Cancelled."""
+        self._stop_if_cancelled()
+        rows = self.logits.after(texts)
+        return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
+
+    def after_one(self, text: Sequence[int], room: int) -> Tensor:
+        """The same of one text. If it has to be evaluated, up to `room` ids that copies propose are, too."""
+        vocab = self.logits.cache.vocab
+        if self.gate and vocab is not None and self.logits.get(text) is None:
+            self._stop_if_cancelled()
+            proposed = self.copies.propose(text, min(PROPOSED, room))
+            self.logits.along(text, [*takewhile(lambda id: id < vocab, proposed)])
+        return self.after([text])[0]
+
+    def typed_logprob(self, prompt: Sequence[int]) -> float:
+        """The log-probability that what follows the prompt has all that is typed: less this, that of a line is the
+        one given what is typed.
+
+        Of ids that are a part of it, those count that this request has looked behind; 0 if it has looked at none.
+        """
+        prob = self._typed_prob(tuple(prompt))
+        return math.log(prob) if prob > 0 else 0.0
+
+    def word_end_logprob(self, text: Sequence[int]) -> float:
+        """The log-probability that an identifier at the end of this text goes no further; 0 if this request has
+        not looked behind it."""
+        mixed = self._asked.get(tuple(text))
+        return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
+
+    def _typed_prob(self, text: tuple[int, ...]) -> float:
+        rest = self.copies.rest(text)
+        if not rest:
+            return 1.0
+        if (mixed := self._asked.get(text)) is None:
+            return 0.0
+        probs = mixed.exp()
+        total = float(probs.sum())
+        for id in self.files.shorter(rest):
+            total -= float(probs[id]) * (1 - self._typed_prob((*text, id)))
+        return total
+
+    def _stop_if_cancelled(self) -> None:
+        if self._cancelled():
+            raise Cancelled("a newer request came")
+
+    def _mixed(self, text: Sequence[int], logits: Tensor) -> Tensor:
+        rest, first = self.copies.rest(text), len(text) == self.copies.start
+        key = tuple(text), rest, first
+        if (mixed := self._known.get(key)) is None:
+            mixed = self._mix(text, logits, self.files.allowed(rest), first)
+            self._known.put(key, mixed)
+        self._asked[key[0]] = mixed
+        return mixed
+
+    def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:
+        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # on the CPU, where the gate is
+        if allowed is not None:
+            allowed = allowed[: len(mixed)]
+        if self.gate:
+            mixed = self.gate.mix(self.copies, mixed, text, allowed)
+        if allowed is not None:
+            mixed = mixed.masked_fill(~allowed, -math.inf)
+            # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
+            mixed = mixed.log_softmax(-1) if first else mixed
+        return mixed

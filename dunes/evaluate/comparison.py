@@ -1,0 +1,192 @@
+"""What a change did to a model: its loss, size, memory and speed before and after.
+
+Each folder is measured in a process of its own, so that memory is that of one model alone, as a user runs it.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from dunes import checkpoint, measure, tree
+from dunes.checkpoint import LoadedModel
+from dunes.child_process import python_command
+from dunes.cores import share_cores
+from dunes.data import PackedText, TokenIds
+from dunes.evaluate.loss import evaluate
+from dunes.generate import PrefixCache, generate
+from dunes.generate.packages import load_step
+from dunes.units import format_bytes
+
+SCORED, COMPARED, READ, WRITTEN, ROUNDS = 65_536, 8_192, 128, 64, 3
+"""Validation tokens that are scored, and those whose most probable successors are compared; tokens of the prompt,
+and those generated after it; rounds of both, of which the fastest counts."""
+SLOWER = 1.05
+"""What takes more than this times as long as before is called slower; the rest is noise."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A model folder: `size` and `memory` in bytes, `prefill` and `decode` in tokens/s, `loss` in nats/token.
+
+    `memory` is what loading, reading a prompt and generating take at their peak. `form` says what decoded.
+    """
+
+    size: int
+    memory: int
+    prefill: float
+    decode: float
+    form: str
+    loss: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both measurements, and the share of validation tokens after which both expect the same next token."""
+
+    before: Measurement
+    after: Measurement
+    agreement: float | None
+
+    def record(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return asdict(self)
+
+    def warnings(self) -> list[str]:
+        """A line if decoding or reading a prompt became slower."""
+        a, b = self.before, self.after
+        ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
+        slower = [f"{what} takes {ratio:.1f} times" for what, ratio in ratios.items() if ratio > SLOWER]
+        return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
+
+    def lines(self) -> list[str]:
+        """A table as lines of text."""
+        a, b = self.before, self.after
+        rows = [f"{'':18}{'before':>12}{'after':>12}"]
+        if a.loss is None or b.loss is None:
+            rows.append("validation loss not measured: no validation text is known; pass --validation FILE")
+        else:
+            rows += [
+                f"{'validation loss':18}{a.loss:12.4f}{b.loss:12.4f}  {b.loss - a.loss:+.4f} nats/token, "
+                f"{a.tokens:,} tokens",
+                f"{'perplexity':18}{np.exp(a.loss):12.3f}{np.exp(b.loss):12.3f}",
+                f"{'equal top-1 tokens':18}{'':12}{self.agreement:12.1%}",
+            ]
+        for name, x, y in (("size on disk", a.size, b.size), ("peak memory", a.memory, b.memory)):
+            rows.append(f"{name:18}{format_bytes(x):>12}{format_bytes(y):>12}  {y / max(1, x):.2f} times")
+        for name, old, new in (("prefill", a.prefill, b.prefill), ("decoding", a.decode, b.decode)):
+            rows.append(f"{name:18}{old:12,.0f}{new:12,.0f}  tokens/s, {new / old:.2f} times")
+        forms = a.form if a.form == b.form else f"before {a.form}, after {b.form}"
+        rows.append(f"decoded by {forms}; dunes compile MODEL makes a compiled step")
+        return rows
+
+
+def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
+    """Measure both folders, their loss on validation ids if there are any; why not, if a process failed."""
+    try:
+        with TemporaryDirectory() as scratch:
+            if ids is not None:
+                _write_ids(Path(scratch) / "ids.npz", ids)
+            first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
+    except (ValueError, OSError) as error:  # the work that is to be reported must not be lost
+        return f"not measured: {error}"
+    top = [np.array(found.pop("top")) for found in (first, second)]
+    agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
+    return Comparison(Measurement(**first), Measurement(**second), agreement)
+
+
+def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
+    """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
+    options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
+    command, environment = python_command(
+        "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options
+    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
+        raise ValueError(f"{folder}: {reason}")
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
+    """The fields of a Measurement, and the most probable successors (`top`) of ids in the file, if it is there."""
+    cpu = torch.device("cpu")
+    share_cores()
+    measure.keep_freed_memory()
+    before = measure.reset_peak_memory(cpu)
+    loaded = checkpoint.load(folder)
+    step = load_step(loaded.model)
+    ids = _read_ids(file) if file.is_file() else None
+    prefill, decode = _speeds(loaded, step, ids)
+    memory = measure.peak_memory(cpu) - before
+    score = None if ids is None else evaluate(loaded, ids, limit=SCORED)
+    return {
+        "size": sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".safetensors", ".bin", ".dunes")),
+        "memory": memory,
+        "prefill": prefill,
+        "decode": decode,
+        "form": "the modules" if step is None else "compiled code" if step.native else "a script",
+        "loss": None if score is None else score.loss,
+        "tokens": 0 if score is None else score.tokens,
+        "top": [] if ids is None else _most_probable(loaded, _plain(ids)),
+    }
+
+
+def _write_ids(file: Path, ids: TokenIds) -> None:
+    if isinstance(ids, PackedText):
+        np.savez(file, ids=_plain(ids), starts=ids.starts, end=ids.end)
+    else:
+        np.savez(file, ids=_plain(ids))
+
+
+def _read_ids(file: Path) -> TokenIds:
+    with np.load(file) as arrays:
+        ids: TokenIds = arrays["ids"]
+        return PackedText(ids, arrays["starts"], int(arrays["end"])) if "starts" in arrays else ids
+
+
+def _plain(ids: TokenIds) -> Any:
+    return np.asarray(ids.tokens if isinstance(ids, PackedText) else ids)
+
+
+def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
+    """Tokens/s of reading a prompt and of decoding after it, the fastest of some rounds."""
+    read = max(1, min(READ, loaded.context_length // 2))
+    prompt = [1] * read if ids is None else _plain(ids)[:read].tolist()
+    prefill = decode = 0.0
+    for _ in range(ROUNDS):
+        cache, start = PrefixCache(loaded.model, step=step), time.perf_counter()
+        limit = max(2, min(WRITTEN + 1, loaded.context_length - read))
+        tokens = generate(
+            loaded.model, prompt, max_tokens=limit, context_length=loaded.context_length, cache=cache
+        )
+        next(tokens)
+        first = time.perf_counter()
+        count = sum(1 for _ in tokens)
+        prefill = max(prefill, len(prompt) / (first - start))
+        decode = max(decode, count / (time.perf_counter() - first))
+    return prefill, decode
+
+
+def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
+    """The most probable next id after each of the first ids, in windows of the context length."""
+    width = loaded.context_length
+    rows = torch.split(torch.from_numpy(ids[: COMPARED // width * width or width].astype(np.int64)), width)
+    with torch.no_grad(), tree.mode(loaded.model, False):
+        return [id for row in rows for id in loaded.model(row[None])[0].argmax(-1).tolist()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[3]))
+    with checkpoint.trust_cards("trust" in sys.argv[4:]):
+        print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))

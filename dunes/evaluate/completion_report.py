@@ -1,0 +1,117 @@
+"""The evaluation of line completion: a table of a model and of copying alone."""
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import FolderCompleter
+from dunes.data import Document, collect_corpus
+from dunes.evaluate.completion_score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
+from dunes.evaluate.scored_lines import document_texts, scored_files
+from dunes.progress import Display
+from dunes.tables import print_table
+
+COLUMNS = (
+    "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
+    "keys saved by words %", "at 35 % acceptance", "shown/line", "accepted %", "bits/character", "cold p50/p95 ms",
+    "warm p50/p95 ms",
+)  # fmt: skip
+
+
+def evaluate_completion(
+    folder: Path,
+    sources: Sequence[str] = (),
+    options: CompletionOptions | None = None,
+    *,
+    files: int | None = None,
+    any_base: bool = False,
+    display: Display | None = None,
+    **corpus_options: Any,
+) -> list[CompleterScore]:
+    """Score the completion of a model and of copying alone, and print a table.
+
+    Without sources, on the files that the model's training left for scoring; on at most `files` of them. Files and
+    lines that the model has seen are left out. `corpus_options` are those of `collect_corpus`. Raises ValueError
+    for an invalid folder or setting, and if there is nothing to score.
+    """
+    options = options or CompletionOptions()
+    for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}; it must be at least 1")
+    if (folder / "state" / "plan.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
+    engine = FolderCompleter(folder, any_base=any_base)
+    documents = _documents(sources, corpus_options) if sources else engine.test_documents()
+    documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
+    training, seen = list(engine.training_files), engine.seen()
+    try:
+        texts = list(islice(document_texts(documents), files))
+        scored = scored_files(texts, training, options.all_lines, seen or ())
+    except ValueError as error:
+        raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
+    name, copy = folder.resolve().name, CopyNearest.of_files(training)
+    with display or Display() as display:
+        display.line(scored.report())
+        if seen is None:
+            indexed = "but for those in its index" if training else "so none of them is left out"
+            display.line(f"note: the files that the model was trained on are not known, {indexed}")
+        show = display.time_left
+        scores = [
+            score_completer(name, engine, scored.files, options, engine.threshold(), show),
+            score_completer(COPY, copy, scored.files, options, show=show),
+        ]
+    print_table(
+        "Rest of a line, from the text above the cursor: means over files, with 95 % intervals",
+        COLUMNS,
+        [row(score, scores[1]) for score in scores],
+    )
+    return scores
+
+
+def _documents(sources: Sequence[str], options: dict[str, Any]) -> list[Document]:
+    corpus = collect_corpus(sources, **options)
+    return corpus.valid + corpus.train
+
+
+def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
+    """The figures of a completer, beside copying alone.
+
+    Cursors inside of brackets that the line closes later stand with and without these brackets behind the cursor.
+    """
+    closed = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
+    opened = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in closed)
+    typed, shown = score.typing(), score.typing(score.threshold)
+    means = score.means("word"), opened, score.means("exact", lambda p: p.cut.kind == "closed")
+    return [
+        score.name,
+        score.exact_match().percent(),
+        score.difference(copy).percent("+") if score is not copy else "",
+        *(_percent(float(part.mean()) if len(part) else math.nan) for part in means),
+        _percent(score.saved()),
+        _percent(score.saved(score.threshold)),
+        _number((shown if shown.lines else typed).shown_per_line),
+        _percent((shown if shown.lines else typed).acceptance),
+        _number(score.bits_per_character, 3),
+        _milliseconds(score.cold),
+        _milliseconds(score.warm),
+    ]
+
+
+def _number(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _percent(share: float) -> str:
+    return _number(100 * share)
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    middle, high = 1000 * np.percentile(seconds, [50, 95])
+    return f"{middle:.2g}/{high:.2g}" if high < 10 else f"{middle:.0f}/{high:.0f}"

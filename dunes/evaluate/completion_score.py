@@ -1,0 +1,115 @@
+"""Scoring completers on the same lines: agreement at cursors, keys saved, bits/character, latency."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from dunes.completion.cuts import CutPoint, cut_points, first_line, first_word, sample_lines
+from dunes.completion.intervals import Interval, file_means, interval
+from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
+from dunes.completion.protocol import LineCompleter
+from dunes.evaluate.scored_lines import ScoredFile
+
+COPY = "copy nearest"
+"""The baseline that a model is compared with."""
+Metric = Literal["exact", "word"]
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """At most `cuts` cursors and `lines` typed lines a file. With `all_lines`, lines like one of the training are
+    scored too."""
+
+    cuts: int = 60
+    lines: int = 12
+    seed: int = 0
+    all_lines: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was suggested at a cursor of a file with this number, and whether (0 or 1) all of it is right, but for
+    white space at its end (`exact`), or its first `word`."""
+
+    file: int
+    cut: CutPoint
+    text: str
+
+    @property
+    def exact(self) -> float:
+        return float(first_line(self.text).rstrip() == self.cut.rest.rstrip())
+
+    @property
+    def word(self) -> float:
+        return float(first_word(first_line(self.text).rstrip()) == first_word(self.cut.rest.rstrip()))
+
+
+@dataclass
+class CompleterScore:
+    """The score of a completer: at each cursor, and of each file typed with all suggestions shown and with those
+    from its threshold on (NaN: it has none). `cold` and `warm` are latencies in seconds; `bits_per_character` is
+    NaN without probabilities."""
+
+    name: str
+    threshold: float = math.nan
+    points: list[Point] = field(default_factory=list)
+    typed: dict[float, list[Typing]] = field(default_factory=dict)
+    cold: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+    bits_per_character: float = math.nan
+
+    def means(self, metric: Metric, chosen: Callable[[Point], bool] | None = None) -> np.ndarray:
+        """The means of a metric in each file (F,) over its cursors inside lines, or over the chosen ones."""
+        points = [p for p in self.points if (chosen or is_inside)(p)]
+        return file_means([getattr(p, metric) for p in points], [p.file for p in points])
+
+    def exact_match(self) -> Interval:
+        """The share of cursors inside lines at which all of the suggestion is right."""
+        return interval(self.means("exact"))
+
+    def difference(self, other: "CompleterScore") -> Interval:
+        """The exact match minus that of another completer, paired by file."""
+        return interval(self.means("exact") - other.means("exact"))
+
+    def typing(self, threshold: float = 0.0) -> Typing:
+        """All lines typed with a threshold."""
+        return sum(self.typed.get(threshold, ()), Typing())
+
+    def saved(self, threshold: float = 0.0) -> float:
+        """The mean over files of the share of keys saved; NaN without a threshold."""
+        return mean_saved(self.typed.get(threshold, ()))
+
+
+def is_inside(point: Point) -> bool:
+    """Whether a cursor is inside a line."""
+    return point.cut.kind == "character"
+
+
+def score_completer(
+    name: str,
+    completer: LineCompleter,
+    files: Sequence[ScoredFile],
+    options: CompletionOptions = CompletionOptions(),
+    threshold: float = math.nan,
+    show: Callable[[str, float], object] = lambda text, done: None,
+) -> CompleterScore:
+    """The score on some files; `show` gets a text and the fraction done."""
+    score = CompleterScore(name, threshold)
+    for number, file in enumerate(files):
+        show(f"{name}: {file.name}", number / len(files))
+        suggestions = FileSuggestions(completer, file.name, file.text)
+        for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
+            text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
+            score.points.append(Point(number, cut, text))
+        typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
+        for shown in (0.0, threshold) if threshold > 0 else (0.0,):
+            score.typed.setdefault(shown, []).append(type_file(typed, shown))
+        score.cold += suggestions.cold
+        score.warm += suggestions.warm
+    if (bits := getattr(completer, "bits", None)) is not None:
+        total = sum(bits(file.text, file.name) for file in files)
+        score.bits_per_character = total / sum(len(file.text) for file in files)
+    return score

@@ -1,0 +1,245 @@
+"""A model folder as a model of lm-evaluation-harness.
+
+Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports
+lm_eval, so only `runs/tasks.py` imports it, when needed.
+https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
+"""
+
+# Shapes: B batch, T tokens, N tokens that are scored, V vocabulary.
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from dunes import checkpoint, measure
+from dunes.evaluate.loss import BATCH
+from dunes.files import json_file
+from dunes.generate import Sampler, sampler
+from dunes.inference.text_generator import TextGenerator, cut_at_stop
+from dunes.text import library
+from dunes.text.special_tokens import token_text
+from dunes.units import plural
+
+TOKENS = 256
+"""Default maximum of new tokens, as in the `hf` backend."""
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of that option in a task; the first one present counts."""
+
+OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+WITHOUT_EFFECT = {"num_beams": 1}
+
+T = TypeVar("T")
+Question = tuple[Any, list[int], list[int]]
+"""(its texts, context ids, continuation ids to score)."""
+
+
+class Harness(TemplateLM):
+    """The harness's interface to a model folder.
+
+    `show` receives the progress as text and fraction. `truncated` counts the inputs longer than the context, which
+    are truncated on the left. Raises ValueError for a folder without a model.
+    """
+
+    def __init__(
+        self, folder: Path, show: Callable[[str, float], None] = lambda text, done: None, any_base: bool = False
+    ) -> None:
+        super().__init__()
+        self._device = measure.device()
+        loaded = checkpoint.load_with_tokenizer(folder, self._device, any_base)
+        self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
+        self.generator = TextGenerator(loaded)
+        tokenizer = self.generator.tokenizer
+        # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
+        self.inner = library.parse(tokenizer.json())
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        self._end = tokenizer.eos
+        # The `hf` backend scores after BOS even if the tokenizer does not add it.
+        first = token_text(json_file.read_if_present(tokenizer.config_path), "bos_token")
+        self._first = self._end if first is None else tokenizer.token_id(first)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The EOS id."""
+        return self._end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before a text that is scored without a context."""
+        return self._first
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of the text; special tokens are not added to a text that already starts with BOS."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._decode([self._first]))
+        ids: list[int] = self.inner.encode(string, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.inner.decode(list(ids), skip_special_tokens=False))
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """For each (context, continuation): its log-likelihood, and whether greedy decoding would generate it.
+
+        Raises ValueError for a continuation that is empty or longer than the model's context.
+        """
+        for request in requests:
+            if not request.args[1]:
+                raise ValueError(
+                    f"task {request.task_name}, document {request.doc_id}: an answer to score is empty; "
+                    "give each answer some text"
+                )
+        # The harness moves spaces from the end of the context to the continuation, and splits the ids.
+        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """The log-likelihood of each text, scored in windows of the model's context without overlap."""
+        windows: list[Question] = []
+        owners: list[int] = []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            rolling = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
+            windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
+            owners += [i] * (len(windows) - len(owners))
+        logprobs = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            logprobs[owner] += logprob
+        return logprobs
+
+    def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
+        """Answers in the order of the questions; questions that differ only in their last id share a row."""
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for i, question in enumerate(requests):
+            rows.setdefault(self._read(*question), []).append(i)
+        answers = [(0.0, False)] * len(requests)
+        for batch in self._batches("scoring", sorted(rows, key=len, reverse=True)):
+            for ids, states in zip(batch, self._states(batch), strict=True):
+                for i in rows[ids]:
+                    answers[i] = self._answer(states[: len(ids)], requests[i][2])
+        return answers
+
+    def _read(self, source: Any, before: list[int], continuation: list[int]) -> tuple[int, ...]:
+        """The model's input: all ids but the last, truncated on the left to the context length."""
+        if not continuation:
+            raise ValueError(
+                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; set "
+                "target_delimiter to a newline in the task's YAML"
+            )
+        if len(continuation) > self.max_length:
+            raise ValueError(
+                f"{source[1][:20]!r}...: an answer of {plural(len(continuation), 'token')} does not fit into the "
+                f"model's context length of {self.max_length}; shorten the answers, or train with a larger "
+                "--context-length"
+            )
+        self.truncated += len(before) + len(continuation) > self.max_length + 1
+        return tuple((before + continuation)[-(self.max_length + 1) : -1])
+
+    @torch.no_grad()
+    def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
+        """The hidden states (B, T, dim) before the head; right padding, which causal attention ignores."""
+        width = max(map(len, batch))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
+        return self.model.hidden(ids)
+
+    @torch.no_grad()
+    def _answer(self, states: Tensor, continuation: list[int]) -> tuple[float, bool]:
+        targets = torch.tensor(continuation, device=states.device)
+        logprobs = self.model.logits(states[-len(continuation) :]).float().log_softmax(-1)  # NV
+        logprob = logprobs.gather(1, targets[:, None]).sum()
+        return float(logprob), bool((logprobs.argmax(-1) == targets).all())
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """Generate after each context, up to the first stop string, EOS or the limit.
+
+        Raises ValueError for generation settings that are not supported, or leave no room for the context.
+        """
+        groups: dict[str, list[int]] = {}
+        for i, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(i)
+        answers = [""] * len(requests)
+        for members in groups.values():
+            first = requests[members[0]]
+            settings = self._settings(first.args[1], f"task {first.task_name}")
+            prompts = {i: self._prompt(requests[i].args[0], settings.max_tokens) for i in members}
+            for batch in self._batches("generating", sorted(members, key=lambda i: -len(prompts[i]))):
+                for i, text in zip(batch, self._write({i: prompts[i] for i in batch}, settings), strict=True):
+                    answers[i] = text
+        return answers
+
+    def _settings(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
+        wanted = parse_settings(settings, place)
+        if wanted.max_tokens >= self.max_length:
+            raise ValueError(
+                f"{place}: {wanted.max_tokens} new tokens leave no room in the context of {self.max_length}; set "
+                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
+                "--context-length"
+            )
+        return replace(wanted, until=(*wanted.until, self._decode([self._end])))
+
+    def _prompt(self, context: str, max_tokens: int) -> list[int]:
+        """The ids of the context, truncated on the left to leave room for the answer."""
+        ids = self.tok_encode(context) or [self._first]
+        room = self.max_length - max_tokens
+        self.truncated += len(ids) > room
+        return ids[-room:]
+
+    def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
+        """The text after each prompt; random numbers follow from the prompt's number."""
+        requests = [
+            self.generator.request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()
+        ]
+        for _ in self.generator.tokens(requests, settings.until):
+            pass
+        texts = (str(self.inner.decode(r.ids[len(r.prompt) :])) for r in requests)
+        return [cut_at_stop(text, settings.until) for text in texts]
+
+    def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
+        for start in range(0, len(rows), BATCH):
+            self.show(f"{doing} {start} of {len(rows)}", start / len(rows))
+            yield rows[start : start + BATCH]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """Stop strings, maximum of new tokens, and the sampler of an answer by its seed."""
+
+    until: tuple[str, ...]
+    max_tokens: int
+    sample: Callable[..., Sampler]
+
+
+def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSettings:
+    """Parse a task's `generation_kwargs`. Raises ValueError for unsupported ones."""
+    unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
+    if unknown:
+        raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")
+    temperature = float(settings.get("temperature") or 0.0)
+    if settings.get("do_sample") and not temperature:
+        raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
+    top_k = settings.get("top_k") or 0
+    sample = partial(
+        sampler,
+        0.0 if settings.get("do_sample") is False else temperature,
+        top_k=top_k if top_k > 0 else None,
+        top_p=settings.get("top_p"),
+        min_p=settings.get("min_p"),
+        penalty=settings.get("repetition_penalty", 1.0),
+    )
+    sample()  # raises ValueError for settings out of range
+    max_tokens = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
+    return GenerationSettings(tuple(_as_list(settings.get("until"))), max_tokens, sample)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """The value as a list: a single one may be given without a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]

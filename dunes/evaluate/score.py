@@ -1,0 +1,159 @@
+"""Scoring a model folder on text."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dunes import checkpoint, measure
+from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.trained_text import require_own_sources, trained_text
+from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, file_header, hold_out_test
+from dunes.data.duplicates import content_digest
+from dunes.evaluate.loss import Score, evaluate
+from dunes.runs.config import STDLIB
+from dunes.runs.corpus import join_texts, tail_start, without_files
+from dunes.text import Tokenizer
+from dunes.units import plural
+
+SEQUENCES, CALIBRATION_TOKENS = 64, 128
+"""Calibration sequences, and tokens in each."""
+
+
+def score_folder(
+    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **options: Any
+) -> tuple[Score, int]:
+    """The score on all text in the sources, and the number of files.
+
+    Without sources, the score on the validation split of the model's own training. `any_base` is
+    that of `checkpoint.load`, `options` those of `collect_corpus`. Raises ValueError if the model's card does not
+    record its validation split, or if there is no text.
+    """
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    try:
+        ids, files = evaluation_tokens(loaded, sources, **options)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return evaluate(loaded, ids), files
+
+
+def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
+    """The token ids of all text in the sources, and the number of files; without sources, of the validation split
+    recorded in the card. Raises ValueError if the card does not record one."""
+    tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
+    if sources:
+        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, whatever its sides
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
+    corpus = split_documents(loaded.card, **options)
+    tails = corpus.split == "tails"
+    documents = corpus.train if tails else corpus.valid
+    return _ids(tokenizer, documents, "tail" if tails else "all", trained, corpus.share), len(documents)
+
+
+def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
+
+    With a `split` of tails, all are for training, and their tails for validation. `card` is the model's
+    card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
+    the documents, or if the sources are gone.
+    """
+    trained = trained_text(card)
+    if trained.get("split") not in ("files", "tails"):
+        raise ValueError("does not record its validation files; pass the sources to score")
+    corpus = _trained_corpus(trained, **options)
+    return without_files(corpus) if trained["split"] == "tails" else corpus
+
+
+def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
+    require_own_sources(trained)
+    recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
+    corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
+    if not (trained.get("complete") and trained.get("split") == "files"):
+        return corpus
+    return hold_out_test(corpus, split_version=trained.get("split_version", 0))
+
+
+def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
+    """Ids (sequences, tokens) of the context length, spread evenly over the documents but their tails.
+
+    They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
+    training split that the card records. Raises ValueError if it records none or that text is gone, or if the text
+    is shorter than one sequence.
+    """
+    trained = trained_text(loaded.card)
+    width = min(CALIBRATION_TOKENS, loaded.context_length)
+    sequences = SEQUENCES if tokens is None else -(-tokens // width)
+    if not (sources or trained):
+        raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
+    if not sources and (gone := missing_source(loaded.card)):
+        raise ValueError(f"the text of the model's training is gone ({gone}); pass one with --calibration FILE")
+    corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
+    tails = not sources and trained.get("split") == "tails"
+    documents = corpus.documents if tails else corpus.train or corpus.valid
+    # Of documents that the user names, the tails may be what is scored.
+    part: Literal["all", "head"] = "head" if sources or tails else "all"
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}, corpus.share))
+    if (last := len(ids) - width) < 0:
+        raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
+    starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
+    return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
+
+
+def missing_source(card: Mapping[str, Any]) -> str:
+    """A source of the training that the card records which does not exist any more; empty if there is none."""
+    sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
+    return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
+
+
+def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
+    """Raises ValueError if a text of the calibration sources is among those that are scored.
+
+    A file and a record with the same text are equal, whatever their white space. Where the tail of each
+    document is scored, the rest of it may calibrate.
+    """
+    trained = trained_text(loaded.card)
+    if not (calibration or validation) or (not validation and trained.get("split") != "files"):
+        return
+    scored = collect_corpus(validation) if validation else _trained_corpus(trained)
+    used = collect_corpus(calibration) if calibration else _trained_corpus(trained)
+    digests = {digest for d in (scored.documents if validation else scored.valid) for digest in _digests(d)}
+    for document in used.documents if calibration else used.train:
+        if not digests.isdisjoint(_digests(document)):
+            raise ValueError(
+                f"{document.path}: it calibrates the change and would score it; pass other text with "
+                "--calibration or --validation"
+            )
+
+
+def _digests(document: Document) -> Iterator[bytes]:
+    """The digest of each text in a document, without its white space."""
+    return map(content_digest, document.texts())
+
+
+def _ids(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    part: Literal["all", "head", "tail"],
+    trained: Mapping[str, Any],
+    share: float,
+) -> TokenIds:
+    """The token ids of the documents, of their tails of this share, as in training, or of the rest (`head`).
+
+    They are joined as in the training that is recorded in `trained`: plain text if that is empty.
+    """
+    begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
+    headers = bool(trained.get("complete") and trained.get("file_headers", True))
+    for document, text in ((d, text) for d in documents for text in d.texts()):
+        header = file_header(document, tokenizer) if headers else []
+        pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
+        ids = np.concatenate([np.array([*begin, *header], np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
+        tail = tail_start(0, len(ids), share)
+        parts.append(ids if part == "all" else ids[tail:].copy() if part == "tail" else ids[:tail].copy())
+    ids, starts = join_texts(parts or [np.array([], np.int32)])
+    starts[1:] -= part == "all" and not begin
+    return PackedText(ids, starts, tokenizer.eos) if separate else ids

@@ -1,0 +1,125 @@
+"""Which lines are completed: those of files that the model has not seen, and unlike any in its training."""
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from dunes.completion.cuts import Line, file_lines
+from dunes.completion.protocol import NamedText
+from dunes.data import Document
+from dunes.data.duplicates import content_digest
+from dunes.text.lines import split_lines
+from dunes.units import plural
+
+SIMILAR = 0.8
+"""Jaccard similarity of the sets of two lines' tokens above which they are near-duplicates."""
+FEWEST = 3
+"""Lines of fewer tokens are never near-duplicates: `return None` may be completed."""
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+
+@dataclass(frozen=True)
+class ScoredFile:
+    """A file, and those of its lines that are completed."""
+
+    name: str
+    text: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class ScoredFiles:
+    """The files that are scored, and what is left out: files that were trained on, near-duplicate lines, and files
+    without other lines. `line_count` is of the lines that are not blank in files that were not trained on."""
+
+    files: Sequence[ScoredFile]
+    trained_files: int
+    line_count: int
+    near_duplicates: int
+    files_without_lines: int
+
+    def report(self) -> str:
+        """One line: what is scored and what is left out."""
+        lines = self.line_count - self.near_duplicates
+        return (
+            f"{plural(len(self.files), 'file')}, {plural(lines, 'line')}; left out: "
+            f"{plural(self.trained_files, 'file')} that the model was trained on, "
+            f"{plural(self.near_duplicates, 'line')} like one of the training, "
+            f"{plural(self.files_without_lines, 'file')} without other lines"
+        )
+
+
+class LineIndex:
+    """The lines of some texts, to find near-duplicates of a line among them.
+
+    Sets of tokens are compared if their rarest tokens meet: similar sets have one in common among the first
+    |set| - ceil(0.8 |set|) + 1 (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._lines = {line.strip() for text in texts for line in split_lines(text)}
+        words = map(_TOKEN.findall, self._lines)
+        sets = {frozenset[str](line) for line in words if len(line) >= FEWEST}
+        self._times = Counter(token for tokens in sets for token in tokens)
+        self._sets: dict[str, list[frozenset[str]]] = {}
+        for tokens in sets:
+            for token in self._rarest(tokens):
+                self._sets.setdefault(token, []).append(tokens)
+
+    def has_similar(self, line: str) -> bool:
+        """Whether a line equals one of the texts after stripping, or its tokens nearly do."""
+        words = _TOKEN.findall(line)
+        if len(words) < FEWEST:
+            return False
+        tokens = frozenset(words)
+        return line.strip() in self._lines or any(
+            len(tokens & other) > SIMILAR * len(tokens | other)
+            for token in self._rarest(tokens)
+            for other in self._sets.get(token, ())
+        )
+
+    def _rarest(self, tokens: frozenset[str]) -> list[str]:
+        rarity = sorted(tokens, key=lambda token: (self._times[token], token))
+        return rarity[: len(tokens) - ceil(SIMILAR * len(tokens)) + 1]
+
+
+def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
+    """The texts of documents with their names, without byte order marks."""
+    for document in documents:
+        for text in document.texts():
+            yield document.name, "".join(text).removeprefix("\ufeff")
+
+
+def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
+    """The digests of texts, whatever their white space."""
+    return {content_digest([text]) for _, text in texts}
+
+
+def scored_files(
+    texts: Sequence[NamedText],
+    training: Sequence[NamedText],
+    all_lines: bool = False,
+    seen: Collection[bytes] = (),
+) -> ScoredFiles:
+    """The files and lines that are scored of a model that was trained on the training files.
+
+    Files with the text of a training file, or one whose digest is in `seen`, are left out whatever its white
+    space, and lines that are near-duplicates of a training line unless `all_lines`. Raises ValueError if
+    nothing is left.
+    """
+    digests = text_digests(training) | {*seen}
+    unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
+    index = LineIndex(() if all_lines else (text for _, text in training))
+    files, line_count = [], 0
+    for name, text in unseen:
+        lines = file_lines(text)
+        line_count += len(lines)
+        files.append(ScoredFile(name, text, [line for line in lines if not index.has_similar(line.text)]))
+    kept = [file for file in files if any(len(line.text) > 1 for line in file.lines)]
+    left = sum(len(file.lines) for file in kept)
+    scored = ScoredFiles(kept, len(texts) - len(unseen), line_count, line_count - left, len(unseen) - len(kept))
+    if not kept:
+        raise ValueError(f"no line to complete ({scored.report()}); pass files that the model was not trained on")
+    return scored

@@ -1,0 +1,85 @@
+"""The tasks of lm-evaluation-harness on a model folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from dunes.extra import extra
+from dunes.files.atomic import write_file
+from dunes.progress import Display
+from dunes.units import plural
+
+
+def run_tasks(
+    folder: Path,
+    tasks: Sequence[str],
+    display: Display,
+    *,
+    task_folder: Path | None = None,
+    limit: int | None = None,
+    out: Path | None = None,
+    any_base: bool = False,
+) -> dict[str, Any]:
+    """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
+
+    `task_folder` contains YAML files of more tasks; `limit` is the maximum number of documents per task;
+    `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
+    or setting.
+    """
+    lm_eval = extra("lm_eval", "eval")
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}; it must be at least 1")
+    for option, path in {"--task-folder": task_folder, "--out": out and out.absolute().parent}.items():
+        if path is not None and not path.is_dir():
+            raise ValueError(f"{option}: {path} is not a folder")
+    manager = extra("lm_eval.tasks", "eval").TaskManager(include_path=task_folder and str(task_folder))
+    _check_names(tasks, manager.all_tasks)
+    from dunes.evaluate.harness import Harness
+
+    with display:
+        model = Harness(folder, display.state, any_base)
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            model=model, tasks=list(tasks), task_manager=manager, limit=limit
+        )
+        if model.truncated:
+            display.line(
+                f"{plural(model.truncated, 'text')} truncated on the left to the context length of "
+                f"{model.max_length} tokens"
+            )
+    if out is not None:
+        write_file(out, json.dumps(results, indent=1, default=str).encode())
+    return results
+
+
+def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
+    """Raise ValueError for the first task that is not among the names."""
+    for task in tasks:
+        if task not in names:
+            similar = get_close_matches(task, names, n=1)
+            raise ValueError(
+                f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
+                "`lm-eval ls tasks` lists all tasks, --task-folder adds those of a folder"
+            )
+
+
+def table(results: Mapping[str, Any]) -> list[str]:
+    """The results as lines of text, one per metric of each task or group."""
+    rows = [("task", "shots", "documents", "metric", "value", "standard error")]
+    for task, measured in results["results"].items():
+        shots = str(results["n-shot"].get(task, ""))
+        documents = str(results["n-samples"].get(task, {}).get("effective", ""))
+        for key, value in measured.items():
+            metric, _, filter_name = key.partition(",")
+            if not filter_name or metric.endswith("_stderr"):
+                continue
+            name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+            error = _number(measured.get(f"{metric}_stderr,{filter_name}"))
+            rows.append((task, shots, documents, name, _number(value), error))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "" if value in (None, "N/A") else str(value)

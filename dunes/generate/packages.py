@@ -1,0 +1,517 @@
+"""Compiled decode steps, kept in the user's own cache: one for each shape of model, dtype, torch and CPU.
+
+A package is native code, so it is read only from a folder that no other user can write to, and never from a model
+folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+"""
+
+import functools
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+from unittest.mock import patch
+from zipfile import ZipFile
+
+import torch
+from torch import Tensor, nn
+
+import dunes
+from dunes import tree
+from dunes.checkpoint.architecture import module_rows
+from dunes.checkpoint.function_import import cards_trusted
+from dunes.child_process import python_command
+from dunes.files import atomic, json_file
+from dunes.files.staging import cache_home, folder_lock, staging_folder
+from dunes.generate import generate
+from dunes.generate.prefix_cache import PrefixCache
+from dunes.generate.step import (
+    FEW,
+    STACK,
+    TEXT,
+    CompiledStep,
+    Scores,
+    Step,
+    TextStep,
+    export_step,
+    export_text_step,
+    model_state,
+    outline,
+    step_weights,
+)
+from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
+from dunes.parts import Cache, cache_for, vocabulary_size
+
+PACKAGE, SCRIPT, CARD, CHOSEN, FORMAT = "native.so", "step.json", "package.json", "chosen-", 5
+MORE = {FEW: "native-few.so", TEXT: "native-text.so"}
+"""What native code may have beside the step of one token: that of a few, and of a text's beginning."""
+OPTIONS = {
+    "aot_inductor.allow_stack_allocation": True,
+    "aot_inductor.package_constants_in_so": False,
+    "cpp.dynamic_threads": True,
+    "cpp.enable_floating_point_contract_flag": "fast",
+    "realize_reads_threshold": 1,
+    "score_fusion_memory_threshold": 1,
+}
+"""Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows.
+
+Buffers lie on the stack, up to ten times Inductor's own limit: to allocate some hundred tensors takes a seventh of
+a step of ten million parameters.
+"""
+OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
+"""Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
+GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
+PACKED_THREADS = 2
+"""In a script, one thread reads small matrices in float16, as fast as two read them in float32."""
+T = TypeVar("T")
+SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
+
+
+def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
+    """The step of this model if a package for it is there; of one that cannot be used it warns.
+
+    Its matrices have this dtype; without one, that which `compile_step` chose for these weights, or their own.
+    """
+    try:
+        if not packages_folder().is_dir():
+            return None
+        package_of = _packages(model)
+        for choice in _dtypes(model) if dtype is None else [dtype]:
+            package = package_of(choice)
+            if (file := _package_file(package)) is not None:
+                weights = step_weights(model, choice)
+                if choice in (dtype, _dtype(model)) or _record(package, weights).is_file():
+                    return _bind(model, file, weights, choice)
+    except (ValueError, OSError) as error:
+        warnings.warn(f"{error}; decoding without it", stacklevel=2)
+    return None
+
+
+def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callable[[], CompiledStep | None]:
+    """A function that returns the step of the model, as soon as there is a package for it.
+
+    With a folder, in which the model lies, missing native code is made in the background, after a script.
+    """
+    step: CompiledStep | None = None
+    process: subprocess.Popen[bytes] | None = None
+    looked, files = -math.inf, None
+
+    def find() -> CompiledStep | None:
+        nonlocal step, process, looked, files
+        first, running = looked == -math.inf, process is not None and process.poll() is None
+        if first or (process and not running) or (running and time.monotonic() > looked + LOOK_EVERY):
+            process, looked, before, files = process if running else None, time.monotonic(), files, _files()
+            step = load_step(model) if first or files != before else step
+            if first and compile_folder is not None and not (step and step.native) and _dtypes(model):
+                process = start_compiling(compile_folder)
+        return step
+
+    return find
+
+
+def _files() -> dict[Path, int]:
+    """When the files that say which step to use were written."""
+    with suppress(ValueError, OSError):
+        return {
+            f: f.stat().st_mtime_ns for f in packages_folder().glob("*/*") if f.name[0] in (CARD[0], CHOSEN[0])
+        }
+    return {}
+
+
+def compile_step(
+    model: nn.Module, context_length: int, dtype: torch.dtype | None = None
+) -> tuple[Path, torch.dtype]:
+    """Make the package that `load_step` will choose unless it is there; its folder and dtype.
+
+    Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
+    a model whose step cannot be exported or compiled, or has no such dtype, and says why.
+    Steps of a few tokens, and of a text's beginning, follow where a model has them.
+    """
+    own = _dtype(model)
+    rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
+    choices = [dtype] if dtype else [torch.float16, own] if rounds else [own]
+    native = [_is_intact(_packages(model)(choice), PACKAGE) for choice in choices]
+    if not any(native) and has_compiler():
+        with suppress(ValueError):  # native code may be possible where a script is not
+            make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
+    for choice in choices:
+        last = choice in (dtype, own)
+        with nullcontext() if last else suppress(ValueError):  # weights may be too large for float16
+            step = make_step(model, choice)
+            if last or _same_greedy_ids(model, context_length, step):
+                break
+    _choose(model, choice)
+    package = _packages(model)(choice)
+    for name in MORE.values():
+        if _is_intact(package, PACKAGE) and not _is_intact(package, name):
+            with suppress(ValueError), folder_lock(package):
+                _add(model, choice, package, name)
+    return package, choice
+
+
+def _add(model: nn.Module, dtype: torch.dtype, package: Path, name: str) -> None:
+    """Make another step beside that of one token. Raises ValueError, and leaves it out, if it cannot be used."""
+    before = [n for n in (PACKAGE, SCRIPT, *MORE.values()) if n in _digests(package)]
+    _compile(model, dtype, package / name)
+    try:
+        _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
+    except ValueError:
+        _write_card(package, *before)
+        raise
+
+
+def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
+    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above.
+
+    `name` is PACKAGE or SCRIPT, by default that of the fastest form that can be made.
+    """
+    check_step(model, dtype)
+    package = _packages(model)(dtype)
+    package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    package.mkdir(exist_ok=True, mode=0o700)
+    with folder_lock(package):  # another process may be making it
+        name = name or (PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT)
+        if name == SCRIPT and dtype != _dtype(model) and not (dtype == torch.float16 and PACKS):
+            raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: needs a C++ compiler; install g++")
+        if not (_is_intact(package, name) and _is_intact(package, PACKAGE, SCRIPT)):
+            _compile(model, dtype, package / name)
+    return _bind(model, package / name, step_weights(model, dtype), dtype)
+
+
+def made_form(model: nn.Module, dtype: torch.dtype) -> str:
+    """PACKAGE if the step's native code is there, else SCRIPT, which is made in seconds."""
+    return PACKAGE if _is_intact(_packages(model)(dtype), PACKAGE) else SCRIPT
+
+
+def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError for a model on another device, with hooks, or that can have no step of this dtype."""
+    if next(model.parameters()).device.type != "cpu":
+        raise ValueError("steps are compiled for the CPU, and this model is on another device")
+    if not (choices := _dtypes(model)):
+        raise ValueError("a compiled step has no hooks and is in float32, float16 or bfloat16; change the model")
+    if dtype is not None and dtype not in choices:
+        names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+
+
+def native_files(package: Path) -> list[Path]:
+    """The files of native code in a package, none if it has a script. Raises ValueError for damaged ones."""
+    stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
+    return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except RuntimeError:
+        return False
+
+
+def _choose(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `load_step` use the package of this dtype for these weights."""
+    package_of = _packages(model)
+    for choice in _dtypes(model):
+        if (package := package_of(choice)).is_dir():
+            record = _record(package, step_weights(model, choice))
+            if choice == dtype and not record.is_file():
+                atomic.write_file(record, b"")
+            elif choice != dtype:
+                record.unlink(missing_ok=True)
+
+
+def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
+    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
+    command, environment = python_command(
+        "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
+    )
+    quiet: Any = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
+    )
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process
+
+
+def packages_folder() -> Path:
+    """The folder of packages. Raises ValueError if it is another user's, or others have access to it."""
+    folder = cache_home() / "steps"
+    if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
+        raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
+    return folder
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes that a step's matrices can have, the model's own last; none on a device, or with hooks."""
+    if next(model.parameters()).device.type != "cpu":
+        return []
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return []  # a step would not call them
+    return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
+
+
+def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
+    """The file whose presence says that the package was chosen for these weights.
+
+    Its name has the sum of all words of each tensor, which takes as long as reading them, and some of the words.
+    """
+    digest = sha256()
+    for name in sorted(weights):
+        data = weights[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        words = data[: len(data) // 8 * 8].view("int64")
+        digest.update(
+            repr((name, int(words.sum()))).encode() + words[::997].tobytes() + data[words.nbytes :].tobytes()
+        )
+    return package / f"{CHOSEN}{digest.hexdigest()[:32]}"
+
+
+def _packages(model: nn.Module) -> Callable[[torch.dtype], Path]:
+    """The folder of each dtype's package, named by a digest of everything that the compiled code depends on."""
+    rows = [repr(tuple(row)) for row in module_rows(model)]
+    dtypes = [str(t.dtype) for t in (*model.parameters(), *model.buffers())]
+    internal = vars(nn.Module())
+    plain = [(k, v) for m in model.modules() for k, v in sorted(vars(m).items()) if k not in internal]
+    files: set[str] = {inspect.getsourcefile(type(module)) or "" for module in model.modules()}
+    attributes = [(k, _describe(v, files)) for k, v in plain]
+    package = Path(dunes.__file__).parent
+    sources = {*files, *(str(f) for pattern in SOURCES for f in package.glob(pattern))}
+    digests = [_source_digest(path, os.stat(path).st_mtime_ns) for path in sorted(sources) if os.path.isfile(path)]
+    machine = torch.__version__, sys.platform, platform.machine(), *_processor()
+    everything = FORMAT, sorted(OPTIONS.items()), *machine, *rows, *dtypes, *attributes, *digests
+    digest = sha256(repr(everything).encode())
+    return lambda dtype: packages_folder() / sha256(digest.digest() + str(dtype).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _source_digest(path: str, mtime_ns: int) -> str:
+    return atomic.digest(Path(path))
+
+
+def _describe(value: Any, files: set[str], depth: int = 4) -> str:
+    """A text with everything in an attribute that traced code may depend on; `files` get those of its code."""
+    if isinstance(value, Tensor | nn.Module) or not depth:
+        return type(value).__qualname__
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        entries = value.items() if isinstance(value, dict) else value
+        texts = [_describe(entry, files, depth - 1) for entry in entries]
+        return str(sorted(texts) if isinstance(value, set | frozenset) else texts)
+    if isinstance(value, functools.partial):
+        return _describe([value.func, value.args, value.keywords], files, depth - 1)
+    if inspect.isfunction(value):
+        files.add(value.__code__.co_filename)
+        cells = [_describe(cell.cell_contents, files, depth - 1) for cell in value.__closure__ or ()]
+        constants = _without_addresses(value.__code__.co_consts)
+        defaults = _describe([value.__defaults__, value.__kwdefaults__], files, depth - 1)
+        return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells} {defaults}"
+    if inspect.ismethod(value):
+        return f"{_describe(value.__func__, files, depth)} {_describe(value.__self__, files, depth)}"
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        files.update(filter(None, [sys.modules[type(value).__module__].__dict__.get("__file__")]))
+        return f"{type(value).__qualname__} {_describe(vars(value), files, depth - 1)}"
+    return _without_addresses(value)
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+@functools.cache
+def _processor() -> list[str]:
+    """What identifies the instructions of this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.processor(), torch.backends.cpu.get_cpu_capability()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+
+
+def _package_file(package: Path, names: Sequence[str] = (PACKAGE, SCRIPT)) -> Path | None:
+    """The first of these files that was written. Raises ValueError if its bytes are others."""
+    digests = _digests(package)
+    file = next((package / name for name in names if name in digests), None)
+    for part in (package / name for name in digests if file and name.startswith(file.stem)):
+        if not (part.is_file() and atomic.digest(part) == digests[part.name]):
+            raise ValueError(f"{part}: not the bytes that were written; run dunes compile again")
+    return file
+
+
+def _digests(package: Path) -> Mapping[str, str]:
+    return json_file.read(package / CARD) if (package / CARD).is_file() else {}
+
+
+def _is_intact(package: Path, *names: str) -> bool:
+    """Whether the first of these files that was written is whole."""
+    try:
+        return _package_file(package, names) is not None
+    except ValueError:
+        return False
+
+
+def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
+    """The step with these weights. Raises ValueError if it computes something else than the model."""
+    files, known = {1: (file, weights)}, _digests(file.parent) if file.name == PACKAGE else {}
+    for n, name in MORE.items():
+        if name in known:
+            files[n] = file.with_name(name), weights if n != TEXT else step_weights(model, _dtype(model))
+    step = CompiledStep(files, dtype)
+    cache, expected = _check_tokens(model)
+    step.state, step.example = model_state(model), cache
+    for n in files:
+        kept = CHECKED - n if n != TEXT else 0
+        cache.truncate(torch.tensor([kept]))
+        for tensor in cache.keys + cache.values:
+            tensor[:, :, kept:] = torch.nan  # which the step has to replace
+        with torch.autocast("cpu", enabled=False):
+            scores = _attempt("run", functools.partial(_evaluate, step, n, cache))
+        logits = torch.stack([s.logits for s in scores])
+        difference, largest = (logits - expected[-len(logits) :]).abs().max(), expected.abs().max()
+        tolerance = TOLERANCE[_dtype(model) if n == TEXT else dtype]
+        if not difference <= tolerance * largest:
+            raise ValueError(
+                f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
+            )
+    return step
+
+
+def _evaluate(step: CompiledStep, tokens: int, cache: Cache) -> list[Scores]:
+    """The scores after the last of the tokens that are checked, or after all of a text."""
+    if tokens == TEXT:
+        return [step.read_text([*range(CHECKED, 0, -1)], cache)]
+    return step([*range(tokens, 0, -1)], cache)
+
+
+def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
+    """A cache of 8 slots that holds tokens, which count down to 1, and the logits (FEW, V) after the last of them.
+
+    The tokens differ where there are enough. Raises ValueError for a model without a cache.
+    """
+    if (cache := cache_for(model, 1, 8)) is None:
+        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
+    with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
+        return cache, model(ids[None], cache=cache, last=FEW)[0].float()
+
+
+def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
+    with warnings.catch_warnings(), staging_folder(file) as staged:
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        path = staged / file.name
+        if file.name == SCRIPT:
+            graph = _export(model, dtype, SCRIPT_FORMS)
+            _attempt("written", lambda: write_script(graph, path))
+        else:
+            of_texts = file.name == MORE[TEXT]
+            graph = _export(
+                model,
+                _dtype(model) if of_texts else dtype,
+                tokens={v: k for k, v in MORE.items()}.get(file.name, 1),
+            )
+            compile_graph(graph, path, of_texts)
+        for part in sorted(staged.glob(f"{file.stem}.*")):
+            os.replace(part, file.with_name(part.name))
+    names = PACKAGE, SCRIPT, *MORE.values()
+    others = [n for n in names if n != file.name and _is_intact(file.parent, n)]
+    _write_card(file.parent, file.name, *others)
+
+
+def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
+    """Write native code of a graph, and beside it what its calls of other operators need, if anything.
+
+    It is compiled as usual, or as a step of few tokens is. The folder gets other files, too. Raises ValueError for
+    what Inductor cannot compile.
+    """
+    from torch._inductor import aoti_compile_and_package
+    from torch._inductor.codegen import common
+    from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
+    from torch._inductor.utils import fresh_cache
+
+    archive = path.parent / "archive.pt2"
+    arguments: Any = {
+        "package_path": str(archive),
+        "inductor_configs": {**(OF_TEXTS if as_usual else OPTIONS)},
+    }
+    # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
+    plain = shlex.quote(str(path.parent)) == str(path.parent)
+    place = nullcontext(str(path.parent)) if plain else TemporaryDirectory()
+    limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
+    # The first compilation of a process, which may be another's, decides what all have.
+    common.init_backend_registration()
+    cpu = common.device_codegens["cpu"]
+    writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+    with place as folder, fresh_cache(dir=folder), limit, nullcontext() if as_usual else writer:
+        _attempt("compiled", lambda: aoti_compile_and_package(graph, **arguments))
+    with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
+        for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
+            path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
+
+
+def _write_card(package: Path, *names: str) -> None:
+    stems = [Path(name).stem for name in names]
+    digests = {part.name: atomic.digest(part) for part in package.iterdir() if part.stem in stems}
+    atomic.write_file(package / CARD, json.dumps(digests).encode())
+
+
+def _export(
+    model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None, tokens: int = 1
+) -> torch.export.ExportedProgram:
+    buffers = [(name, b, b._version) for name, b in model.named_buffers()]
+    cache, _ = _check_tokens(model)
+    for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
+        if now is not before or now._version != version:
+            raise ValueError(f"{name}: a buffer that forward changes, which a compiled step cannot; remove it")
+    with tree.mode(model, False):
+        step = (TextStep if tokens == TEXT else Step)(outline(model, dtype)).eval()
+    with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
+        if isinstance(step, TextStep):
+            graph = _attempt("exported", lambda: export_text_step(step, cache))
+        else:
+            graph = _attempt("exported", lambda: export_step(step, cache, forms, tokens))
+    if constants := graph.graph_signature.lifted_tensor_constants:
+        raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
+    return graph
+
+
+def _attempt(verb: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler, which raises whatever it meets. Raises ValueError of one line."""
+    try:
+        return work()
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the decoding of this model cannot be {verb}: {reason}") from None
+
+
+def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:
+    return _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step)
+
+
+def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None = None) -> list[list[int]]:
+    """What the model writes by itself after each of the first ids."""
+    texts = []
+    for first in (0, 1):
+        cache = PrefixCache(model, step=step)
+        limit = min(GREEDY_TOKENS, context_length - 1)
+        tokens = generate(model, [first], max_tokens=limit, context_length=context_length, cache=cache)
+        texts.append([token.id for token in tokens])
+    return texts

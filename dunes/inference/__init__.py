@@ -1,0 +1,1 @@
+"""Text in, text out with a loaded model: prompts, stops, chat, samples, adapters by request."""

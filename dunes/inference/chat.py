@@ -1,0 +1,378 @@
+"""Chat with a model in its own chat template, and with several adapters on one base model.
+
+`ChatEngine.answer` streams the answer to a conversation; `Chat` is one conversation; `run` reads lines and
+writes answers, `answer` writes one.
+"""
+
+import json
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from dunes import checkpoint
+from dunes.augment import adapter_active, lora
+from dunes.checkpoint import card as cards
+from dunes.checkpoint.folder import LoadedModel
+from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
+from dunes.files.atomic import write_file
+from dunes.generate import Sampler
+from dunes.generate.packages import step_source
+from dunes.generate.sampling import greedy
+from dunes.inference.text_generator import TextGenerator
+from dunes.parts import CacheFormat
+from dunes.text import Tokenizer
+from dunes.text.templates import Conversation, Template, Turn, encode_prompt, find_template
+from dunes.units import plural
+
+NONE = "none"
+"""The name of the model without the adapters in other folders; one in its own folder is part of it."""
+ROOM = 4
+"""Conversations are truncated to leave 1/ROOM of the context to the answer, if it may be so long."""
+
+
+class NoTemplate(ValueError):
+    """A model without a chat template."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatModel:
+    """An adapter (None: the base model alone) in the folder `place`, with the model that it is loaded on."""
+
+    place: Path
+    adapter: str | None
+    loaded: LoadedModel
+    compiles: bool = False
+    """Whether a compiled step for decoding is made in the background, if there is none."""
+    format: CacheFormat | None = None
+    """How keys and values are stored; a compiled step is used only where they are whole."""
+
+    @cached_property
+    def generator(self) -> TextGenerator:
+        if self.format is not None:
+            return TextGenerator(self.loaded, format=self.format)
+        step = step_source(self.loaded.model, self.place if self.compiles else None)
+        return TextGenerator(self.loaded, step)
+
+    @cached_property
+    def template(self) -> Template:
+        """Raises NoTemplate for a model without one."""
+        template = find_template(self.loaded.require_tokenizer(), self.loaded.card)
+        if template is None:
+            remedy = f'use dunes generate {self.place} "..."'
+            raise NoTemplate(f"{self.place}: no chat template, so it was not trained to chat; {remedy}")
+        return template
+
+    @cached_property
+    def single_turn(self) -> bool:
+        """Whether the template supports only a single question and answer."""
+        question = Turn("user", "a")
+        return not self._supports(question, Turn("assistant", "b"), question) and self._supports(question)
+
+    def check_system(self, system: str) -> None:
+        """Raises ValueError if the template cannot write this system prompt."""
+        if system:
+            self._render(Turn("system", system), Turn("user", "a"))
+
+    def encode(self, talk: Conversation) -> list[int]:
+        """The ids of a conversation whose next turn is the model's."""
+        return encode_prompt(self.template, talk, self.loaded.require_tokenizer())
+
+    def _supports(self, *talk: Turn) -> bool:
+        try:
+            self._render(*talk)
+        except ValueError:
+            return False
+        return True
+
+    def _render(self, *talk: Turn) -> None:
+        next(iter(self.template.render([talk], add_generation_prompt=True)))
+
+
+@dataclass(frozen=True)
+class ChatEngine:
+    """A model with its adapters by name, the first of which is the default."""
+
+    models: Mapping[str, ChatModel]
+
+    def chat_model(self, name: str | None = None) -> ChatModel:
+        """The model of this name, or the default. Raises ValueError for an unknown name."""
+        if name is not None and name not in self.models:
+            raise ValueError(f"no adapter named {name!r}; available: {', '.join(self.models)}")
+        return self.models[name or next(iter(self.models))]
+
+    def resolve_name(self, name: str | None) -> str | None:
+        """The name of an adapter given by name or folder; an unknown name is returned unchanged."""
+        if name is None or name in self.models:
+            return name
+        places = {os.path.abspath(chat_model.place): key for key, chat_model in self.models.items()}
+        return places.get(os.path.abspath(name), name)
+
+    def answer(
+        self, talk: Conversation, sample: Sampler, max_tokens: int, name: str | None = None
+    ) -> Iterator[str]:
+        """Stream the model's answer, of at most `max_tokens` tokens and as many as still fit into the context.
+
+        Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
+        template cannot write, or that is too long.
+        """
+        chat_model = self.chat_model(name)
+        generator, ids = chat_model.generator, chat_model.encode(talk)
+        if len(ids) >= generator.context_length:
+            raise ValueError(
+                f"the conversation has {plural(len(ids), 'token')} in its template, but the model's "
+                f"context length is {generator.context_length}; shorten it"
+            )
+        limit = min(max_tokens, generator.context_length - len(ids))
+        stop = {*generator.tokenizer.stops, chat_model.template.stop_id(generator.tokenizer)}
+        with closing(generator.stream(ids, limit, sample, stop=stop)) as pieces:
+            while True:
+                with adapter_active(generator.model, chat_model.adapter):  # other answers may be in progress
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                if piece.text:
+                    yield piece.text
+
+    def truncate(self, talk: Conversation, max_tokens: int, name: str | None = None) -> Conversation:
+        """Drop the oldest exchanges as needed to leave room for the answer; the system prompt stays."""
+        chat_model = self.chat_model(name)
+        context_length = chat_model.loaded.context_length
+        limit = context_length - min(max_tokens, context_length // ROOM)
+        while len(chat_model.encode(talk)) > limit:
+            questions = [i for i, turn in enumerate(talk) if turn.role == "user"]
+            if len(questions) < 2:
+                break
+            talk = (*talk[: questions[0]], *talk[questions[1] :])
+        return talk
+
+
+def load_chat_engine(
+    model: str,
+    adapters: Sequence[Path] = (),
+    device: torch.device | str = "cpu",
+    any_base: bool = False,
+    compiles: bool = False,
+    format: CacheFormat | None = None,
+) -> ChatEngine:
+    """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
+
+    With `compiles`, a step for decoding with the folder's model is compiled in the background; with a `format` of
+    the cache, no step is used. Raises ValueError, before anything is loaded, for a folder that is not an adapter,
+    two adapters of the same name, adapters trained on differently quantized bases, and adapters of another base
+    unless `any_base`.
+    """
+    folder = checkpoint.locate_model(model).folder
+    labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
+    if duplicates := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
+        raise ValueError(f"two adapters are named {duplicates[0]!r}; rename one of the folders")
+    if no_adapters := [path for path in adapters if not is_adapter(path)]:
+        raise ValueError(
+            f"{no_adapters[0]}: not an adapter's folder; name the model itself: dunes chat {no_adapters[0]}"
+        )
+    _check_same_quantization([*adapters, *([folder] if is_adapter(folder) else [])])
+    loaded = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
+    models = _chat_models(folder, loaded)
+    if compiles and not adapters:
+        first = next(iter(models))
+        models[first] = replace(models[first], compiles=True)
+    with_adapters = {}
+    for i, path in enumerate(adapters):
+        with_adapters[labels[i]] = ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
+    loaded.model.to(device)
+    return ChatEngine({name: replace(m, format=format) for name, m in (with_adapters | models).items()})
+
+
+def _label(folder: Path) -> str:
+    """The name of an adapter: that of its folder or link."""
+    return os.path.basename(os.path.abspath(folder))
+
+
+def _check_same_quantization(folders: Sequence[Path]) -> None:
+    """Raise ValueError unless all these adapters were trained on the same quantization of the base."""
+    changes = [
+        [c for c in cards.read_card(path).get("changes", []) if c.get("name") != "lora"] for path in folders
+    ]
+    for path, of_path in zip(folders, changes, strict=True):
+        if of_path != changes[0]:
+            raise ValueError(
+                f"{folders[0]} and {path} were trained on differently quantized bases; load one of them"
+            )
+
+
+def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
+    """The chat models of a folder: the model itself, or an adapter and its base."""
+    if not is_adapter(folder):
+        return {NONE: ChatModel(folder, lora.active_adapter(loaded.model), loaded)}
+    base = base_folder(folder)
+    source = checkpoint.describe(base)
+    base_only = replace(loaded, card=dict(source.card), context_length=source.context_length)
+    if Tokenizer.find_file(base):
+        base_only = replace(base_only, tokenizer=Tokenizer.load(base))
+    return {_label(folder): ChatModel(folder, "default", loaded), NONE: ChatModel(base, None, base_only)}
+
+
+COMMANDS = {
+    "/adapter NAME": f"switch to that adapter; {NONE} is the base model alone",
+    "/new": "start a new conversation",
+    "/retry": "another answer to the last message",
+    "/undo": "drop the last message and its answer",
+    "/save FILE": "write the conversation to FILE.jsonl, which dunes finetune reads",
+    "/help": "this list",
+    "/quit": "exit (or Ctrl-D); Ctrl-C stops an answer",
+}
+
+
+@dataclass
+class Chat:
+    """One conversation. `note` is called with messages that are not from the model.
+
+    `pending` is the last message while it has no answer.
+    """
+
+    engine: ChatEngine
+    sample: Sampler
+    max_tokens: int
+    system: str = ""
+    note: Callable[[str], None] = print
+    name: str | None = None
+    talk: list[Turn] = field(default_factory=list)
+    pending: str = ""
+    truncated: bool = False
+
+    def __post_init__(self) -> None:
+        self.switch_to(self.name)
+
+    def switch_to(self, name: str | None) -> None:
+        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or cannot chat."""
+        name = self.engine.resolve_name(name)
+        self.engine.chat_model(name).check_system(self.system)
+        _ = self.engine.chat_model(name).template
+        self.name = name
+
+    def say(self, text: str) -> Generator[str, None, None]:
+        """Stream the answer; it becomes part of the conversation even if the caller stops early."""
+        before = [] if self.engine.chat_model(self.name).single_turn else self.talk
+        system, self.pending = self._system(), text
+        talk = (*system, *before, Turn("user", text))
+        prompt = self.engine.truncate(talk, self.max_tokens, self.name)
+        if len(prompt) < len(talk) and not self.truncated:
+            self.truncated = True
+            self.note("the conversation exceeds the model's context length; its oldest exchanges are dropped")
+        pieces: list[str] = []
+        try:
+            for piece in self.engine.answer(prompt, self.sample, self.max_tokens, self.name):
+                pieces.append(piece)
+                yield piece
+        finally:
+            if pieces:
+                self.talk, self.pending = [*prompt[len(system) :], Turn("assistant", "".join(pieces))], ""
+
+    def retry(self) -> Generator[str, None, None]:
+        """Stream another answer to the last message; if there is none, the earlier answer stays.
+
+        Raises ValueError if there is no message, or without random numbers.
+        """
+        if self.sample.choose is greedy:
+            raise ValueError(
+                "/retry: at temperature 0 the answer is always the same; start with --temperature 0.7"
+            )
+        before, pending = self.talk, self.pending
+        text = pending or self.undo()
+        shorter = self.talk
+        try:
+            yield from self.say(text)
+        finally:
+            if self.talk is shorter:
+                self.talk, self.pending = before, pending
+
+    def undo(self) -> str:
+        """Drop the last message and its answer; returns the message. Raises ValueError if there is none."""
+        if not self.talk:
+            raise ValueError("there is no message yet")
+        last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")
+        text, self.talk, self.pending = self.talk[last].text, self.talk[:last], ""
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write the conversation as a record of finetuning data. Raises ValueError or OSError without writing."""
+        if path.suffix != ".jsonl" or os.path.lexists(path):
+            raise ValueError(f"/save: expected a new file name that ends in .jsonl, found {str(path)!r}")
+        if not self.talk:
+            raise ValueError("there is no message yet")
+        messages = [{"role": turn.role, "content": turn.text} for turn in (*self._system(), *self.talk)]
+        write_file(path, (json.dumps({"messages": messages}) + "\n").encode())
+        self.note(f"saved: {path}")
+
+    def _system(self) -> list[Turn]:
+        return [Turn("system", self.system)] if self.system else []
+
+    def command(self, line: str) -> bool:
+        """Execute a line that begins with /; False ends the chat. Raises ValueError for an invalid command."""
+        word, _, rest = line.partition(" ")
+        if word == "/quit":
+            return False
+        if word == "/new":
+            self.talk, self.pending = [], ""
+        elif word == "/undo":
+            self.undo()
+        elif word == "/save":
+            self.save(Path(os.path.expanduser(rest.strip())))
+        elif word == "/adapter" and rest.strip():
+            try:
+                self.switch_to(rest.strip())
+            except NoTemplate as error:
+                self.note(str(error))
+        elif word in ("/help", "/adapter"):
+            current = self.name or next(iter(self.engine.models))
+            names = ", ".join(f"{name} (now)" if name == current else name for name in self.engine.models)
+            usage = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
+            self.note("\n".join([*usage, f"adapters: {names}"]))
+        else:
+            raise ValueError(
+                f"{word} is not a command; /help lists the commands, and a leading space sends it as a message"
+            )
+        return True
+
+
+def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
+    """Answer each line; one that begins with / is a command.
+
+    An empty line separates two answers, and an invalid line raises ValueError or OSError. On a terminal
+    (`interactive`) the prompt separates them, and the error is only printed.
+    """
+    answers = 0
+    for line in lines:
+        try:
+            retry = line.rstrip() == "/retry"
+            if line.startswith("/") and not retry:
+                if not chat.command(line.strip()):
+                    return
+            elif line.strip():
+                if answers and not interactive:
+                    write("\n")
+                answers += 1
+                answer(chat, chat.retry() if retry else chat.say(line.strip()), write)
+        except (ValueError, OSError) as error:
+            if not interactive:
+                raise
+            chat.note(str(error))
+
+
+def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], None]) -> None:
+    """Write the answer and a newline; Ctrl-C stops it, and the text so far stays in the conversation."""
+    length = 0
+    with closing(text) as pieces:
+        try:
+            for piece in pieces:
+                length += len(piece)
+                write(piece)
+            if not length:
+                chat.note("(the answer is empty)")
+        except KeyboardInterrupt:
+            chat.note("(stopped)")
+    write("\n")
