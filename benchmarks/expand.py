@@ -22,9 +22,9 @@ from dunes.evaluate.loss import evaluate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.finetune_method import set_trainable
-from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, adamw, muon
+from dunes.train.loss import next_token_loss
 
 import matplotlib
 import numpy as np

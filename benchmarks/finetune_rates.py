@@ -19,9 +19,9 @@ from dunes.progress import Display
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_task import FinetuneTask
-from dunes.runs.memory import next_token_loss
 from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
+from dunes.train.loss import next_token_loss
 
 import torch
 import tyro

@@ -29,9 +29,9 @@ from dunes.evaluate import score
 from dunes.evaluate.loss import evaluate
 from dunes.files.json_lines import append_record, read_records
 from dunes.parts import Decoder
-from dunes.runs.memory import next_token_loss
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw
+from dunes.train.loss import next_token_loss
 
 import torch
 import tyro

@@ -21,8 +21,9 @@ from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
 from dunes.parts import Decoder
-from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, next_token_loss, train_allocations
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, train_allocations
 from dunes.train import adamw
+from dunes.train.loss import next_token_loss
 
 import torch
 import tyro

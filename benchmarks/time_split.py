@@ -26,10 +26,10 @@ from dunes.completion.index import index_texts
 from dunes.completion.intervals import file_means, interval
 from dunes.data import FillInMiddle, Windows, header_name
 from dunes.progress import Display
-from dunes.runs.memory import next_token_loss
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer
+from dunes.train.loss import next_token_loss
 
 import torch
 import tyro

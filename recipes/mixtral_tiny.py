@@ -15,9 +15,9 @@ from dunes.evaluate.loss import evaluate
 from dunes.models import mixtral
 from dunes.models.initialise import initialise
 from dunes.runs.expert_load import max_violation
-from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
+from dunes.train.loss import next_token_loss
 
 import numpy as np
 

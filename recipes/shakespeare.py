@@ -13,9 +13,9 @@ from dunes.evaluate.loss import evaluate
 from dunes.inference.write import sample_text
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
+from dunes.train.loss import next_token_loss
 
 import numpy as np
 

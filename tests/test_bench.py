@@ -29,10 +29,10 @@ from dunes.cli.main import run as run_command
 from dunes.ops import attention
 from dunes.parts import Decoder
 from dunes.runs import timings
-from dunes.runs.memory import next_token_loss
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
+from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
 
 TINY = run.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])

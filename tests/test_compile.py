@@ -9,8 +9,8 @@ from dunes.augment import apply_change, attach, quantize
 from dunes.models import FAMILIES
 from dunes.ops import cross_entropy, experts
 from dunes.parts import Checkpointed
-from dunes.runs.memory import next_token_loss as loss
 from dunes.train import Trainer, muon
+from dunes.train.loss import next_token_loss as loss
 from dunes.tree import replace as replace_modules
 
 VOCAB, LIMIT = 50, 1e-5

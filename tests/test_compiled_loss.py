@@ -17,11 +17,11 @@ from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_task import FinetuneTask
-from dunes.runs.memory import next_token_loss
 from dunes.runs.run import Run, read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
+from dunes.train.loss import next_token_loss
 from test_runs import stopping_at, weights
 
 LIMIT = 1e-4

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.trained_text import split_documents
 from dunes.cli import verbs
 from dunes.completion import fit as completion_fit
 from dunes.completion import index as completion_index
@@ -30,7 +31,6 @@ from dunes.completion.search import DEFAULTS, CompleteOptions, LineSearch
 from dunes.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
-from dunes.evaluate.score import split_documents
 from dunes.generate.beam import Beam
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from dunes.models import mixtral
 from dunes.models.initialise import initialise
-from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw
+from dunes.train.loss import next_token_loss
 
 STEPS, RANKS, ROWS = 5, 2, 4
 

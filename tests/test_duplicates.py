@@ -6,10 +6,10 @@ import random
 import pytest
 
 from conftest import display, toy
+from dunes.checkpoint.trained_text import split_documents
 from dunes.data import collect_corpus, hold_out_test, split_records
 from dunes.data.duplicates import COMPARED, content_digest, group_duplicates
 from dunes.data.examples import Record, count_leaked
-from dunes.evaluate.score import split_documents
 from dunes.runs.corpus import gather
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

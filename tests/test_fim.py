@@ -13,6 +13,7 @@ import torch
 from conftest import display, metaspace_tokenizer, toy
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.trained_text import split_documents
 from dunes.completion.engine import CompletionEngine
 from dunes.data import (
     FillInMiddle,
@@ -29,18 +30,18 @@ from dunes.data import (
 )
 from dunes.data.fim import draw_middle, find_headers, sentinels
 from dunes.evaluate.loss import evaluate
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, score_folder, split_documents
+from dunes.evaluate.score import calibration_ids, evaluation_tokens, score_folder
 from dunes.inference.text_generator import TextGenerator
 from dunes.inference.write import sample_text
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
-from dunes.runs.memory import next_token_loss
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
+from dunes.train.loss import next_token_loss
 from test_stored_state import resealed
 
 WINDOWS = 10_000

@@ -29,10 +29,11 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory, optimizer
 from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_task import Baseline, FinetuneTask
-from dunes.runs.memory import Shape, TrainSetup, next_token_loss, train_allocations
+from dunes.runs.memory import Shape, TrainSetup, train_allocations
 from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
+from dunes.train.loss import next_token_loss
 from test_runs import stopping_at, weights
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]

@@ -27,8 +27,8 @@ from dunes.augment.adapted import Adapter, LoraConfig, dense
 from dunes.models import llama, mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
-from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, cast_frozen, mutable_buffers, next_token
+from dunes.train.loss import next_token_loss
 
 KINDS = {
     "lora": {},

@@ -34,8 +34,8 @@ from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import apply_method, unused_options
-from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, next_token
+from dunes.train.loss import next_token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 CONFIG = LoraConfig(rank=3, alpha=6.0)

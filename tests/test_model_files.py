@@ -15,12 +15,12 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source, write_card
 from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.trained_text import remember_sources, trust_sources
+from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
 from dunes.cli import main as command
 from dunes.completion.store import read_gate, read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, split_documents
+from dunes.evaluate.score import calibration_ids, evaluation_tokens
 from dunes.files.model_file import find_file
 from dunes.models import llama
 from dunes.models.initialise import initialise

@@ -19,8 +19,8 @@ from dunes.ops import experts as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
 from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z
-from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw
+from dunes.train.loss import next_token_loss
 
 
 def moe(experts=5, dim=16, hidden=24, top_k=2, **options):

@@ -21,8 +21,8 @@ from dunes.parts import Cache, Checkpointed, decoder, document_losses
 from dunes.parts.auxiliary import record_auxiliary
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.moe import load_balance
-from dunes.runs.memory import next_token_loss
 from dunes.train import loss
+from dunes.train.loss import next_token_loss
 from dunes.train.trainer import Trainer
 from own_parts import OWN, of_own_parts
 

@@ -21,9 +21,9 @@ from dunes.data import Windows
 from dunes.evaluate.loss import evaluate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs.memory import next_token_loss
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
+from dunes.train.loss import next_token_loss
 from test_calibrate import IDS, model_of
 
 STEPS = 700

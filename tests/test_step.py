@@ -46,6 +46,7 @@ from dunes.generate import packages as step_package
 from dunes.generate.packages import compile_step, load_step, make_step, step_source
 from dunes.generate.prefix_cache import IN_FLOAT32
 from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
+from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
@@ -875,7 +876,7 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
     folder = tmp_path / "model"
     checkpoint.save(model_of(), folder, Tokenizer.train("bytes", []), 64)
     loaded = checkpoint.load(folder)
-    find = step_source(loaded.model, folder)
+    find = step_source(loaded.model, partial(start_compiling, folder))
     generator = TextGenerator(loaded, find)
     before = generator.text("some", 30)
     assert generator.cache.step is None
@@ -915,7 +916,7 @@ def said(folder):
 def test_a_process_that_compiles_can_be_forgotten(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        number = step_package.start_compiling(tmp_path).pid
+        number = start_compiling(tmp_path).pid
         gc.collect()
     assert not caught
     os.kill(number, signal.SIGKILL)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from dunes import checkpoint, tree
 from dunes.data import Batches, Example
-from dunes.runs.memory import next_token_loss
 from dunes.train import Trainer, adamw, cast_frozen
+from dunes.train.loss import next_token_loss
 
 import numpy as np
 import torch

@@ -33,9 +33,10 @@ from dunes.generate.packages import made_form, make_step
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
-from dunes.runs.memory import Build, Shape, inference_allocations, next_token_loss, train_allocations
+from dunes.runs.memory import Build, Shape, inference_allocations, train_allocations
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
+from dunes.train.loss import next_token_loss
 
 Make = Callable[[Subject, Setting], Work]
 

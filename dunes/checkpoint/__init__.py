@@ -4,12 +4,12 @@ from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.base import base_identity
 from dunes.checkpoint.folder import LoadedModel, save
 from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
-from dunes.checkpoint.function_import import cards_trusted, trust_cards
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
+from dunes.files.trust import cards_trusted, trust_cards
 
 __all__ = [
     "Architecture",

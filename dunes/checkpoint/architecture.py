@@ -7,28 +7,29 @@ argument of `load`, or one of `dunes.models`; any other is imported only where t
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, repeat_structure
-from dunes.checkpoint.function_import import cards_trusted, import_build, is_ours
+from dunes.checkpoint.function_import import import_build, is_ours
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_writer import CODES
 from dunes.files.atomic import tensor_digests
+from dunes.files.trust import cards_trusted
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.parts import Decoder
+from dunes.tree.structure import module_rows
 
 Build: TypeAlias = Callable[..., nn.Module]
 
@@ -120,31 +121,6 @@ class Architecture:
         for change in self.changes:
             repeat_structure(model, change)
         return cast(Decoder, model)
-
-
-class ModuleRow(NamedTuple):
-    """Everything that determines what a module computes, except the values of its weights."""
-
-    place: str
-    class_name: str
-    attributes: dict[str, str]
-    tensors: dict[str, tuple[int, ...]]
-
-
-def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
-    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
-    for place, module in model.named_modules():
-        plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
-        tensors = {**module._parameters, **module._buffers}
-        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
-        kind = getattr(type(module), "structure_name", type(module).__qualname__)
-        yield ModuleRow(place, kind, plain, shapes)
-
-
-def _stable_repr(value: Any) -> str:
-    """A repr that is the same in every process: sets are sorted, addresses removed."""
-    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def has_own_form(card: Mapping[str, Any]) -> bool:

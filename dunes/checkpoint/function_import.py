@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -21,26 +20,6 @@ from dunes.checkpoint.weights.header import quote
 
 NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
-
-_trusted = ContextVar("trusted", default=False)
-
-
-@contextmanager
-def trust_cards(trust: bool = True) -> Iterator[None]:
-    """Inside, in this thread, the functions that cards name are imported, which runs code outside of this package.
-
-    `--trust-code` of the command does the same. With `trust=False`, what holds outside holds inside.
-    """
-    token = _trusted.set(trust or cards_trusted())
-    try:
-        yield
-    finally:
-        _trusted.reset(token)
-
-
-def cards_trusted() -> bool:
-    """Whether this runs inside of `trust_cards`; a process that is started must be told."""
-    return _trusted.get()
 
 
 def is_ours(name: str) -> bool:

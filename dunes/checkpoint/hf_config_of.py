@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from dunes.checkpoint.architecture import Architecture, ModuleRow, module_rows
+from dunes.checkpoint.architecture import Architecture
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
+from dunes.tree.structure import ModuleRow, module_rows
 from dunes.units import plural
 
 

@@ -26,13 +26,13 @@ from dunes.checkpoint.folder import (
     verified_card,
 )
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, attach_adapter
-from dunes.checkpoint.function_import import trust_cards
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.source import Source, context_length_of, tensors
 from dunes.checkpoint.weights.header import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
+from dunes.files.trust import trust_cards
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, plural

@@ -21,11 +21,11 @@ from dunes.checkpoint.folder import (
     write_card,
     write_files,
 )
-from dunes.checkpoint.function_import import trust_cards
 from dunes.checkpoint.source import own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
 from dunes.checkpoint.weights.lazy_tensor import Weights, track_reads
 from dunes.checkpoint.weights.safetensors_writer import write_tensors
+from dunes.files.trust import trust_cards
 from dunes.steps import advance
 
 

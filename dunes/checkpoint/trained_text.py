@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import cards_trusted
+from dunes.data import Corpus, collect_corpus, hold_out_test
+from dunes.data.sources import without_files
 from dunes.files.staging import cache_home
-from dunes.runs.config import STDLIB
+from dunes.flags import STDLIB
 
 _trusted = ContextVar("trusted_sources", default=False)
 
@@ -64,3 +66,27 @@ def _record(sources: Sequence[str], follow_links: bool) -> Path:
     paths = [s if s == STDLIB else str(Path(s).expanduser().absolute()) for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
+
+
+def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
+
+    With a `split` of tails, all are for training, and their tails for validation. `card` is the model's
+    card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
+    the documents, or if the sources are gone.
+    """
+    trained = trained_text(card)
+    if trained.get("split") not in ("files", "tails"):
+        raise ValueError("does not record its validation files; pass the sources to score")
+    corpus = _trained_corpus(trained, **options)
+    return without_files(corpus) if trained["split"] == "tails" else corpus
+
+
+def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
+    """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
+    require_own_sources(trained)
+    recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
+    corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
+    if not (trained.get("complete") and trained.get("split") == "files"):
+        return corpus
+    return hold_out_test(corpus, split_version=trained.get("split_version", 0))

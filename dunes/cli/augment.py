@@ -8,7 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from dunes.cli.verbs import AnyBase, Model, Out
-from dunes.runs.config import Dtype, flag, option
+from dunes.flags import Dtype, flag, option
 from dunes.runs.finetune_config import Router
 
 if TYPE_CHECKING:

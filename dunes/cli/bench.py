@@ -11,7 +11,7 @@ import tyro
 from dunes.bench import BENCHMARKS
 from dunes.bench.run import Request, Shapes
 from dunes.cli.trust import with_trust
-from dunes.runs.config import flag
+from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from dunes.extra import extra
-from dunes.runs.config import flag
+from dunes.flags import flag
 
 if TYPE_CHECKING:
     from dunes.serve.running import Running

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
+from dunes.flags import Dtype, flag
 from dunes.inference.sampling import SamplingOptions
-from dunes.runs.config import Dtype, Hardware, RunConfig, RunOptions, flag
+from dunes.runs.config import Hardware, RunConfig, RunOptions
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 

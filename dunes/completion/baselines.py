@@ -6,8 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dunes.completion.cuts import first_line
-from dunes.completion.protocol import NamedText, Suggestion
+from dunes.completion.protocol import Suggestion
 from dunes.completion.text import without_overlap
+from dunes.data.document import NamedText
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource
 

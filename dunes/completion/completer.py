@@ -11,7 +11,7 @@ from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
-from dunes.checkpoint.trained_text import require_own_sources, trained_text
+from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion.baselines import CopyNearest
 from dunes.completion.cuts import whole_words
 from dunes.completion.engine import CompletionEngine, knows_paths
@@ -19,14 +19,13 @@ from dunes.completion.index import TextIndex
 from dunes.completion.keystrokes import ACCEPTANCE
 from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
-from dunes.completion.store import read_gate, read_index
+from dunes.completion.store import read_gate, read_index, read_sources
 from dunes.completion.text import near_text
 from dunes.data import Document, header_name
+from dunes.data.duplicates import document_texts, text_digests
+from dunes.flags import STDLIB
 from dunes.generate.copying import TextSource
 from dunes.generate.packages import step_source
-from dunes.runs.config import STDLIB
-from dunes.runs.run import read_config
-from dunes.runs.train_config import TrainConfig
 
 
 class FolderCompleter(CompletionEngine):
@@ -70,9 +69,6 @@ class FolderCompleter(CompletionEngine):
 
     def seen(self) -> set[bytes] | None:
         """The digests of all texts that the model was trained and validated on; None if they cannot be known."""
-        from dunes.evaluate.score import split_documents
-        from dunes.evaluate.scored_lines import document_texts, text_digests  # which import what draws progress
-
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
             return text_digests(document_texts([*corpus.train, *corpus.valid]))
@@ -80,8 +76,6 @@ class FolderCompleter(CompletionEngine):
 
     def test_documents(self) -> list[Document]:
         """The files that the training left for a test. Raises ValueError if it left none."""
-        from dunes.evaluate.score import split_documents  # which imports what draws progress
-
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
@@ -151,8 +145,7 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
     user has not trained on."""
     with suppress(ValueError):  # a run of another kind, or sources of another user
         if not (card := read_card(folder)):
-            config = read_config(folder, TrainConfig)
-            return (config.sources, config.follow_links) if config else ((), False)
+            return read_sources(folder)
         trained = trained_text(card)
         if trained and not of_anyone:
             require_own_sources(trained)

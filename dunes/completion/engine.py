@@ -19,10 +19,11 @@ from dunes.completion.cuts import first_line, first_word
 from dunes.completion.gate import scored_places
 from dunes.completion.index import PARTS, TextIndex, index_texts
 from dunes.completion.mixture import Mixture
-from dunes.completion.protocol import Cancelled, NamedText, Suggestion
+from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, together
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep

@@ -19,14 +19,13 @@ from dunes.completion.gate import Places, fit_gate, places_of
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
 from dunes.completion.intervals import interval
 from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
-from dunes.completion.protocol import LineCompleter, NamedText
+from dunes.completion.protocol import LineCompleter
 from dunes.completion.store import write_gate, write_index
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus
+from dunes.data.document import NamedText
 from dunes.generate.copying import Gate
 from dunes.progress import Display
-from dunes.runs.train_config import TrainConfig
-from dunes.text import Tokenizer
 from dunes.units import plural
 
 BEFORE, BEHIND = 1.2, 0.9
@@ -51,18 +50,17 @@ class CompletionFiles:
     index: TextIndex
     gate: Sequence[NamedText]
     whole: Sequence[NamedText]
+    sources: Sequence[str]
+    follow_links: bool
 
 
 def prepare_completion(
-    config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
-) -> CompletionFiles | None:
-    """Index the training files, and read those that the gate is fitted on; None if the run does not train
-    completion.
+    corpus: Corpus, tokenizer: FileTokenizer, display: Display, sources: Sequence[str], follow_links: bool
+) -> CompletionFiles:
+    """Index the training files, and read those that the gate is fitted on.
 
     Raises ValueError if a file changed since it was collected.
     """
-    if not config.complete:
-        return None
     documents, tail = first_documents(corpus.train), corpus.share if corpus.split == "tails" else 0.0
     whole = named_texts(documents)
     texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else whole
@@ -70,13 +68,13 @@ def prepare_completion(
     gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(held)
     if left := len(corpus.train) - len(texts):
         display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
-    index = index_texts(texts, FileTokenizer(tokenizer, config.with_headers))
-    return CompletionFiles(index, gate, whole if tail else [*whole, *gate])
+    index = index_texts(texts, tokenizer)
+    return CompletionFiles(index, gate, whole if tail else [*whole, *gate], sources, follow_links)
 
 
 def begin_completion(run: Path, files: CompletionFiles) -> str:
     """Write the index of a run, which can be copied from while the model learns. Returns a line for the user."""
-    write_index(run, files.index)
+    write_index(run, files.index, files.sources, files.follow_links)
     folder = shlex.quote(str(run))
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
@@ -109,7 +107,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     facts["copies"] = bool(len(ours) >= LEAST and interval(ours - theirs).high < 0)
     facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
     write_gate(run, gate, facts)
-    write_index(run, index_texts(files.whole, engine.files))
+    write_index(run, index_texts(files.whole, engine.files), files.sources, files.follow_links)
     verdict = ""
     if facts["copies"]:
         verdict = f"; it has {100 * ours.mean():.0f} % of ends right and copying {100 * theirs.mean():.0f} %, so "

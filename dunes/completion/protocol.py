@@ -3,9 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-NamedText = tuple[str, str]
-"""The name and the text of a file."""
-
 
 @dataclass(frozen=True)
 class Suggestion:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dunes.completion.cuts import first_word, whole_words
 from dunes.completion.mixture import Mixture
-from dunes.completion.protocol import NamedText
+from dunes.data.document import NamedText
 from dunes.generate.beam import Beam, beam_search
 from dunes.generate.copying import is_word
 from dunes.text.lines import split_lines

@@ -6,7 +6,7 @@ when the index gets the validation files, too.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -31,15 +31,25 @@ INDEX_REMEDY = "remove this folder to complete without what it has, or train aga
 GATE_REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 
-def write_index(run: Path, index: TextIndex) -> None:
-    """Write the index of a run."""
+def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow_links: bool = False) -> None:
+    """Write the index of a run, and the sources of its text."""
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"ids": index.ids.items, "order": index.ids.order}
     tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
     write_file(folder / "index.safetensors", save({k: np.ascontiguousarray(v) for k, v in tensors.items()}))
     files = [[f.name, f.start, f.first_byte] for f in index.files]
-    write_file(folder / "files.json", json.dumps({"format": INDEX_FORMAT, "files": files}).encode())
+    content = {"format": INDEX_FORMAT, "files": files, "sources": [*sources], "follow_links": follow_links}
+    write_file(folder / "files.json", json.dumps(content).encode())
+
+
+def read_sources(run: Path) -> tuple[Sequence[str], bool]:
+    """The sources of an index's text, and whether their links were followed; none where it does not say."""
+    file = find_file(run, f"{FOLDER}/files.json")
+    content = {} if file is None else _record(file, INDEX_FORMAT, INDEX_REMEDY)
+    sources = content.get("sources", [])
+    known = isinstance(sources, list) and all(isinstance(s, str) for s in sources)
+    return (sources if known else (), content.get("follow_links") is True)
 
 
 def read_index(run: Path) -> TextIndex | None:

@@ -6,12 +6,15 @@ least hash of its lines in each of BINS bins, from which the Jaccard similarity 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dunes.data import Document
+from dunes.data.document import NamedText
 
 SPLIT_VERSION = 2
 """How texts are divided into training and validation: 0 by the hash of each, 1 keeps near-duplicates together, 2
@@ -126,3 +129,15 @@ def _first(firsts: list[int], number: int) -> int:
 def _join(firsts: list[int], a: int, b: int) -> None:
     low, high = sorted((_first(firsts, a), _first(firsts, b)))
     firsts[high] = low
+
+
+def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
+    """The texts of documents with their names, without byte order marks."""
+    for document in documents:
+        for text in document.texts():
+            yield document.name, "".join(text).removeprefix("\ufeff")
+
+
+def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
+    """The digests of texts, whatever their white space."""
+    return {content_digest([text]) for _, text in texts}

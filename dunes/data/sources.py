@@ -256,3 +256,15 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
     corpus.valid = sorted([*(d for g in groups[:count] for d in g.files), *valid], key=name)
     train = [d for g in groups[count:] for d in g.files]
     corpus.train = sorted([*train, *(d for d in records if not d.validation)], key=name)
+
+
+def without_files(corpus: Corpus) -> Corpus:
+    """The corpus with the tails of its documents for validation; of near-duplicates only the first document.
+
+    The others would have its tail in training.
+    """
+    documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
+    notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]
+    if dropped := len(corpus.documents) - len(documents):
+        notes.append(f"{NEAR_DUPLICATES} {plural(dropped, 'file')} left out, since tails are for validation")
+    return replace(corpus, train=documents, valid=[], test=[], split="tails", notes=notes)

@@ -11,8 +11,9 @@ import numpy as np
 from dunes.completion.baselines import CopyNearest
 from dunes.completion.completer import FolderCompleter
 from dunes.data import Document, collect_corpus
+from dunes.data.duplicates import document_texts
 from dunes.evaluate.completion_score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
-from dunes.evaluate.scored_lines import document_texts, scored_files
+from dunes.evaluate.scored_lines import scored_files
 from dunes.progress import Display
 from dunes.tables import print_table
 

@@ -15,8 +15,8 @@ from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import PackedText, TokenIds
 from dunes.data.fim import find_headers
-from dunes.runs.memory import next_token_loss
 from dunes.train import IGNORE
+from dunes.train.loss import next_token_loss
 from dunes.units import plural
 
 BATCH = 16

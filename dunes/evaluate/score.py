@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.trained_text import require_own_sources, trained_text
-from dunes.data import Corpus, Document, PackedText, TokenIds, collect_corpus, file_header, hold_out_test
+from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trained_text
+from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
+from dunes.data.document import join_texts, tail_start
 from dunes.data.duplicates import content_digest
 from dunes.evaluate.loss import Score, evaluate
-from dunes.runs.config import STDLIB
-from dunes.runs.corpus import join_texts, tail_start, without_files
+from dunes.flags import STDLIB
 from dunes.text import Tokenizer
 from dunes.units import plural
 
@@ -52,30 +52,6 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     tails = corpus.split == "tails"
     documents = corpus.train if tails else corpus.valid
     return _ids(tokenizer, documents, "tail" if tails else "all", trained, corpus.share), len(documents)
-
-
-def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
-
-    With a `split` of tails, all are for training, and their tails for validation. `card` is the model's
-    card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
-    the documents, or if the sources are gone.
-    """
-    trained = trained_text(card)
-    if trained.get("split") not in ("files", "tails"):
-        raise ValueError("does not record its validation files; pass the sources to score")
-    corpus = _trained_corpus(trained, **options)
-    return without_files(corpus) if trained["split"] == "tails" else corpus
-
-
-def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
-    require_own_sources(trained)
-    recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
-    corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
-    if not (trained.get("complete") and trained.get("split") == "files"):
-        return corpus
-    return hold_out_test(corpus, split_version=trained.get("split_version", 0))
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:

@@ -2,14 +2,13 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from dunes.completion.cuts import Line, file_lines
-from dunes.completion.protocol import NamedText
-from dunes.data import Document
-from dunes.data.duplicates import content_digest
+from dunes.data.document import NamedText
+from dunes.data.duplicates import content_digest, text_digests
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
@@ -83,18 +82,6 @@ class LineIndex:
     def _rarest(self, tokens: frozenset[str]) -> list[str]:
         rarity = sorted(tokens, key=lambda token: (self._times[token], token))
         return rarity[: len(tokens) - ceil(SIMILAR * len(tokens)) + 1]
-
-
-def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
-    """The texts of documents with their names, without byte order marks."""
-    for document in documents:
-        for text in document.texts():
-            yield document.name, "".join(text).removeprefix("\ufeff")
-
-
-def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
-    """The digests of texts, whatever their white space."""
-    return {content_digest([text]) for _, text in texts}
 
 
 def scored_files(

@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +30,6 @@ from torch import Tensor, nn
 
 import dunes
 from dunes import tree
-from dunes.checkpoint.architecture import module_rows
-from dunes.checkpoint.function_import import cards_trusted
-from dunes.child_process import python_command
 from dunes.files import atomic, json_file
 from dunes.files.staging import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
@@ -54,6 +50,7 @@ from dunes.generate.step import (
 )
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.tree.structure import module_rows
 
 PACKAGE, SCRIPT, CARD, CHOSEN, FORMAT = "native.so", "step.json", "package.json", "chosen-", 5
 MORE = {FEW: "native-few.so", TEXT: "native-text.so"}
@@ -101,10 +98,14 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
     return None
 
 
-def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callable[[], CompiledStep | None]:
+Start = Callable[[], "subprocess.Popen[bytes]"]
+"""Starts a process in the background."""
+
+
+def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
     """A function that returns the step of the model, as soon as there is a package for it.
 
-    With a folder, in which the model lies, missing native code is made in the background, after a script.
+    Where native code is missing, `start` starts the process that makes it, after a script.
     """
     step: CompiledStep | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -116,8 +117,8 @@ def step_source(model: nn.Module, compile_folder: Path | None = None) -> Callabl
         if first or (process and not running) or (running and time.monotonic() > looked + LOOK_EVERY):
             process, looked, before, files = process if running else None, time.monotonic(), files, _files()
             step = load_step(model) if first or files != before else step
-            if first and compile_folder is not None and not (step and step.native) and _dtypes(model):
-                process = start_compiling(compile_folder)
+            if first and start is not None and not (step and step.native) and _dtypes(model):
+                process = start()
         return step
 
     return find
@@ -234,21 +235,6 @@ def _choose(model: nn.Module, dtype: torch.dtype) -> None:
                 atomic.write_file(record, b"")
             elif choice != dtype:
                 record.unlink(missing_ok=True)
-
-
-def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
-    command, environment = python_command(
-        "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
-    )
-    quiet: Any = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
-    )
-    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
-    threading.Thread(target=process.wait, daemon=True).start()
-    return process
 
 
 def packages_folder() -> Path:

@@ -6,11 +6,14 @@ writes answers, `answer` writes one.
 
 import json
 import os
+import subprocess
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +22,9 @@ from dunes.augment import adapter_active, lora
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
+from dunes.child_process import python_command
 from dunes.files.atomic import write_file
+from dunes.files.trust import cards_trusted
 from dunes.generate import Sampler
 from dunes.generate.packages import step_source
 from dunes.generate.sampling import greedy
@@ -55,7 +60,7 @@ class ChatModel:
     def generator(self) -> TextGenerator:
         if self.format is not None:
             return TextGenerator(self.loaded, format=self.format)
-        step = step_source(self.loaded.model, self.place if self.compiles else None)
+        step = step_source(self.loaded.model, partial(start_compiling, self.place) if self.compiles else None)
         return TextGenerator(self.loaded, step)
 
     @cached_property
@@ -376,3 +381,18 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
         except KeyboardInterrupt:
             chat.note("(stopped)")
     write("\n")
+
+
+def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
+    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
+    command, environment = python_command(
+        "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
+    )
+    quiet: Any = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
+    )
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process

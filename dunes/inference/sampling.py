@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from dunes.runs.config import flag
+from dunes.flags import flag
 
 if TYPE_CHECKING:
     from dunes.generate import Sampler

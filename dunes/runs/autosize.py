@@ -19,11 +19,12 @@ from dunes import measure, tree
 from dunes.augment import CHANGES
 from dunes.augment.adapted import sides
 from dunes.checkpoint import Architecture
+from dunes.flags import Dtype
 from dunes.models import FAMILIES
 from dunes.models.mixture import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
-from dunes.runs.config import Dtype, T
+from dunes.runs.config import T
 from dunes.runs.memory import Build, Shape, describe_memory, process_memory, train_allocations
 from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL

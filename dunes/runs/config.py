@@ -11,23 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import tyro
 
+from dunes.flags import STDLIB, Device, Dtype, flag, option
 from dunes.units import plural
 
 MEASURED = ("dtype", "threads", "device")
 RECORDED = ("float32_products", "matmul", "rate")
 """Fields that only record what was found on this machine when the run began."""
-STDLIB = "stdlib"
 
-Device = Literal["cpu", "cuda", "mps"]
-Dtype = Literal["float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 T = TypeVar("T", bound="RunConfig")
-
-
-def flag(metavar: str, default: str = "", about: str | None = None) -> Any:
-    """The metavar of a flag in help, its default and its help, unless the class says them."""
-    hint = f"(default: {default})" if default else None
-    return tyro.conf.arg(metavar=metavar, help=about, help_behavior_hint=hint)
 
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
@@ -204,8 +196,3 @@ def _absolute(name: str) -> str:
     """The absolute path of an existing file or folder; other names, such as those on the Hub, are unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
-
-
-def option(field: str) -> str:
-    """The flag of a field, without its dashes."""
-    return field.replace("_", "-")

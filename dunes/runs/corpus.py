@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dunes.checkpoint.trained_text import remember_sources
 from dunes.data import (
@@ -23,8 +22,9 @@ from dunes.data import (
     missing_sentinels,
     token_shard,
 )
+from dunes.data.document import Side, join_texts, tail_start
 from dunes.data.fim import sentinels
-from dunes.data.sources import NEAR_DUPLICATES
+from dunes.data.sources import without_files
 from dunes.files.atomic import write_file
 from dunes.progress import Display
 from dunes.runs.train_config import TrainConfig
@@ -39,10 +39,6 @@ FEWEST, LONG = 5, 4_000
 they have so many bytes on average."""
 LITTLE = 20_000
 """Bytes of text for validation below which it is little: a loss on 5,000 tokens is uncertain by some percent."""
-
-
-Side = tuple[TokenIds, NDArray[np.int64]]
-"""Token ids, and the indices at which documents begin."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +80,6 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
         reason = "few files" if corpus.valid else "a single text, or near-duplicates of one"
         corpus.notes.append(f"{reason}: the last {corpus.share:.0%} of each is for validation")
     return without_files(corpus)
-
-
-def without_files(corpus: Corpus) -> Corpus:
-    """The corpus with the tails of its documents for validation; of near-duplicates only the first document.
-
-    The others would have its tail in training.
-    """
-    documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
-    notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]
-    if dropped := len(corpus.documents) - len(documents):
-        notes.append(f"{NEAR_DUPLICATES} {plural(dropped, 'file')} left out, since tails are for validation")
-    return replace(corpus, train=documents, valid=[], test=[], split="tails", notes=notes)
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
@@ -218,13 +202,3 @@ def _tails(shard: Shard, share: float) -> list[Side]:
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]
-
-
-def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
-    """The ids of all texts, and the index at which each begins."""
-    return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
-
-
-def tail_start(start: int, stop: int, share: float) -> int:
-    """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
-    return stop - round((stop - start) * share)

@@ -11,18 +11,19 @@ from dunes.augment import Change
 from dunes.data import TokenIds
 from dunes.data.examples import trained_spans
 from dunes.evaluate.score import evaluation_tokens
+from dunes.flags import option
 from dunes.parts import Decoder
 from dunes.progress import Display
-from dunes.runs.config import RunOptions, option
+from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
 from dunes.runs.finetune_method import METHODS, resolve_targets, unused_options
 from dunes.runs.finetune_task import Baseline, FinetuneTask
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.memory import next_token_loss
 from dunes.runs.run import Run, build_schedule, run_lock
 from dunes.runs.timings import Timings
 from dunes.train import Trainer
+from dunes.train.loss import next_token_loss
 from dunes.units import plural
 
 BASELINE = Path("state") / "baseline.json"

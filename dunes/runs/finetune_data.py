@@ -52,7 +52,6 @@ from dunes.runs.memory import (
     TrainSetup,
     build_with_dtype,
     describe_memory,
-    next_token_loss,
     process_memory,
     train_allocations,
 )
@@ -60,6 +59,7 @@ from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template
 from dunes.train import adamw, cast_frozen
+from dunes.train.loss import next_token_loss
 from dunes.units import plural
 
 

@@ -1,7 +1,7 @@
 """The memory of training and inference: measured while running, or estimated on fake tensors."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from dunes import measure, tree
 from dunes.measure import Allocations
 from dunes.parts import Checkpointed, Decoder, cache_for
-from dunes.parts.decoder import LossSums
 from dunes.train import Trainer, muon
-from dunes.train.loss import Loss
+from dunes.train.loss import Loss, next_token_loss
 
 Build = Callable[[], Decoder]
 
@@ -35,15 +34,6 @@ class Shape:
     context: int
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
-
-
-def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossSums:
-    """The loss of a decoder, also a wrapped or compiled one, on windows of ids (B, T + 1), or on a batch of
-    `Batches`: ids, targets and positions (B, T); without positions, each row is a document."""
-    parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
-    ids, targets, *positions = parts
-    loss: LossSums = model(ids, *positions, targets=targets)
-    return loss
 
 
 def zero_batch(shape: Shape) -> Tensor:

@@ -20,6 +20,7 @@ from dunes.completion.fit import (
     finish_completion,
     prepare_completion,
 )
+from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.loss import Score, evaluate
 from dunes.inference.write import sample_text
@@ -39,7 +40,6 @@ from dunes.runs.autosize import (
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.memory import next_token_loss
 from dunes.runs.run import Run, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import MIXTURES, TrainConfig
@@ -47,6 +47,7 @@ from dunes.runs.train_from import choose_options, load_base, rate_factors, score
 from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, scale_rates
+from dunes.train.loss import next_token_loss
 from dunes.units import format_count, plural
 
 TYPICAL_RATE = 10_000
@@ -81,7 +82,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
         with run_lock(folder):
             with timings("indexing the text"):
-                completion = prepare_completion(ready, corpus, tokens.tokenizer, display)
+                completion = _completion_files(ready, corpus, tokens.tokenizer, display)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
@@ -145,6 +146,16 @@ def prepare(
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(built))
     return Run(folder, config, TrainTask(config, tokens, loaded, built, completion), trainer, schedule)
+
+
+def _completion_files(
+    config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
+) -> CompletionFiles | None:
+    """The files that lines will be completed by; None if the run does not train completion."""
+    if not config.complete:
+        return None
+    files = FileTokenizer(tokenizer, config.with_headers)
+    return prepare_completion(corpus, files, display, config.sources, config.follow_links)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:

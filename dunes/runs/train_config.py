@@ -8,7 +8,8 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.runs.config import Optimization, RunConfig, flag, option
+from dunes.flags import flag, option
+from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
 """The smallest valid --size: for smaller numbers the unit was probably forgotten."""

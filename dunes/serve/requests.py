@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from dunes.completion.protocol import NamedText
+from dunes.data.document import NamedText
 
 ENDLESS = 4096
 """New tokens of an answer at most, if the client asks for no limit or for more."""

@@ -7,7 +7,7 @@ micro-batches equals one large batch.
 
 # Shapes: B batch, T tokens, V vocabulary.
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops.cross_entropy import IGNORE
+from dunes.parts.decoder import LossSums
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Metrics]]
@@ -65,3 +66,12 @@ def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
 def _summed(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     total = F.cross_entropy(scores.float(), targets, ignore_index=IGNORE, reduction="sum")
     return total, (targets != IGNORE).sum()
+
+
+def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossSums:
+    """The loss of a decoder, also a wrapped or compiled one, on windows of ids (B, T + 1), or on a batch of
+    `Batches`: ids, targets and positions (B, T); without positions, each row is a document."""
+    parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+    ids, targets, *positions = parts
+    loss: LossSums = model(ids, *positions, targets=targets)
+    return loss

@@ -21,7 +21,6 @@ from dunes import tree
 from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.architecture import module_rows
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
     BaseRecord,
@@ -58,6 +57,7 @@ from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import weight_names
 from dunes.text import Tokenizer
+from dunes.tree.structure import module_rows
 from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
