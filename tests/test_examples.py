@@ -28,12 +28,11 @@ from dunes.data import (
     tokenize_records,
     trained_spans,
 )
-from dunes.data.dataset import read_dataset
 from dunes.data.examples import RECORD_FORMATS, Record
 from dunes.data.packing import collate
 from dunes.data.records import MAX_ROW_BYTES
-from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.ops.cross_entropy import IGNORE
+from dunes.runs.finetune_data import large_texts, read_dataset, split_tails, split_windows
 from dunes.text import END, Tokenizer
 from dunes.text.chat_template import render
 from dunes.text.lines import line_parts

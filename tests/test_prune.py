@@ -15,8 +15,7 @@ from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
 from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
-from dunes.augment.sparsegpt import Pattern, Sparsity
-from dunes.augment.wanda import lowest, smallest, wanda_scores
+from dunes.augment.sparsegpt import Pattern, Sparsity, lowest, smallest, wanda_scores
 from dunes.data import Windows
 from dunes.evaluate.loss import evaluate
 from dunes.models import FAMILIES

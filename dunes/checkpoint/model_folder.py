@@ -9,8 +9,7 @@ from pathlib import Path
 
 from dunes.checkpoint.card import CARD
 from dunes.checkpoint.formats.native import PARAMS
-from dunes.data.files import DEPENDENCIES, NEVER
-from dunes.data.languages import CODE_SUFFIXES
+from dunes.data.files import CODE_SUFFIXES, DEPENDENCIES, NEVER
 from dunes.files import json_file
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural

@@ -10,8 +10,8 @@ from dunes.data.examples import (
     tokenize_records,
     trained_spans,
 )
+from dunes.data.files import code_fraction
 from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
-from dunes.data.languages import code_fraction
 from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report

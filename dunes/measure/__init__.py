@@ -1,10 +1,10 @@
 """Properties of this machine, and measurements of memory."""
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
-from dunes.measure.fingerprint import fingerprint
 from dunes.measure.machine import (
     DEVICES,
     device,
+    fingerprint,
     flush_denormals,
     free_memory,
     keep_freed_memory,

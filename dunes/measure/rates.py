@@ -20,8 +20,7 @@ import torch
 
 from dunes.cores import FREE, waited, waits
 from dunes.files.staging import cache_home
-from dunes.measure.fingerprint import fingerprint
-from dunes.measure.machine import synchronize
+from dunes.measure.machine import fingerprint, synchronize
 
 FASTER = 1.5
 """How many times as fast as float32's its matrix products must be for bfloat16 to be chosen."""

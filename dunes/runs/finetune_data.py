@@ -1,6 +1,6 @@
 """The data of a finetune: the base model, tokenized examples, and the memory that training needs."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -17,20 +17,24 @@ from dunes.augment.adapted import sides
 from dunes.augment.lora import active_adapter
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
-from dunes.data.dataset import read_dataset
+from dunes.data.document import Document, plain_document
 from dunes.data.examples import (
     Example,
     Record,
+    Records,
     count_leaked,
     ignored_line,
+    read_records,
     record_hashes,
     split_records,
     tokenize_records,
 )
+from dunes.data.files import SourceFile, Walk, skipped_line
 from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
+from dunes.data.record_document import holds_records
+from dunes.data.records import JSON
 from dunes.data.sources import validation_share
-from dunes.data.text_windows import large_texts, split_tails, split_windows
 from dunes.parts import Decoder
 from dunes.progress import Display
 from dunes.runs.autosize import with_hardware
@@ -57,7 +61,7 @@ from dunes.runs.memory import (
 )
 from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
-from dunes.text.templates import Template
+from dunes.text.templates import Template, Turn
 from dunes.train import adamw, cast_frozen
 from dunes.train.loss import next_token_loss
 from dunes.units import plural
@@ -329,3 +333,78 @@ def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
 def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
     assert config.lr is not None, "chosen before"
     return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
+
+
+def read_dataset(
+    source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
+) -> tuple[list[Records], list[str]]:
+    """The records in a file, or in all files below a folder, and lines that report read and skipped files.
+
+    A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
+    `collect_corpus`. Raises ValueError that names the file, and the line or row, for invalid records, and if there
+    are none.
+    """
+    walk = Walk([source], follow_links)
+    files: list[Records] = []
+    documents: dict[str, Document] = {}
+    for file in walk.files():
+        if _has_records(file):
+            files.append(read_records(file.path, text_field))
+        elif isinstance(document := plain_document(file), str):
+            walk.skip(document, file.name)
+        elif document.digest in documents:
+            walk.skip("duplicates", file.name)
+        else:
+            documents[document.digest] = document
+    lines = [records.description for records in files]
+    if documents:
+        rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
+        files.append(Records(Path(source), "text", "plain files", rows))
+        lines.append(f"{source}: {plural(len(rows), 'file')} of plain text")
+    if walk.skipped:
+        lines.append(skipped_line(walk.skipped))
+    if not files:
+        raise ValueError(f"{source}: nothing to train on ({lines[0] if lines else 'no files'})")
+    return files, lines
+
+
+def _has_records(file: SourceFile) -> bool:
+    """Whether to read a file as records; a .json file that the user names must have records."""
+    return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
+
+
+LEAST_TAIL = 16
+"""The minimum length of a tail in tokens."""
+
+
+def split_windows(example: Example, context_length: int) -> Iterator[Example]:
+    """Windows of up to `context_length` + 1 ids that overlap by one, so that no id is a target twice."""
+    for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
+        stop = start + context_length + 1
+        place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
+        yield Example(
+            example.ids[start:stop], example.loss_mask[start:stop], place, number + (example.window_index or 0)
+        )
+
+
+def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
+    """The plain texts that are each longer than this share of their total length."""
+    texts = [row for row in rows if row.format == "text"]
+    limit = share * sum(len(row.turns[-1].text) for row in texts)
+    return [row for row in texts if len(row.turns[-1].text) > limit]
+
+
+def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
+    """The texts without their tails, about `share` of their tokens, and the tails; short texts have no tail.
+
+    A tail begins with the last training token, which predicts its first target.
+    """
+    heads, tails = [], []
+    for text in texts:
+        cut = len(text) - round((len(text) - 1) * share)
+        if len(text) - cut < LEAST_TAIL:
+            heads.append(text)
+            continue
+        heads.append(Example(text.ids[:cut], text.loss_mask[:cut], text.place, 0))
+        tails.append(Example(text.ids[cut - 1 :], text.loss_mask[cut - 1 :], f"{text.place}, its end", 1))
+    return heads, tails

@@ -1,6 +1,5 @@
 """Tokenizers and chat templates."""
 
-from dunes.text.decode_stream import DecodeStream
-from dunes.text.tokenizer import END, KINDS, SPECIAL, Tokenizer
+from dunes.text.tokenizer import END, KINDS, SPECIAL, DecodeStream, Tokenizer
 
 __all__ = ["END", "KINDS", "SPECIAL", "DecodeStream", "Tokenizer"]
