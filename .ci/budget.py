@@ -29,8 +29,8 @@ def exceeded(found: dict[str, tuple[int, int]], budget: dict[str, list[int]]) ->
         most = budget.get(room, [0, 0])
         if lines > most[0] or files > most[1]:
             over.append(
-                f"{room}: {lines} lines in {files} files; budget.toml has {most[0]} in {most[1]}: delete elsewhere in "
-                "the room, or raise it, lower another, and say why in docs/decisions.md"
+                f"{room}: {lines} lines in {files} files; budget.toml has {most[0]} in {most[1]}: delete elsewhere "
+                "in the room, or raise it, lower another, and say why in docs/decisions.md"
             )
     return over
 
@@ -43,9 +43,8 @@ def main() -> int:
     budget = tomllib.loads(file.read_text())
     for room, (lines, files) in sorted(found.items()):
         print(f"{room:12}{lines:6} lines {files:4} files")
-    print(
-        f"{'all':12}{sum(lines for lines, _ in found.values()):6} lines {sum(n for _, n in found.values()):4} files"
-    )
+    lines, files = map(sum, zip(*found.values(), strict=True))
+    print(f"{'all':12}{lines:6} lines {files:4} files")
     over = exceeded(found, budget)
     print("\n".join(over), file=sys.stderr, end="\n" if over else "")
     return 1 if over else 0
