@@ -29,8 +29,8 @@ def exceeded(found: dict[str, tuple[int, int]], budget: dict[str, list[int]]) ->
         most = budget.get(room, [0, 0])
         if lines > most[0] or files > most[1]:
             over.append(
-                f"{room}: {lines} lines in {files} files; budget.toml has {most[0]} in {most[1]}: delete elsewhere "
-                "in the room, or raise it, lower another, and say why in docs/decisions.md"
+                f"{room}: {lines} lines in {files} files; budget.toml has {most[0]} in {most[1]}: delete "
+                "elsewhere in the room, or raise it, lower another, and say why in docs/decisions.md"
             )
     return over
 

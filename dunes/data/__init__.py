@@ -1,6 +1,6 @@
 """Data for training: files and folders, shards of tokens, windows, batches."""
 
-from dunes.data.document import Document, header_name
+from dunes.data.document import Document, code_fraction, header_name
 from dunes.data.examples import (
     Example,
     Record,
@@ -10,7 +10,6 @@ from dunes.data.examples import (
     tokenize_records,
     trained_spans,
 )
-from dunes.data.files import code_fraction
 from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
 from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches

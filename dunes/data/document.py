@@ -2,17 +2,12 @@
 
 import codecs
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dunes.data import TokenIds
-from dunes.data.files import SourceFile, open_plain
+from dunes.data.files import CODE_SUFFIXES, SourceFile, open_plain
 from dunes.files.model_file import stand_in
 
 BLOCK = 1 << 20
@@ -127,19 +122,11 @@ def looks_generated(head: bytes) -> bool:
     return letters < 0.6 * len(head) or len(head) / (head.count(b"\n") + 1) > 5000
 
 
-Side = tuple[TokenIds, NDArray[np.int64]]
-"""Token ids, and the indices at which documents begin."""
-
-
-def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
-    """The ids of all texts, and the index at which each begins."""
-    return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
-
-
-def tail_start(start: int, stop: int, share: float) -> int:
-    """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
-    return stop - round((stop - start) * share)
-
-
 NamedText = tuple[str, str]
 """The name and the text of a file."""
+
+
+def code_fraction(documents: Iterable[Document]) -> float:
+    """The fraction of the documents' bytes that are source code, in [0, 1]."""
+    sizes = [(d.path.suffix.lower() in CODE_SUFFIXES, d.size) for d in documents]
+    return sum(size for is_code, size in sizes if is_code) / max(1, sum(size for _, size in sizes))

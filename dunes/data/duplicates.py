@@ -13,8 +13,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data import Document
-from dunes.data.document import NamedText
+from dunes.data.document import Document, NamedText
 
 SPLIT_VERSION = 2
 """How texts are divided into training and validation: 0 by the hash of each, 1 keeps near-duplicates together, 2

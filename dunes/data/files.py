@@ -8,12 +8,11 @@ import io
 import os
 import stat
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from dunes.data.document import Document
 from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_above
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
@@ -161,9 +160,3 @@ CODE_SUFFIXES = frozenset((
     ".zig", ".zsh",
 ))  # fmt: skip
 """Suffixes of files in programming languages, in lower case; prose and data (.md, .html, .json) are none."""
-
-
-def code_fraction(documents: Iterable[Document]) -> float:
-    """The fraction of the documents' bytes that are source code, in [0, 1]."""
-    sizes = [(d.path.suffix.lower() in CODE_SUFFIXES, d.size) for d in documents]
-    return sum(size for is_code, size in sizes if is_code) / max(1, sum(size for _, size in sizes))

@@ -6,7 +6,7 @@ workers or devices.
 
 # Shapes: B batch, T tokens.
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -217,3 +217,17 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def _hash(*numbers: int | str) -> int:
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=7).digest())
+
+
+Side = tuple[TokenIds, NDArray[np.int64]]
+"""Token ids, and the indices at which documents begin."""
+
+
+def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
+    """The ids of all texts, and the index at which each begins."""
+    return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
+
+
+def tail_start(start: int, stop: int, share: float) -> int:
+    """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
+    return stop - round((stop - start) * share)

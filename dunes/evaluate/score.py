@@ -13,8 +13,8 @@ from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trained_text
 from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
-from dunes.data.document import join_texts, tail_start
 from dunes.data.duplicates import content_digest
+from dunes.data.windows import join_texts, tail_start
 from dunes.evaluate.loss import Score, evaluate
 from dunes.flags import STDLIB
 from dunes.text import Tokenizer
