@@ -49,6 +49,7 @@ from dunes.generate.step import (
     step_weights,
 )
 from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
+from dunes.ops.kernels import has_compiler
 from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.tree.structure import module_rows
 
@@ -213,16 +214,6 @@ def native_files(package: Path) -> list[Path]:
     """The files of native code in a package, none if it has a script. Raises ValueError for damaged ones."""
     stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
     return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
-
-
-def has_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except RuntimeError:
-        return False
 
 
 def _choose(model: nn.Module, dtype: torch.dtype) -> None:

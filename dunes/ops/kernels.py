@@ -86,3 +86,13 @@ class Metal:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._library, name)
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except RuntimeError:
+        return False

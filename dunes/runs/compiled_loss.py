@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure
-from dunes.generate.packages import has_compiler
+from dunes.ops.kernels import has_compiler
 from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
 from dunes.train.loss import Loss

@@ -31,11 +31,11 @@ from dunes.generate.packages import (
     check_step,
     compile_graph,
     compile_step,
-    has_compiler,
     load_step,
     native_files,
 )
 from dunes.generate.step import FEW, CompiledStep, load_native, step_weights
+from dunes.ops.kernels import has_compiler
 from dunes.parts import Decoder, cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
 from dunes.text import Tokenizer
