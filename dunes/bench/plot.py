@@ -26,7 +26,7 @@ def _plotnine() -> Any:
 
 
 def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
-    return extra("pandas", "plot").DataFrame(records)  # comes with plotnine
+    return extra("polars", "plot").DataFrame(list(records), strict=False, infer_schema_length=None)
 
 
 def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
@@ -228,8 +228,8 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     for moment in moments:
         sizes = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
         records += [{"moment": moment, "kind": kind, "bytes": float(sizes.get(kind, 0))} for kind in KINDS]
-    frame = _frame(records)
-    frame["kind"] = frame["kind"].astype(extra("pandas", "plot").CategoricalDtype(KINDS))
+    polars = extra("polars", "plot")
+    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(KINDS)))  # in this order
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
