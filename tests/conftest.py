@@ -57,7 +57,6 @@ LONG = re.compile(
     | test_speculate.py::test_the_drawn_distribution_is_the_models.settings1
     | test_speculate.py::test_greedy_text_is_the_plain_one_after_200_random_prompts.(look-up,|another)
     | test_step.py::test_the_exported_step_gives_the_models_logits(?!.*-(llama|mixtral|lora)])
-    | test_step.py::test_without_a_compiler_the_step_is_a_script(?!.*(llama|gpt2)])
     | test_tokenizer_conversion.py::test_(shipped_tekken.*240718|other_tools_read_the_tokenizer.*tekken)
 """,
     re.VERBOSE,

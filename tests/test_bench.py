@@ -271,14 +271,14 @@ def test_several_values_race_in_one_run(tmp_path):
 
 def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):
     made, shown = [], []
-    monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype, form: made.append(form))
+    monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype: made.append(dtype))
     for compile in (False, True):
         request = run.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
         kept = run.bench(
             "decode", request, 2, tmp_path / f"{compile}.jsonl", lambda *args: shown.append(args), 0.0
         )
         assert {row["form"] for row in kept} == {None}, "this make_step makes none"
-    assert made == ["step.json", "step.json", "", ""]
+    assert len(made) == 2, "where it was asked for"
     first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
     assert [words for words, done in first if not done][1:3] == [
         f"decode: building arcee {size} ({n} of 2)" for n, size in ((1, "20k"), (2, "30k"))

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 import math
 import os
 import pwd
@@ -40,7 +39,6 @@ from dunes.generate import (
     prefix_cache,
     prompt_tokens,
     sampler,
-    step_script,
 )
 from dunes.generate import packages as step_package
 from dunes.generate.packages import compile_step, load_step, make_step, step_source
@@ -56,8 +54,12 @@ needs_compiler = pytest.mark.slow
 
 
 @pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
+def home(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, home):
     monkeypatch.setattr(step_package, "has_compiler", lambda: False)
 
 
@@ -362,12 +364,12 @@ def test_an_adapter_that_is_switched_between_two_tokens_is_seen_by_the_next_step
 
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("name", ["greedy", "drawn", "penalty"])
-def test_steps_take_over_in_the_midst_of_a_text(name, window, no_compiler):
+def test_steps_take_over_in_the_midst_of_a_text(name, window):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     other, want = PlainStep(model), tokens_of(model, None, REQUESTS[name]())
-    script, misfit = make_step(model, torch.float32), PlainStep(model)
+    first, misfit = PlainStep(model), PlainStep(model)
     misfit.example = Cache(1, 8)
-    steps = {4: script, 20: other, 30: misfit, 33: other, 43: None, 44: script, 46: other}
+    steps = {4: first, 20: other, 30: misfit, 33: other, 43: None, 44: first, 46: other}
 
     def take_over(requests, cache, n):
         cache.step = steps.get(n, cache.step)
@@ -399,8 +401,8 @@ def assert_ids_and_positions_are_checked(make):
             list(tokens)
 
 
-def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike(no_compiler):
-    assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
+def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike():
+    assert_ids_and_positions_are_checked(lambda model: None)
 
 
 @pytest.mark.long
@@ -551,50 +553,6 @@ def logits_of(model, step=None):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore")
-def test_without_a_compiler_the_step_is_a_script_with_equal_logits_and_ids(name, no_compiler):
-    model, before = MODELS[name](), torch.get_num_threads()
-    step, expected = make_step(model, torch.float32), logits_of(model)
-    try:
-        for threads in (1, 2) if name == "llama" else (1,):  # two are seconds where other work runs
-            torch.set_num_threads(threads)
-            assert (logits_of(model, step) - expected).abs().max() < 1e-5 * expected.abs().max()
-    finally:
-        torch.set_num_threads(before)
-    assert ids_of(model, step) == ids_of(model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_a_script_multiplies_float32_by_weights_of_the_dtype(dtype, no_compiler):
-    model = model_of().to(dtype)
-    step, expected = make_step(model, dtype), model_of().to(dtype).float()
-    assert step.dtype == dtype
-    got, plain = logits_of(model, step), logits_of(expected)
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    assert (got - plain).abs().max() < tolerance * plain.abs().max()
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
-def test_float16_weights_are_packed_once_and_exact(family, threads, no_compiler, monkeypatch, recwarn):
-    monkeypatch.setattr(step_script, "PARALLEL", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    changes = {} if family == "gpt2" else {"heads": 4, "kv_heads": 2, "head_dim": 16}
-    model, rounded = model_of(family, **changes), model_of(family, **changes)
-    for module in rounded.modules():
-        if type(module) in (nn.Linear, nn.Embedding):
-            module.weight.data = module.weight.half().float()
-    step, expected = make_step(model, torch.float16), logits_of(rounded)
-    assert (logits_of(model, step)[1:] - expected[1:]).abs().max() < 1e-2 * expected.abs().max()
-    step = make_step(rounded, torch.float16)
-    assert (logits_of(rounded, step) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert not [w for w in recwarn if "fbgemm" in str(w.message)]
-    cache = cache_for(rounded, 1, 8)
-    rounded(torch.tensor([[1]]), cache=cache)
-    step([5], cache)[0].logits.add_(1)  # as a processor of logits may
-
-
 def test_a_step_is_of_the_adapters_that_are_active_in_its_forward():
     model = changed("lora")
     step, (name,) = PlainStep(model), {m.active for m in model.modules() if hasattr(m, "active")}
@@ -620,7 +578,8 @@ def test_a_step_waits_while_autocast_is_on():
     assert calls == [0, 1, 1, 1, 2]
 
 
-def test_autocast_does_not_change_what_a_step_computes(no_compiler):
+@needs_compiler
+def test_autocast_does_not_change_what_a_step_computes(home):
     model = model_of(depth=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step = make_step(model, torch.float32)
@@ -637,13 +596,14 @@ def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
         threading.stack_size(before)
 
 
-def test_threads_and_copies_have_their_own_numbers(no_compiler):
-    model = model_of(tied=False)
+@needs_compiler
+def test_threads_and_copies_have_their_own_numbers(home):
+    model = model_of(tied=False, depth=1)
     step, want = make_step(model, torch.float32), ids_of(model)
     assert ids_of(model, copy.deepcopy(step)) == want
     run, other = step._run[1], partial(ids_of, model, step, max_tokens=3, prompt=(8, 9))
 
-    def interrupted(inputs):  # as a script is, between the writing of its inputs and their reading
+    def interrupted(inputs):  # as code may be, between the writing of its inputs and their reading
         if threading.current_thread() is threading.main_thread():
             (thread := threading.Thread(target=other)).start()
             thread.join()
@@ -653,7 +613,9 @@ def test_threads_and_copies_have_their_own_numbers(no_compiler):
     assert ids_of(model, step) == want
 
 
-def test_weights_too_large_for_float16_stay_in_float32(no_compiler):
+@pytest.mark.long
+@needs_compiler
+def test_weights_too_large_for_float16_stay_in_float32(home):
     model = model_of(depth=1)
     for block in model.blocks:
         block.mlp.up.weight.data *= 1e6
@@ -664,66 +626,10 @@ def test_weights_too_large_for_float16_stay_in_float32(no_compiler):
         compile_step(model, 64, torch.float16)
 
 
-class Shared(nn.Module):
-    """An MLP with a matrix that is multiplied alone and beside another one."""
-
-    supports_packing = True
-
-    def __init__(self, dim):
-        super().__init__()
-        self.a, self.b = nn.Linear(dim, dim, False), nn.Linear(dim, dim, False)
-
-    def forward(self, x):
-        y = self.a(x)
-        return self.a(y) + self.b(y)
-
-
-def test_a_script_packs_a_shared_matrix_alone_and_beside_others(no_compiler):
-    model = model_of()
-    model.blocks[0].mlp = Shared(64).eval()
-    step, expected = make_step(model, torch.float16), logits_of(model)
-    assert (logits_of(model, step) - expected).abs().max() < 1e-2 * expected.abs().max()
-
-
-def test_a_script_of_quantized_layers_in_half(no_compiler):
-    model, expected = model_of().half(), model_of().half().float()
-    for quantized in (model, expected):
-        augment.quantize(quantized, kind="int8")
-    plain = logits_of(expected)
-    assert (logits_of(model, make_step(model, torch.float16)) - plain).abs().max() < 5e-3 * plain.abs().max()
-
-
-class Turned(nn.Module):
-    """An MLP whose output passes a transpose of two dimensions that are not neighbours, the last of which is 1."""
-
-    supports_packing = True
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y.unflatten(-1, (4, -1, 1)).transpose(-3, -1).flatten(-3)
-
-
-def test_a_script_keeps_the_order_of_numbers(no_compiler):
-    model = model_of()
-    model.blocks[0].mlp = Turned(model.blocks[0].mlp)
-    step, expected = make_step(model, torch.float32), logits_of(model)
-    assert (logits_of(model, step) - expected).abs().max() < 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_script_of_layer_norms_in_half(dtype, no_compiler):
-    model = model_of("gpt2").to(dtype)
-    expected = logits_of(model_of("gpt2").to(dtype).float())
-    difference = (logits_of(model, make_step(model, dtype))[1:] - expected[1:]).abs().max()
-    assert difference < {torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype] * expected.abs().max()
-
-
+@pytest.mark.long
+@needs_compiler
 @pytest.mark.parametrize("vocab", [2, 5])
-def test_a_small_vocabulary_has_a_step(vocab, no_compiler):
+def test_a_small_vocabulary_has_a_step(vocab, home):
     torch.manual_seed(0)
     module = FAMILIES["llama"]
     model = module.build(module.Config.from_size(vocab=vocab, dim=64, depth=1, context_length=64)).eval()
@@ -758,50 +664,17 @@ def by_default(factor):
 
 
 @pytest.mark.parametrize("scale", [by_default, lambda factor: Factor(factor).times])
-def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scale, no_compiler):
-    for factor in (1.0, 3.0):
+def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scale, home):
+    packages = []
+    for factor in (1.0, 3.0, 3.0):
         model = model_of(depth=1)
         model.blocks[0].mlp = Scaled(model.blocks[0].mlp, scale(factor))
-        assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
+        packages.append(step_package._packages(model)(torch.float32))
+    assert packages[0] != packages[1] == packages[2]
 
 
-def test_a_script_is_kept_refused_and_replaced_as_native_code_is(no_compiler, monkeypatch):
-    model = model_of(depth=1)
-    package, dtype = compile_step(model, 64)
-    assert (dtype, [p.name for p in package.glob("step.*")]) == (torch.float16, ["step.json"])
-    assert not load_step(model).native
-    assert ids_of(model, load_step(model)) == ids_of(model)
-    assert load_step(model_of(depth=1, hidden=96)) is None, "of another shape"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "9.9")
-        assert load_step(model) is None
-    with pytest.raises(ValueError, match="--dtype bfloat16: needs a C\\+\\+ compiler"):
-        make_step(model, torch.bfloat16)
-    text = (package / "step.json").read_text()
-    for damaged in ("", text[: len(text) // 2], text.replace("rsqrt", "sqrt")):
-        (package / "step.json").write_text(damaged)
-        with pytest.warns(UserWarning, match="not the bytes that were written"):
-            assert load_step(model) is None
-    compile_step(model, 64)
-    assert load_step(model) is not None
-    monkeypatch.setattr(type(model.blocks[0].mlp), "forward", lambda self, x: self.up(x)[..., : x.shape[-1]])
-    with pytest.warns(UserWarning, match="from the model's"):
-        assert load_step(model) is None
-
-
-def test_a_damaged_file_beside_a_whole_script_is_given_up(no_compiler):
-    model = model_of(depth=1)
-    package, _ = compile_step(model, 64)
-    digests = json.loads((package / "package.json").read_text())
-    (package / "native.so").write_bytes(b"half")
-    (package / "package.json").write_text(json.dumps({**digests, "native.so": digests["step.json"]}))
-    with pytest.warns(UserWarning, match="native.so: not the bytes that were written; run dunes compile again"):
-        assert load_step(model) is None
-    compile_step(model, 64)
-    assert ids_of(model, load_step(model)) == ids_of(model)
-
-
-def test_a_package_that_is_complete_is_not_written_to(no_compiler, monkeypatch):
+@needs_compiler
+def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
     def read_only(*arguments):
         raise OSError(30, "Read-only file system")
 
@@ -826,19 +699,27 @@ def test_a_user_without_a_home_decodes_without_a_package(monkeypatch):
         compile_step(model_of(), 64)
 
 
+def test_without_a_compiler_nothing_is_compiled_and_the_remedy_is_named(no_compiler, tmp_path):
+    model = model_of(depth=1)
+    with pytest.raises(ValueError, match="no C\\+\\+ compiler; install g\\+\\+ or clang"):
+        compile_step(model, 64)
+    assert load_step(model) is None
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert step_source(model, lambda: pytest.fail("started"))() is None
+
+
 @pytest.mark.slow
-def test_the_command_needs_no_compiler(monkeypatch, tmp_path):
+def test_the_command_without_a_compiler_says_so_and_generate_goes_on(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     checkpoint.save(model_of(), tmp_path / "model", Tokenizer.train("bytes", []), 64)
     without = said(tmp_path / "model")
     command = [sys.executable, "-m", "dunes", "compile", tmp_path / "model"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "no C++ compiler" in done.stdout
-    command = [sys.executable, "-m", "dunes", "generate", tmp_path / "model", "some", "--temperature", "0"]
-    again = subprocess.run([*command, "--max-tokens", "30"], capture_output=True, text=True, check=True)
-    assert (again.stdout, "as a script with float16" in again.stderr) == (without, True), again.stderr
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no C++ compiler; install g++" in done.stderr
+    assert said(tmp_path / "model") == without
 
 
 @pytest.mark.long
@@ -880,13 +761,10 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
     generator = TextGenerator(loaded, find)
     before = generator.text("some", 30)
     assert generator.cache.step is None
-    deadline = time.monotonic() + 120
-    forms = []
-    while not forms or not forms[-1]:
-        forms += [step.native] if (step := find()) is not None else []
+    deadline = time.monotonic() + 240
+    while find() is None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert forms[0] is False, "a script comes first"
     while not find().reads_texts:  # which comes last
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -940,7 +818,6 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
         step = load_step(model)
-        assert step.native
         assert not [*temporary.iterdir()], "which would stay if the process were killed"
     assert load_step(model_of(hidden=96)) is None, "of another shape"
     with monkeypatch.context() as patch:
@@ -989,7 +866,7 @@ def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(monkeypatch, tmp
     model.blocks[0].mlp = WrongForFew(model.blocks[0].mlp)
     compile_step(model, 64)
     step = load_step(model)
-    assert (step.native, step.most(Cache(1, 8), 0)) == (True, 1)
+    assert step.most(Cache(1, 8), 0) == 1
     assert ids_of(model, step) == ids_of(model)
 
 
@@ -1186,7 +1063,6 @@ def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path):
     import torch._inductor
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
-    monkeypatch.setattr(step_package, "write_script", full)
     model = model_of(depth=1)
     with pytest.raises(ValueError, match="No space left"):
         compile_step(model, 64)

@@ -29,7 +29,7 @@ from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
 from dunes.evaluate.loss import evaluate
 from dunes.generate import CompiledStep, PrefixCache, Request, generate, generate_all
-from dunes.generate.packages import made_form, make_step
+from dunes.generate.packages import load_step, make_step
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops
@@ -107,7 +107,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the second half of a context whose first half is the prompt.
 
     A single row on a CPU is decoded as by `dunes generate`: by native code that `dunes compile` or --compile made,
-    which takes one to two minutes for each shape, or else by a script of PyTorch's operations.
+    which takes one to two minutes for each shape, or else by the modules.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -131,7 +131,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     work = setting.batch * steps * flops(model, int(middle)) / 3
     cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
-    form = None if step is None else "native" if step.native else "script"
+    form = None if step is None else "native"
     return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model, form=form)
 
 
@@ -140,7 +140,7 @@ def _compiled_step(model: Decoder, anew: bool) -> CompiledStep | None:
     if measure.device().type != "cpu":
         return None
     try:
-        return make_step(model, dtype, "" if anew else made_form(model, dtype))
+        return make_step(model, dtype) if anew else load_step(model, dtype)
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without a compiled step", stacklevel=2)
         return None

@@ -91,10 +91,6 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
 
     def print_text() -> None:
         table.print_summary(results)
-        if any(r.get("form") == "script" for r in results):
-            print(
-                "decoded by a script of PyTorch's operations; --compile makes native code first, and measures that"
-            )
         print(
             f"all measurements: {file}   compare: dunes bench compare {file} OTHER   plot: dunes bench plot {file}"
         )

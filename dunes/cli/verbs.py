@@ -267,7 +267,7 @@ def compile_(
     """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
 
     The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
-    It takes one to two minutes and a C++ compiler; without one, generation becomes less fast, in a few seconds.
+    It takes one to two minutes and a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 
@@ -277,15 +277,13 @@ def compile_(
     import torch
 
     from dunes import checkpoint
-    from dunes.generate.packages import PACKAGE, compile_step
+    from dunes.generate.packages import compile_step
 
     start = time.perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
     package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
-    native = (package / PACKAGE).is_file()
-    result = "compiled" if native else "no C++ compiler: operations of PyTorch in sequence, slower than compiled"
     print(
-        f"{result}: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
+        f"compiled: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
     )
     print(f'next: dunes generate {quote(str(model))} "..."')
 

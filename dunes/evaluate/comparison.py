@@ -135,7 +135,7 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
         "memory": memory,
         "prefill": prefill,
         "decode": decode,
-        "form": "the modules" if step is None else "compiled code" if step.native else "a script",
+        "form": "the modules" if step is None else "compiled code",
         "loss": None if score is None else score.loss,
         "tokens": 0 if score is None else score.tokens,
         "top": [] if ids is None else _most_probable(loaded, _plain(ids)),

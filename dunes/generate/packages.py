@@ -48,12 +48,11 @@ from dunes.generate.step import (
     outline,
     step_weights,
 )
-from dunes.generate.step_script import PACKS, SCRIPT_FORMS, write_script
 from dunes.ops.kernels import has_compiler
 from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.tree.structure import module_rows
 
-PACKAGE, SCRIPT, CARD, CHOSEN, FORMAT = "native.so", "step.json", "package.json", "chosen-", 5
+PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 5
 MORE = {FEW: "native-few.so", TEXT: "native-text.so"}
 """What native code may have beside the step of one token: that of a few, and of a text's beginning."""
 OPTIONS = {
@@ -73,8 +72,6 @@ OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads"
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
-PACKED_THREADS = 2
-"""In a script, one thread reads small matrices in float16, as fast as two read them in float32."""
 T = TypeVar("T")
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
@@ -106,7 +103,7 @@ Start = Callable[[], "subprocess.Popen[bytes]"]
 def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
     """A function that returns the step of the model, as soon as there is a package for it.
 
-    Where native code is missing, `start` starts the process that makes it, after a script.
+    Where native code is missing and there is a compiler, `start` starts the process that makes it.
     """
     step: CompiledStep | None = None
     process: subprocess.Popen[bytes] | None = None
@@ -118,7 +115,7 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
         if first or (process and not running) or (running and time.monotonic() > looked + LOOK_EVERY):
             process, looked, before, files = process if running else None, time.monotonic(), files, _files()
             step = load_step(model) if first or files != before else step
-            if first and start is not None and not (step and step.native) and _dtypes(model):
+            if first and start is not None and step is None and _dtypes(model) and has_compiler():
                 process = start()
         return step
 
@@ -140,16 +137,11 @@ def compile_step(
     """Make the package that `load_step` will choose unless it is there; its folder and dtype.
 
     Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
-    a model whose step cannot be exported or compiled, or has no such dtype, and says why.
-    Steps of a few tokens, and of a text's beginning, follow where a model has them.
+    a model whose step cannot be exported or compiled, or has no such dtype, and says why, and without a C++
+    compiler. Steps of a few tokens, and of a text's beginning, follow where a model has them.
     """
     own = _dtype(model)
-    rounds = own == torch.float32 and (has_compiler() or (PACKS and torch.get_num_threads() <= PACKED_THREADS))
-    choices = [dtype] if dtype else [torch.float16, own] if rounds else [own]
-    native = [_is_intact(_packages(model)(choice), PACKAGE) for choice in choices]
-    if not any(native) and has_compiler():
-        with suppress(ValueError):  # native code may be possible where a script is not
-            make_step(model, own, SCRIPT)  # in a few seconds, for those who wait
+    choices = [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]
     for choice in choices:
         last = choice in (dtype, own)
         with nullcontext() if last else suppress(ValueError):  # weights may be too large for float16
@@ -167,7 +159,7 @@ def compile_step(
 
 def _add(model: nn.Module, dtype: torch.dtype, package: Path, name: str) -> None:
     """Make another step beside that of one token. Raises ValueError, and leaves it out, if it cannot be used."""
-    before = [n for n in (PACKAGE, SCRIPT, *MORE.values()) if n in _digests(package)]
+    before = [n for n in (PACKAGE, *MORE.values()) if n in _digests(package)]
     _compile(model, dtype, package / name)
     try:
         _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
@@ -176,27 +168,21 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, name: str) -> None
         raise
 
 
-def make_step(model: nn.Module, dtype: torch.dtype, name: str = "") -> CompiledStep:
-    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above.
-
-    `name` is PACKAGE or SCRIPT, by default that of the fastest form that can be made.
-    """
+def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
+    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above."""
     check_step(model, dtype)
     package = _packages(model)(dtype)
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
     with folder_lock(package):  # another process may be making it
-        name = name or (PACKAGE if _is_intact(package, PACKAGE) or has_compiler() else SCRIPT)
-        if name == SCRIPT and dtype != _dtype(model) and not (dtype == torch.float16 and PACKS):
-            raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: needs a C++ compiler; install g++")
-        if not (_is_intact(package, name) and _is_intact(package, PACKAGE, SCRIPT)):
-            _compile(model, dtype, package / name)
-    return _bind(model, package / name, step_weights(model, dtype), dtype)
-
-
-def made_form(model: nn.Module, dtype: torch.dtype) -> str:
-    """PACKAGE if the step's native code is there, else SCRIPT, which is made in seconds."""
-    return PACKAGE if _is_intact(_packages(model)(dtype), PACKAGE) else SCRIPT
+        if not _is_intact(package, PACKAGE):
+            if not has_compiler():
+                raise ValueError(
+                    "decoding cannot be compiled: no C++ compiler; install g++ or clang. Without one the modules "
+                    "decode, at about a third of the rate"
+                )
+            _compile(model, dtype, package / PACKAGE)
+    return _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -211,7 +197,7 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def native_files(package: Path) -> list[Path]:
-    """The files of native code in a package, none if it has a script. Raises ValueError for damaged ones."""
+    """The files of native code in a package. Raises ValueError for damaged ones."""
     stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
     return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
 
@@ -324,7 +310,7 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
 
 
-def _package_file(package: Path, names: Sequence[str] = (PACKAGE, SCRIPT)) -> Path | None:
+def _package_file(package: Path, names: Sequence[str] = (PACKAGE,)) -> Path | None:
     """The first of these files that was written. Raises ValueError if its bytes are others."""
     digests = _digests(package)
     file = next((package / name for name in names if name in digests), None)
@@ -348,7 +334,7 @@ def _is_intact(package: Path, *names: str) -> bool:
 
 def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    files, known = {1: (file, weights)}, _digests(file.parent) if file.name == PACKAGE else {}
+    files, known = {1: (file, weights)}, _digests(file.parent)
     for n, name in MORE.items():
         if name in known:
             files[n] = file.with_name(name), weights if n != TEXT else step_weights(model, _dtype(model))
@@ -395,20 +381,13 @@ def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
     with warnings.catch_warnings(), staging_folder(file) as staged:
         warnings.simplefilter("ignore")  # torch's own deprecations
         path = staged / file.name
-        if file.name == SCRIPT:
-            graph = _export(model, dtype, SCRIPT_FORMS)
-            _attempt("written", lambda: write_script(graph, path))
-        else:
-            of_texts = file.name == MORE[TEXT]
-            graph = _export(
-                model,
-                _dtype(model) if of_texts else dtype,
-                tokens={v: k for k, v in MORE.items()}.get(file.name, 1),
-            )
-            compile_graph(graph, path, of_texts)
+        of_texts = file.name == MORE[TEXT]
+        tokens = {v: k for k, v in MORE.items()}.get(file.name, 1)
+        graph = _export(model, _dtype(model) if of_texts else dtype, tokens)
+        compile_graph(graph, path, of_texts)
         for part in sorted(staged.glob(f"{file.stem}.*")):
             os.replace(part, file.with_name(part.name))
-    names = PACKAGE, SCRIPT, *MORE.values()
+    names = PACKAGE, *MORE.values()
     others = [n for n in names if n != file.name and _is_intact(file.parent, n)]
     _write_card(file.parent, file.name, *others)
 
@@ -450,9 +429,7 @@ def _write_card(package: Path, *names: str) -> None:
     atomic.write_file(package / CARD, json.dumps(digests).encode())
 
 
-def _export(
-    model: nn.Module, dtype: torch.dtype, forms: Mapping[Any, Any] | None = None, tokens: int = 1
-) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.ExportedProgram:
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     cache, _ = _check_tokens(model)
     for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
@@ -464,7 +441,7 @@ def _export(
         if isinstance(step, TextStep):
             graph = _attempt("exported", lambda: export_text_step(step, cache))
         else:
-            graph = _attempt("exported", lambda: export_step(step, cache, forms, tokens))
+            graph = _attempt("exported", lambda: export_step(step, cache, tokens))
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
-from dunes.generate.step_script import Run, load_script
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
+Run = Callable[[list[Tensor]], list[Tensor]]
+"""What it returns may be overwritten by the next call in the same thread."""
 LARGE = 1 << 20
 STACK = 1 << 20
 """Bytes of buffers up to which native code has them on the stack of its thread."""
@@ -124,13 +125,10 @@ class _StepContext(ForwardContext):
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def export_step(
-    step: Step, cache: Cache, forms: Mapping[Function, Function] | None = None, tokens: int = 1
-) -> torch.export.ExportedProgram:
+def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of this one, which has tokens and 8 slots.
 
-    Operations have these forms, by default those that Inductor fuses. Raises whatever torch.export raises for
-    parts that it cannot trace.
+    Operations have forms that Inductor fuses. Raises whatever torch.export raises for parts that it cannot trace.
     """
     # Of caches in half precision, tracing finds that there are more slots than readable ones.
     readable = torch.export.Dim("readable", min=max(2, tokens))
@@ -139,7 +137,7 @@ def export_step(
     example = *new, cache.keys, cache.values
     of_cache = [{2: slots}] * len(cache.keys)
     shapes = {"ids": None, "slots": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
-    with torch.no_grad(), _OneRow(forms or _FORMS):
+    with torch.no_grad(), _OneRow(_FORMS):
         return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
 
 
@@ -176,7 +174,7 @@ class Scores(NamedTuple):
 class _Numbers(threading.local):
     """Ids and slots of one token and of a few, written through views of NumPy: a tenth of the time of new tensors.
 
-    Each thread has its own: a script runs while Python goes on in other threads.
+    Each thread has its own: code runs while Python goes on in other threads.
     """
 
     def __init__(self) -> None:
@@ -192,26 +190,26 @@ class CompiledStep:
     """Compiled steps and the weights they are bound to, by their names in the step; they are not copied.
 
     `files` has the file and the weights of the step of one token, of FEW, which takes up to as many at once, and
-    of TEXT, for the beginning of a text. They are `native` code or scripts; `dtype` is that of the matrices,
-    `example` a cache as they were made for, and `state` the model's.
+    of TEXT, for the beginning of a text. `dtype` is that of the matrices, `example` a cache as they were made for,
+    and `state` the model's.
     Raises ValueError for a package that torch cannot load, or that needs other weights.
     """
 
     def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:
-        self.dtype, self.native = dtype, files[1][0].suffix == ".so"
+        self.dtype = dtype
         self.state: object = None
         self.example = Cache(1, 0)
         self._run: dict[int, Run] = {}
         for n, (file, weights) in files.items():
             try:
-                self._run[n] = (load_native if self.native else load_script)(file, weights)
+                self._run[n] = load_native(file, weights)
             except (AttributeError, KeyError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{file}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
         self.reads_texts = TEXT in files
 
     def __repr__(self) -> str:
-        kind, dtype = "native" if self.native else "script", str(self.dtype).removeprefix("torch.")
-        return f"CompiledStep({kind}, {dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
     def most(self, cache: Cache, length: int) -> int:
         """How many tokens it takes at once after `length`; it writes to as many slots even if they are fewer."""

@@ -34,8 +34,7 @@ def _describe_form(cache: PrefixCache | None) -> str:
     step = cache.step if cache is not None else None
     if step is None:
         return ""
-    form = "compiled" if step.native else "as a script"
-    return f", {form} with {str(step.dtype).removeprefix('torch.')} weights"
+    return f", compiled with {str(step.dtype).removeprefix('torch.')} weights"
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:

@@ -75,7 +75,7 @@ def export_native(
     package, chosen = compile_step(model, loaded.context_length, dtype)
     files, step = native_files(package), load_step(model, chosen)
     names = [file.name for file in files]
-    if step is None or not step.native or "native-few.so" not in names:
+    if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
     if "native-text.so" in names:
