@@ -179,7 +179,7 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
             if not has_compiler():
                 raise ValueError(
                     "decoding cannot be compiled: no C++ compiler; install g++ or clang. Without one the modules "
-                    "decode, at about a third of the rate"
+                    "decode, several times slower"
                 )
             _compile(model, dtype, package / PACKAGE)
     return _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
