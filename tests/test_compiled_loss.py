@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from conftest import display, toy
+from dunes import tree
 from dunes.augment import attach
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -274,7 +275,7 @@ def test_gradients_of_two_threads_have_the_same_bits(family, dtype):
     trainer = Trainer(model := built(family, False), sgd(model), compiled_loss(next_token_loss), dtype=dtype)
     trainer.deterministic = True
     batch, seen = torch.randint(300, (64, 33), generator=torch.Generator().manual_seed(0)), set()
-    with module.tree.mode(model, True):
+    with tree.mode(model, True):
         for _ in range(20):
             trainer.gradients([batch])
             seen.add(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
