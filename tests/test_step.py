@@ -673,6 +673,7 @@ def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scal
     assert packages[0] != packages[1] == packages[2]
 
 
+@pytest.mark.long
 @needs_compiler
 def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
     def read_only(*arguments):
