@@ -110,6 +110,20 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
         trained(tmp_path / "none", compile="on")
 
 
+def test_a_run_that_was_eager_last_stays_so(tmp_path, soon):
+    with soon.context() as patch:
+        stopping_at(6, patch)
+        trained(tmp_path / "run", expected=130)
+    show, _ = display()
+    config = TrainConfig(sources=(), compile="off")
+    with soon.context() as patch:
+        stopping_at(9, patch)
+        assert train(config, tmp_path / "run", show, resume=True, override=("compile",), asked={"compile"}) == 130
+    config = TrainConfig(sources=(), compile="auto")
+    assert train(config, tmp_path / "run", show, resume=True, override=("compile",), asked={"compile"}) == 0
+    assert changes(tmp_path / "run") == [(0, True), (6, False)]
+
+
 def test_a_finished_run_compiles_nothing_when_it_is_resumed(tmp_path, soon):
     trained(tmp_path / "run")
     assert "compiling" not in trained(tmp_path / "run", resume=True)

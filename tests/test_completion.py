@@ -7,6 +7,7 @@ import random
 import sys
 from functools import partial
 from itertools import chain, pairwise, repeat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +16,17 @@ from safetensors.numpy import load_file, save_file
 
 from conftest import display, metaspace_tokenizer, toy
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.trained_text import split_documents
+from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
 from dunes.completion import fit as completion_fit
 from dunes.completion import index as completion_index
-from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer, name_in_sources
+from dunes.completion.completer import (
+    CopyCompleter,
+    FolderCompleter,
+    find_completer,
+    name_in_sources,
+    training_sources,
+)
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import fit_mixture, right_by_line, typed_files
 from dunes.completion.gate import Places, _chunks, even_share, fit_gate, places_of, scored_places, text_logprobs
@@ -1222,3 +1229,22 @@ def test_a_window_seldom_moves():
     starts = {len(ids) - len(window(ids, 40)) for n in range(41, 90) for ids in [[0] * n]}
     assert len(starts) <= 7
     assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
+
+
+def test_sources_of_an_index_are_read_only_by_who_trained_on_them(tmp_path):
+    """A folder without a card comes from anyone: what it names as its sources is no reason to read them."""
+    index = index_texts([("a.py", "x = 1\n")], FileTokenizer(Tokenizer.train("bytes", []), True))
+    secret = str(tmp_path / "secret")
+    write_index(tmp_path, index, (secret,), True)
+    assert training_sources(tmp_path) == ((), False)
+    assert training_sources(tmp_path, of_anyone=True) == ((secret,), True)
+    remember_sources((secret,), True)
+    assert training_sources(tmp_path) == ((secret,), True)
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x", "x" * 5000, "a\0b", "\ud800"])
+def test_a_source_that_is_no_path_costs_nothing(source, tmp_path):
+    index = index_texts([("a.py", "x = 1\n")], FileTokenizer(Tokenizer.train("bytes", []), True))
+    write_index(tmp_path, index, (source,))
+    assert name_in_sources(Path("t.py"), tmp_path) == "t.py"
+    assert training_sources(tmp_path) == ((), False)

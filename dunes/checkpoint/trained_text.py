@@ -5,6 +5,7 @@ trained on them, which the cache folder says, or inside of `trust_sources`.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -63,7 +64,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
 
 def _record(sources: Sequence[str], follow_links: bool) -> Path:
     """The file whose presence says that this user has trained on these sources."""
-    paths = [s if s == STDLIB else str(Path(s).expanduser().absolute()) for s in sources]
+    paths = [s if s == STDLIB else str(Path(os.path.expanduser(s)).absolute()) for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
 

@@ -134,19 +134,18 @@ def _copied(far: Sequence[TextSource], before: str, after: str, options: Complet
 def name_in_sources(path: Path, folder: Path) -> str:
     """The path of a file as the training of this model named it: within the source that has the file."""
     for source in training_sources(folder, of_anyone=True)[0]:
-        root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
-        if path.resolve().is_relative_to(root) and root.is_dir():
-            return header_name(path.resolve().relative_to(root).as_posix())
+        with suppress(OSError, ValueError, RuntimeError):  # a stranger's may be no path
+            root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
+            if path.resolve().is_relative_to(root) and root.is_dir():
+                return header_name(path.resolve().relative_to(root).as_posix())
     return header_name(path.name)
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The sources of a model's training, and whether their links are followed; without `of_anyone` none that this
-    user has not trained on."""
-    with suppress(ValueError):  # a run of another kind, or sources of another user
-        if not (card := read_card(folder)):
-            return read_sources(folder)
-        trained = trained_text(card)
+    """The sources of a model's training, or of a run that has no model yet, and whether their links are followed;
+    without `of_anyone` none that this user has not trained on."""
+    with suppress(ValueError):  # a damaged record, or sources of another user
+        trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
             require_own_sources(trained)
         return tuple(trained.get("sources", ())), bool(trained.get("follow_links"))

@@ -43,13 +43,11 @@ def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow
     write_file(folder / "files.json", json.dumps(content).encode())
 
 
-def read_sources(run: Path) -> tuple[Sequence[str], bool]:
-    """The sources of an index's text, and whether their links were followed; none where it does not say."""
+def read_sources(run: Path) -> Mapping[str, Any]:
+    """The sources of an index's text, and whether their links were followed, as a card has them; empty if it does
+    not say. Raises ValueError for a damaged record."""
     file = find_file(run, f"{FOLDER}/files.json")
-    content = {} if file is None else _record(file, INDEX_FORMAT, INDEX_REMEDY)
-    sources = content.get("sources", [])
-    known = isinstance(sources, list) and all(isinstance(s, str) for s in sources)
-    return (sources if known else (), content.get("follow_links") is True)
+    return {} if file is None else _record(file, INDEX_FORMAT, INDEX_REMEDY)
 
 
 def read_index(run: Path) -> TextIndex | None:

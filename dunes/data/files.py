@@ -128,7 +128,7 @@ def _source_path(source: str | Path) -> Path:
         return Path(sysconfig.get_paths()["stdlib"]).resolve()
     if str(source) == "":  # Path would take it for the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     return path

@@ -39,14 +39,17 @@ def compile_loss(run: Run, line: Callable[[str], object], backend: str = "induct
     `--compile on` cannot be.
     """
     choice = run.config.compile
-    if choice == "off" or run.schedule.is_over(run.trainer.number):
+    if run.schedule.is_over(run.trainer.number):
         return
-    if choice == "auto" and not (pays(run) if run.compiled is None else run.compiled):
-        return
-    if reason := why_eager(run):
+    wanted = choice == "on" or (choice == "auto" and (pays(run) if run.compiled is None else run.compiled))
+    reason = why_eager(run) if wanted else ""
+    if not wanted or reason:
         if choice == "on":
             raise ValueError(f"--compile on: {reason}")
-        line(f"the loss stays eager: {reason}")
+        if reason:
+            line(f"the loss stays eager: {reason}")
+        if run.compiled:
+            _record(run, False)
         return
     line("compiling the loss in the first step, which takes about a minute")
     run.trainer.loss, run.trainer.deterministic = _compiled_or_eager(run, line, backend), True

@@ -133,6 +133,8 @@ def _limited(parts: Iterable[str]) -> str:
     return "".join(text)
 
 
+COUNTED = "items of a loop"
+"""The name of a filter, which no template can spell."""
 _PASSES: ContextVar[list[int]] = ContextVar("passes")
 
 
@@ -186,7 +188,7 @@ def compile_template(template: str) -> Any:
         def _parse(self, *source: Any) -> nodes.Template:
             tree = super()._parse(*source)
             for loop in list(tree.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+                loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
             return tree
 
     def check_name(name: Any) -> None:
@@ -200,7 +202,7 @@ def compile_template(template: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters |= {"tojson": tojson, "counted": _counted}
+    environment.filters |= {"tojson": tojson, COUNTED: _counted}
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": fail,
