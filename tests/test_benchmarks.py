@@ -41,7 +41,7 @@ def test_the_operations_are_timed_and_drawn(tmp_path):
     rows = last_line("operations.py", *options)
     assert {row["dtype"] for row in rows} == {"float32", "bfloat16"}
     names = {row["operation"].split(",")[0] for row in rows}
-    assert len(names) == 11
+    assert len(names) == 10
     assert all(row["plain"] > 0 < row["fused"] for row in rows)
     assert all(name in picture.read_text() for name in names)
 
