@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from dunes import measure, tree
-from dunes.files.json_lines import append_record, read_records
+from dunes.files.json_file import append_record, read_records
 from dunes.progress import Display
 from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize

@@ -12,11 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from dunes import measure
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.completer import FolderCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.cuts import cut_points, first_line
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.intervals import interval
+from dunes.completion.fit import interval
 from dunes.completion.keystrokes import FileSuggestions
 from dunes.completion.protocol import LineCompleter, Suggestion
 from dunes.completion.search import CompleteOptions
@@ -26,8 +25,7 @@ from dunes.data.duplicates import document_texts
 from dunes.evaluate.completion_score import CompleterScore, Point
 from dunes.evaluate.scored_lines import ScoredFile, scored_files
 from dunes.generate.copying import LEAST, Candidates, Gate
-from dunes.progress import Display
-from dunes.tables import print_table
+from dunes.progress import Display, print_table
 
 import torch
 import tyro

@@ -26,7 +26,7 @@ from dunes.completion.completer import FolderCompleter
 from dunes.completion.cuts import file_lines
 from dunes.completion.search import LIMIT, CompleteOptions
 from dunes.completion.text import near_text, window
-from dunes.tables import print_table
+from dunes.progress import print_table
 
 import numpy as np
 import torch

@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dunes.completion.intervals import interval
-from dunes.tables import print_table
+from dunes.completion.fit import interval
+from dunes.progress import print_table
 
 import numpy as np
 

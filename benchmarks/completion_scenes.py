@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dunes import measure
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.completer import FolderCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.cuts import first_line
 from dunes.completion.protocol import Suggestion
-from dunes.tables import print_table
+from dunes.progress import print_table
 
 import torch
 import tyro

@@ -27,7 +27,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.evaluate import score
 from dunes.evaluate.loss import evaluate
-from dunes.files.json_lines import append_record, read_records
+from dunes.files.json_file import append_record, read_records
 from dunes.parts import Decoder
 from dunes.text.templates import get_template
 from dunes.train import Schedule, Trainer, adamw

@@ -32,7 +32,7 @@ from dunes.ops import (
     rotary,
 )
 from dunes.parts import GatedMLP, MoE
-from dunes.tables import print_table
+from dunes.progress import print_table
 from dunes.units import format_seconds
 
 import torch

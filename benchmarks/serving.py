@@ -25,7 +25,7 @@ from time import perf_counter, sleep
 
 from dunes.completion.completer import FolderCompleter
 from dunes.completion.cuts import file_lines
-from dunes.tables import print_table
+from dunes.progress import print_table
 
 import numpy as np
 import torch

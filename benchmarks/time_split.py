@@ -22,8 +22,8 @@ from pathlib import Path
 from dunes import tree
 from dunes.augment import attach, merge
 from dunes.completion.completer import FolderCompleter
+from dunes.completion.fit import file_means, interval
 from dunes.completion.index import index_texts
-from dunes.completion.intervals import file_means, interval
 from dunes.data import FillInMiddle, Windows, header_name
 from dunes.progress import Display
 from dunes.runs.train import train

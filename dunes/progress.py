@@ -1,21 +1,32 @@
-"""Progress of a run: a bar on a terminal, a line every few seconds elsewhere."""
+"""What a person sees of work: progress, as a bar on a terminal or a line every few seconds elsewhere, and tables.
 
-from collections.abc import Iterable
+Loops report how much of a long step is done to whoever shows it; a context variable connects the two, so that the
+functions between them need no argument for it. rich is imported when something is shown.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from dunes.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EVERY = 10.0
 """Seconds between plain lines."""
 KNOWN, UNKNOWN_SECONDS = 0.01, 2.0
 """The share and the seconds of the work before which the time left is not known."""
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False)
 
 
 @dataclass
@@ -25,12 +36,14 @@ class Display:
     A quiet display shows neither progress nor `detail`, only warnings and results.
     """
 
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: "Console" = field(default_factory=_console)
     quiet: bool = False
     patience: float = 0.0
     """Seconds before the first plain line."""
 
     def __enter__(self) -> Self:
+        from rich.progress import BarColumn, Progress, TextColumn
+
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
         self._start = monotonic()
@@ -73,8 +86,81 @@ class Display:
 
     def print_highlighted(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
         """Print text with some parts highlighted: in colour, or in brackets where there is none."""
+        from rich.text import Text
+
         plain = self.console.color_system is None
         text = Text(f"{title}\n")
         for part, marked in parts:
             text.append(f"⟦{part}⟧" if marked and plain else part, style="bold green" if marked else "dim")
         self.console.print(text, soft_wrap=True)
+
+
+T = TypeVar("T")
+Show = Callable[[str, float], object]
+"""Called with a description of the current step and the share of the work that is done."""
+
+_listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def step(show: Show, what: str, start: float, end: float) -> Iterator[None]:
+    """Show a step from `start` to `end` of the work, and the share of it that loops inside report."""
+    reached = 0.0
+
+    def listen(share: float) -> None:
+        nonlocal reached
+        reached = max(reached, share)  # a second loop does not move it back
+        show(what, start + (end - start) * reached)
+
+    show(what, start)
+    token = _listener.set(listen)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def is_shown() -> bool:
+    """Whether a step is shown, so that no second display is needed."""
+    return _listener.get() is not None
+
+
+def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
+    """A function that is called with each part of `total` that is done, as of a step from `start` to `end`."""
+    listener, done = _listener.get(), 0.0
+
+    def report(part: float) -> None:
+        nonlocal done
+        done += part
+        if listener is not None:
+            listener(start + (end - start) * min(1.0, done / total))
+
+    return report
+
+
+def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator[T]:
+    """The items, of a loop that takes a step from `start` to `end`."""
+    report = advance(len(items), start, end)
+    for item in items:
+        yield item
+        report(1)
+
+
+WIDTH = 240
+"""Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
+
+
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A table on standard output: words and bars to the left, figures to the right."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 or not column else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(escape, line))
+    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)

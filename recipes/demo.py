@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.completer import FolderCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.cuts import CutPoint, cut_points
 from dunes.completion.protocol import LineCompleter
 from dunes.data.duplicates import document_texts

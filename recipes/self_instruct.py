@@ -21,7 +21,7 @@ from dunes.cli.recipe import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.files.atomic import write_file
-from dunes.files.json_lines import append_record, read_records
+from dunes.files.json_file import append_record, read_records
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.units import plural

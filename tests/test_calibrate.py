@@ -12,7 +12,7 @@ from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.steps import step
+from dunes.progress import step
 
 IDS = torch.randint(50, (5, 24), generator=torch.Generator().manual_seed(1))
 

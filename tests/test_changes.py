@@ -13,7 +13,7 @@ from rich.console import Console
 
 import expansion
 from adapters import IDS, build, difference, trained
-from dunes import checkpoint, steps, tree
+from dunes import checkpoint, progress, tree
 from dunes.augment import (
     CHANGES,
     Adapted,
@@ -481,7 +481,7 @@ def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsy
     monkeypatch.setattr(atomic, "LARGE", 0)
     monkeypatch.setattr("rich.progress.Progress.__init__", None)
     seen = []
-    with steps.step(lambda *state: seen.append(state), "hashing", 0.0, 0.5), atomic.progress("a", 4) as advance:
+    with progress.step(lambda *state: seen.append(state), "hashing", 0.0, 0.5), atomic.progress("a", 4) as advance:
         advance(1)
     assert seen == [("hashing", 0.0), ("hashing", 0.125)]
     with pytest.raises(TypeError), atomic.progress("a", 4):

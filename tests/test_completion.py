@@ -34,11 +34,10 @@ from dunes.completion.index import index_texts, named_texts
 from dunes.completion.mixture import Mixture
 from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.renaming import renamed_rest
-from dunes.completion.search import DEFAULTS, CompleteOptions, LineSearch
+from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
 from dunes.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
-from dunes.generate.beam import Beam
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits
 from dunes.models import FAMILIES

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dunes.cli import verbs
-from dunes.completion.baselines import CopyNearest
+from dunes.completion.completer import CopyNearest
 from dunes.completion.cuts import CutPoint, cut_points, file_lines, first_word, sample_lines, whole_words
-from dunes.completion.intervals import file_means, interval
+from dunes.completion.fit import file_means, interval
 from dunes.completion.keystrokes import FileSuggestions, Typing, fit_threshold, type_file, type_line
 from dunes.completion.protocol import Suggestion
 from dunes.data import collect_corpus

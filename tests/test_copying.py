@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dunes.generate import PrefixCache, copying, generate, pieces
-from dunes.generate.beam import Beam, beam_search
+from dunes.completion.search import Beam, beam_search
+from dunes.generate import PrefixCache, copying, generate, prefix_cache
 from dunes.generate.context_index import ContextIndex, sorted_contexts
 from dunes.generate.copying import (
     CANDIDATES,
@@ -609,14 +609,14 @@ def test_a_text_gets_the_row_that_holds_it():
 
 @torch.no_grad()
 def test_a_text_read_in_pieces_is_in_the_cache_but_for_its_last_piece(monkeypatch):
-    monkeypatch.setattr(pieces, "FIRST", 5)
-    monkeypatch.setattr(pieces, "LEAST", 5)
+    monkeypatch.setattr(prefix_cache, "FIRST", 5)
+    monkeypatch.setattr(prefix_cache, "LEAST", 5)
     model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(30, 32, 2, 64)), 0).eval()
     text = [(5 * i * i + i) % 30 for i in range(40)]
     cache, plain = PrefixCache(model), PrefixCache(model)
     cache.reserve(50)
     plain.reserve(50)
-    reader, steps = pieces.PieceReader(seconds=0), 0
+    reader, steps = prefix_cache.PieceReader(seconds=0), 0
     for _ in reader.read(cache, 0, text):
         assert cache.ids[0] == text[: 5 * steps], "each pause stands before a piece"
         steps += 1

@@ -17,7 +17,7 @@ from dunes.checkpoint.trained_text import remember_sources
 from dunes.evaluate.score import calibration_ids
 from dunes.models import FAMILIES
 from dunes.parts import MoE
-from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
+from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.gate import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.text import Tokenizer

@@ -15,7 +15,7 @@ import dunes
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
-from dunes.checkpoint.formats.cpp import checksum, export_network, instructions
+from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network, instructions
 from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx
 from dunes.cli.main import main
@@ -26,7 +26,6 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
 from dunes.text import Tokenizer
-from dunes.text.encoding_tables import encoding_tables
 from own_networks import Rows
 from own_parts import ShiftedMLP
 

@@ -25,8 +25,8 @@ from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
+from dunes.runs.loop import Saver
 from dunes.runs.run import Run, read_metrics
-from dunes.runs.saver import Saver
 from dunes.runs.train import prepare, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer

@@ -17,7 +17,7 @@ from dunes.checkpoint.weights import safetensors_writer
 from dunes.cli.bench import plot
 from dunes.data import self_instruct
 from dunes.files import atomic
-from dunes.files.json_lines import append_record, append_text, parse_line, read_lines, read_records
+from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs import loop as loop_module
 from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples

@@ -17,7 +17,7 @@ from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
 from dunes.ops import experts as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
-from dunes.parts.auxiliary import auxiliary_losses, record_auxiliary
+from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z
 from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from dunes import checkpoint, tree
-from dunes.checkpoint.function_import import import_build
+from dunes.checkpoint.architecture import import_build
 from dunes.cli.main import main
 from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
 

@@ -18,8 +18,8 @@ from dunes.evaluate.loss import evaluate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder, document_losses
-from dunes.parts.auxiliary import record_auxiliary
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
+from dunes.parts.decoder import record_auxiliary
 from dunes.parts.moe import load_balance
 from dunes.train import loss
 from dunes.train.loss import next_token_loss

@@ -19,8 +19,7 @@ import torch
 
 from conftest import display, toy
 from dunes.checkpoint import load_with_tokenizer
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.completer import FolderCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.protocol import Suggestion
 from dunes.completion.search import CompleteOptions
 from dunes.generate import sampler
@@ -32,10 +31,9 @@ from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import examine
 from dunes.serve.editors import EDITORS, config
 from dunes.serve.fields import Refused, parse
-from dunes.serve.recognise import FileFinder
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
 from dunes.serve.running import Running
-from dunes.serve.served import _answer
+from dunes.serve.served import FileFinder, _answer
 from test_chat_verb import alone, three  # noqa: F401  (fixture)
 
 LINE = "    return value_3 * {0} + limit if value_3 > {0} else other_{0}(value_3)"
@@ -246,8 +244,8 @@ def mixed_requests():
 
 
 def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
-    monkeypatch.setattr("dunes.generate.pieces.FIRST", 8)  # prompts are read in pieces
-    monkeypatch.setattr("dunes.generate.pieces.LEAST", 4)
+    monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)  # prompts are read in pieces
+    monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
     loaded, requests = load_with_tokenizer(run), mixed_requests()
     together, pieces = generated(Batch(loaded), requests)
     assert len(Batch(loaded).rows) == 1

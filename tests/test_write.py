@@ -18,9 +18,8 @@ from dunes.cli import verbs
 from dunes.completion import completer
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.protocol import Suggestion
-from dunes.completion.search import LineSearch
+from dunes.completion.search import Beam, LineSearch
 from dunes.generate import Token
-from dunes.generate.beam import Beam
 from dunes.inference import text_generator
 from dunes.inference.sampling import SamplingOptions
 from dunes.inference.text_generator import TextGenerator

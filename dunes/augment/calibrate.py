@@ -21,7 +21,7 @@ from dunes.ops.experts import one_by_one
 from dunes.ops.gram import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
-from dunes.steps import each
+from dunes.progress import each
 from dunes.units import plural
 
 TOKENS = 4096

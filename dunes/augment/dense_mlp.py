@@ -13,7 +13,7 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.models.mixture import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
-from dunes.steps import each
+from dunes.progress import each
 
 MLPS = "blocks.*.mlp"
 ROUTER_STD = 0.02

@@ -16,7 +16,7 @@ from dunes.augment.change import Change
 from dunes.augment.masked import unmask_linears
 from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
-from dunes.steps import each
+from dunes.progress import each
 from dunes.units import plural
 
 VERSION = 1

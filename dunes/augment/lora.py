@@ -27,7 +27,7 @@ from dunes.augment.adapted import (
 from dunes.augment.change import Change, float_dtype, generator
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
-from dunes.steps import each
+from dunes.progress import each
 
 VERSION = 1
 Settings = Mapping[str, Any]

@@ -21,7 +21,7 @@ from dunes.augment.change import Change
 from dunes.augment.masked import MaskedLinear
 from dunes.ops.experts import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
-from dunes.steps import each
+from dunes.progress import each
 from dunes.units import plural
 
 VERSION = 1

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.steps import each
+from dunes.progress import each
 
 ROUNDS, ROWS = 50, 8
 DECIDED = 0.4

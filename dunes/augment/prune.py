@@ -25,7 +25,7 @@ from dunes.augment.calibrate import (
 from dunes.augment.change import Change, Part, part_name
 from dunes.augment.masked import mask_linears
 from dunes.augment.sparsegpt import Sparsity, wanda_scores
-from dunes.steps import each
+from dunes.progress import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]

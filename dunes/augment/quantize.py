@@ -22,7 +22,7 @@ from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.ops.int8_linear import int8_linear, is_few
-from dunes.steps import each
+from dunes.progress import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops import low_rank
-from dunes.ops.autocast import autocast_dtype
+from dunes.ops.operation import autocast_dtype
 
 Inputs = Callable[[Tensor], Sequence[Tensor]]
 Sums = Callable[..., Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
-from dunes.steps import each
+from dunes.progress import each
 
 VERSION = 1
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from dunes.files.json_lines import Warn, append_record, print_warning, read_records
+from dunes.files.json_file import Warn, append_record, print_warning, read_records
 
 Row = dict[str, Any]
 

@@ -9,7 +9,7 @@ from dunes.bench.memory import MeasuredMemory, MemoryEstimate
 from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING
 from dunes.measure import KINDS, Allocations
-from dunes.tables import print_table
+from dunes.progress import print_table
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
 

@@ -21,7 +21,7 @@ from dunes.files.model_file import read_file
 from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields, to_theirs
-from dunes.steps import Show
+from dunes.progress import Show
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 

@@ -32,7 +32,7 @@ from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
-from dunes.steps import advance
+from dunes.progress import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
 from dunes.units import format_count, plural

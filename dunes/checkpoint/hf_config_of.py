@@ -8,7 +8,7 @@ from torch import nn
 from dunes.checkpoint.architecture import Architecture
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
-from dunes.tree.structure import ModuleRow, module_rows
+from dunes.tree.summary import ModuleRow, module_rows
 from dunes.units import plural
 
 

@@ -26,7 +26,7 @@ from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
 from dunes.checkpoint.weights.lazy_tensor import Weights, track_reads
 from dunes.checkpoint.weights.safetensors_writer import write_tensors
 from dunes.files.trust import trust_cards
-from dunes.steps import advance
+from dunes.progress import advance
 
 
 def is_network(folder: Path | str) -> bool:

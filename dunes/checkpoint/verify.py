@@ -20,7 +20,7 @@ from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.models.meta import build_on_meta
 from dunes.parts import Attention, Decoder, Rotary
-from dunes.steps import advance
+from dunes.progress import advance
 from dunes.units import plural
 
 Tick = Callable[[int], None]

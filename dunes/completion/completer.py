@@ -1,5 +1,7 @@
-"""The completer of a folder: of a trained model, or while a run still trains, copying alone."""
+"""The completer of a folder: of a trained model, or while a run still trains, copying alone, which is
+also the baseline that a model must beat."""
 
+import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -7,23 +9,26 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.cuts import whole_words
+from dunes.completion.cuts import first_line, whole_words
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex
 from dunes.completion.keystrokes import ACCEPTANCE
 from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.completion.store import read_gate, read_index, read_sources
-from dunes.completion.text import near_text
+from dunes.completion.text import near_text, without_overlap
 from dunes.data import Document, header_name
+from dunes.data.document import NamedText
 from dunes.data.duplicates import document_texts, text_digests
 from dunes.flags import STDLIB
+from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource
 from dunes.generate.packages import step_source
 
@@ -170,3 +175,37 @@ def find_completer(
         why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
         line(f"the model {why}; copying from the training files alone")
     return completer
+
+
+LONGEST = 128
+"""Bytes before the cursor of which a match is searched."""
+_REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
+
+
+class CopyNearest:
+    """Copies what followed the longest match of the text before the cursor, of at most 128 bytes.
+
+    The match is searched in `far`, above the cursor in the file, and behind it where that text is given; of
+    equally long ones the file's wins, and the last one in the same text. Both probabilities are a function of the
+    match's length that only orders suggestions.
+    """
+
+    def __init__(self, far: Sequence[TextSource]) -> None:
+        self._far = far
+
+    @classmethod
+    def of_files(cls, files: Sequence[NamedText]) -> "CopyNearest":
+        """Copies from these files."""
+        data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
+        return cls([TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST))])
+
+    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
+        """The rest of the line behind the match; empty if nothing matches."""
+        above = before.encode(errors="replace")
+        sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
+        matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
+        (length, positions), text = max(matches, key=lambda each: each[0][0])
+        line = _REST_OF_LINE.match(text, positions[0]) if length else None
+        typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
+        rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""
+        return Suggestion(rest, length / (length + 32), length / (length + 32))

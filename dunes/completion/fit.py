@@ -1,4 +1,7 @@
-"""What a run keeps for completion: an index from its beginning on, and at its end the gate and the thresholds."""
+"""What a run keeps for completion: an index from its beginning on, and at its end the gate and the thresholds.
+
+Intervals are over files: cursors in one file are alike, and one large file must not decide.
+"""
 
 import math
 import shlex
@@ -17,7 +20,6 @@ from dunes.completion.cuts import file_lines, sample_lines
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.gate import Places, fit_gate, places_of
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
-from dunes.completion.intervals import interval
 from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
 from dunes.completion.protocol import LineCompleter
 from dunes.completion.store import write_gate, write_index
@@ -184,3 +186,38 @@ def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int
         chosen = sample_lines(name, text, file_lines(text), count=each)
         typed.append((FileSuggestions(completer, name, text), chosen))
     return typed
+
+
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over files, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def percent(self, sign: str = "") -> str:
+        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; `sign` "+" writes signs."""
+        return f"{100 * self.mean:{sign}.1f} [{100 * self.low:{sign}.1f}, {100 * self.high:{sign}.1f}]"
+
+
+def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
+    """The mean of the values of each file (F,); `files` has the file's number for each value."""
+    _, owners = np.unique(np.asarray(files, int), return_inverse=True)
+    means: np.ndarray = np.bincount(owners, np.asarray(values, float)) / np.bincount(owners)
+    return means
+
+
+def interval(means: np.ndarray, seed: int = 0) -> Interval:
+    """The mean over files of their means (F,), with the interval of a bootstrap that resamples files.
+
+    Of paired differences, pass the differences (F,). Raises ValueError without files.
+    """
+    if not len(means):
+        raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
+    drawn = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    low, high = np.percentile(means[drawn].mean(1), [2.5, 97.5])
+    return Interval(float(means.mean()), float(low), float(high))

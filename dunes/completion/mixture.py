@@ -11,7 +11,7 @@ from torch import Tensor
 from dunes.completion.protocol import Cancelled
 from dunes.completion.text import FileTokenizer
 from dunes.generate.copying import Copies, Gate, Sources
-from dunes.generate.pieces import PieceReader
+from dunes.generate.prefix_cache import PieceReader
 from dunes.generate.remembered import Remembered, RememberedLogits
 
 PROPOSED = 16

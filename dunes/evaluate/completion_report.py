@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from dunes.completion.baselines import CopyNearest
-from dunes.completion.completer import FolderCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.data import Document, collect_corpus
 from dunes.data.duplicates import document_texts
 from dunes.evaluate.completion_score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
 from dunes.evaluate.scored_lines import scored_files
-from dunes.progress import Display
-from dunes.tables import print_table
+from dunes.progress import Display, print_table
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",

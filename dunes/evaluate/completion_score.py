@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from dunes.completion.cuts import CutPoint, cut_points, first_line, first_word, sample_lines
-from dunes.completion.intervals import Interval, file_means, interval
+from dunes.completion.fit import Interval, file_means, interval
 from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
 from dunes.completion.protocol import LineCompleter
 from dunes.evaluate.scored_lines import ScoredFile

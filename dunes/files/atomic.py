@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dunes.files.staging import staging_folder
-from dunes.steps import advance, is_shown
+from dunes.progress import advance, is_shown
 from dunes.units import format_bytes
 
 T = TypeVar("T")

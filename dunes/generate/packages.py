@@ -50,7 +50,7 @@ from dunes.generate.step import (
 )
 from dunes.ops.kernels import has_compiler
 from dunes.parts import Cache, cache_for, vocabulary_size
-from dunes.tree.structure import module_rows
+from dunes.tree.summary import module_rows
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 5
 MORE = {FEW: "native-few.so", TEXT: "native-text.so"}

@@ -13,7 +13,7 @@ from dunes import measure
 from dunes.ops.faults import FAULTS, Form, NotTried, Subject, evaluate, first_line
 from dunes.ops.kernels import missing_compiler
 from dunes.ops.operation import Operation
-from dunes.tables import print_table
+from dunes.progress import print_table
 from dunes.units import format_seconds
 
 

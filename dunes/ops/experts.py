@@ -32,8 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dunes.ops.autocast import autocast_dtype
-from dunes.ops.operation import once_differentiable
+from dunes.ops.operation import autocast_dtype, once_differentiable
 
 FEW = 1
 """Up to this many tokens per expert, on average, the plain form is faster without gradients."""

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.ops.autocast import autocast_dtype
-from dunes.ops.operation import once_differentiable
+from dunes.ops.operation import autocast_dtype, once_differentiable
 
 Dense = Callable[[], Tensor]
 

@@ -358,3 +358,9 @@ def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
 
 def _castable(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype on x's device, or x's own outside of autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

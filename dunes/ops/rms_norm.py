@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from dunes.ops.autocast import autocast_dtype
-from dunes.ops.operation import once_differentiable
+from dunes.ops.operation import autocast_dtype, once_differentiable
 
 
 @wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form

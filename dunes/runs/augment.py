@@ -34,8 +34,8 @@ from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
+from dunes.progress import Show, step
 from dunes.runs.picture import comparison_picture
-from dunes.steps import Show, step
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85

@@ -24,7 +24,7 @@ from dunes.data.packing import Batch, Batches
 from dunes.evaluate.loss import Score, evaluate, score_batches
 from dunes.files import json_file
 from dunes.files.atomic import write_file
-from dunes.files.json_lines import append_text
+from dunes.files.json_file import append_text
 from dunes.inference.text_generator import TextGenerator
 from dunes.runs.augment import history
 from dunes.runs.finetune_config import FinetuneConfig

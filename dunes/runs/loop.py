@@ -4,17 +4,19 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from dunes import checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.loss import Score
-from dunes.files.json_lines import append_text
+from dunes.files.atomic import fsync_path
+from dunes.files.json_file import append_text
 from dunes.progress import Display
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import compile_loss
@@ -35,9 +37,9 @@ from dunes.runs.run import (
     resolve_config,
     restore_run,
     run_lock,
+    run_state,
     start_run,
 )
-from dunes.runs.saver import Saver
 from dunes.runs.tensorboard import TensorBoard
 from dunes.runs.timings import Timings, lines
 from dunes.train import Clock, Diverged, Record, Step
@@ -129,6 +131,66 @@ class StopRequest:
 
     signal: int = 0
     save: bool = False
+
+
+class Saver:
+    """`with Saver(warn) as saver:` then `saver.start(run)` between steps; at most one save is in progress.
+
+    A failed save is reported in one line, earlier states are kept, and the next save tries again. With `strict`,
+    it raises OSError at the next call instead.
+    """
+
+    def __init__(self, warn: Callable[[str], None], strict: bool = False) -> None:
+        self.warn, self.strict = warn, strict
+        self._pool = ThreadPoolExecutor(1, "saver")
+        self._pending: Future[Path] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in progress."""
+        return self._pending is not None and not self._pending.done()
+
+    def start(self, run: Run) -> bool:
+        """Start saving the run as it is now; False if the previous save is still in progress."""
+        if self.busy:
+            return False
+        self.wait()
+        self._pending = self._pool.submit(
+            _write, run.folder, run.trainer.number, checkpoint.snapshot(run_state(run))
+        )
+        return True
+
+    def report_failure(self) -> None:
+        """Report a failed save, if there was one."""
+        if not self.busy:
+            self.wait()
+
+    def last(self, run: Run) -> bool:
+        """Save the run as it is now, and wait; False if that failed."""
+        self.wait()
+        self.start(run)
+        return self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save in progress, if any; False if it failed."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+            return True
+        except (OSError, ValueError) as error:
+            if self.strict:
+                raise
+            self.warn(f"warning: saving the state failed: {error}; the previous state is kept")
+            return False
 
 
 def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
@@ -413,3 +475,9 @@ def overfitting_note(run: Run) -> str:
         f"and {run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved; a lower "
         "learning rate, fewer steps or more data would help"
     )
+
+
+def _write(folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
+    if (folder / METRICS).exists():
+        fsync_path(folder / METRICS)  # a state includes the losses up to it
+    return checkpoint.save_state(folder, step, snapshot)

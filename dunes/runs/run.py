@@ -20,7 +20,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.evaluate.loss import Score
 from dunes.files import json_file
 from dunes.files.atomic import write_file
-from dunes.files.json_lines import Warn, append_record, parse_line, print_warning, read_lines, read_records
+from dunes.files.json_file import Warn, append_record, parse_line, print_warning, read_lines, read_records
 from dunes.files.staging import folder_lock
 from dunes.parts import Decoder
 from dunes.runs.config import MEASURED, RunConfig, T

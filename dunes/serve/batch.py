@@ -10,8 +10,7 @@ from torch import Tensor
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens, sampler
-from dunes.generate.pieces import PieceReader
-from dunes.generate.prefix_cache import common_length
+from dunes.generate.prefix_cache import PieceReader, common_length
 from dunes.generate.sampling import greedy
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused

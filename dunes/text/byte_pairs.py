@@ -1,10 +1,13 @@
 """Helpers for byte-pair tokenizers: byte-level characters, merging by score, splitting lookalikes."""
 
+import codecs
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
+import tokenizers
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from dunes.text import library
@@ -64,3 +67,60 @@ def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = Non
         single, pair = [begin, "$A"], [begin, "$A", f"{begin}:1", "$B:1"]
         make = partial(processors.TemplateProcessing, single=single, pair=pair, special_tokens=special)
         inner.post_processor = library.call(f"the token before each text, {library.shown(begin)}", make)
+
+
+SPACE = "▁"
+FIRST_TOKEN = -1
+"""All spaces of the first token are stripped, as by the Metaspace decoder."""
+
+# sentencepiece writes U+FFFD for each invalid byte, Python one for several.
+codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "start", 0) + 1))
+
+
+@dataclass(frozen=True)
+class ByteDecoder:
+    """The spelling of bytes: `byte_level` as characters, `metaspace` with ▁ for a space, else as plain text.
+
+    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed from the beginning of a text.
+    """
+
+    byte_level: bool = False
+    metaspace: bool = False
+    byte_fallback: bool = False
+    strip: int = 0
+
+    @property
+    def errors(self) -> str:
+        """The codec error handler for broken UTF-8."""
+        return "each-byte" if self.metaspace else "replace"
+
+    def token_bytes(self, token: str) -> bytes:
+        """The bytes of a token of the vocabulary."""
+        if self.byte_level:
+            known = all(c in CHAR_TO_BYTE for c in token)  # else as it is, as the library does
+            return bytes(CHAR_TO_BYTE[c] for c in token) if known else token.encode()
+        if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return (token.replace(SPACE, " ") if self.metaspace else token).encode()
+
+    def strip_leading(self, token: bytes, strip: int) -> tuple[bytes, int]:
+        """The next token of a text without leading spaces, and the number of spaces left to strip."""
+        if strip == FIRST_TOKEN:
+            return token.replace(b" ", b""), 0 if token else FIRST_TOKEN
+        rest = token[min(strip, len(token) - len(token.lstrip(b" "))) :]
+        return rest, 0 if rest else strip - len(token)
+
+
+def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
+    """The `ByteDecoder` that is equivalent to the tokenizer's decoder."""
+    steps = list(library.steps(library.pipeline(inner), "decoder"))
+    types = {step["type"] for step in steps}
+    if "ByteLevel" in types:
+        return ByteDecoder(byte_level=True)
+    replaced = any(s.get("pattern") == {"String": SPACE} and s.get("content") == " " for s in steps)
+    if not replaced and not any(s.get("replacement") == SPACE for s in steps):
+        return ByteDecoder()
+    strip = sum(s["start"] for s in steps if s["type"] == "Strip" and s["content"] == " ")
+    if any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps):
+        strip = FIRST_TOKEN
+    return ByteDecoder(metaspace=True, byte_fallback="ByteFallback" in types, strip=strip)

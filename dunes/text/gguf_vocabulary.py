@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from dunes.text import chat_template, library, llama_cpp
-from dunes.text.byte_decoder import SPACE
+from dunes.text.byte_pairs import SPACE
 from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
 from dunes.text.tokenizer import Tokenizer

@@ -11,8 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from dunes.text.byte_decoder import SPACE
-from dunes.text.byte_pairs import merge_pairs
+from dunes.text.byte_pairs import SPACE, merge_pairs
 from dunes.text.gguf_file import byte_level
 from dunes.text.sentencepiece import CONTROL, UNKNOWN, USER
 

@@ -21,8 +21,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file, unfinished_downloads
 from dunes.text import gguf_file, library, llama3, sentencepiece, tekken
-from dunes.text.byte_decoder import ByteDecoder, byte_decoder
-from dunes.text.byte_pairs import add_special
+from dunes.text.byte_pairs import ByteDecoder, add_special, byte_decoder
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
 

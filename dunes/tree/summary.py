@@ -1,18 +1,19 @@
-"""The modules of a network as a table: types, shapes, parameters, FLOPs, memory."""
+"""The modules of a network: what determines each but its values, and a table of shapes, FLOPs, memory."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dunes import measure
-from dunes.tables import print_table
+from dunes.progress import print_table
 from dunes.tree.places import count, innermost, mode, places, require_shapes, uncompiled
 from dunes.tree.watch import ModuleStatistics
 from dunes.units import format_bytes, format_count
@@ -270,3 +271,28 @@ def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
         if not record.calls:
             lines.append([name, "not called", *[""] * 6])
     print_table("", ["", "of", "calls", "mean", "std", "largest", "zeros", "not finite"], lines)
+
+
+class ModuleRow(NamedTuple):
+    """Everything that determines what a module computes, except the values of its weights."""
+
+    place: str
+    class_name: str
+    attributes: dict[str, str]
+    tensors: dict[str, tuple[int, ...]]
+
+
+def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
+    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
+    for place, module in model.named_modules():
+        plain = {k: _stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        tensors = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+        kind = getattr(type(module), "structure_name", type(module).__qualname__)
+        yield ModuleRow(place, kind, plain, shapes)
+
+
+def _stable_repr(value: Any) -> str:
+    """A repr that is the same in every process: sets are sorted, addresses removed."""
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -57,7 +57,7 @@ from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import weight_names
 from dunes.text import Tokenizer
-from dunes.tree.structure import module_rows
+from dunes.tree.summary import module_rows
 from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
