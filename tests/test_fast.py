@@ -14,7 +14,7 @@ from dunes import train
 from dunes.data import Rows, drawn_digits
 from dunes.models import mnist
 from dunes.train import RuleOptimizer, Trainer, cross_entropy, fast, fast_run
-from dunes.train.fast import SmallProducts
+from dunes.train.products import SmallProducts
 
 LIMIT = 1e-4
 DIGITS = drawn_digits(120)

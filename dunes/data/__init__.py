@@ -14,10 +14,9 @@ from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
 from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
-from dunes.data.rows import Rows
 from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus, hold_out_test
-from dunes.data.windows import PackedText, TokenIds, Windows
+from dunes.data.windows import PackedText, Rows, TokenIds, Windows
 
 __all__ = [
     "Batches",

@@ -1,4 +1,5 @@
-"""Windows over a long sequence of tokens, in an order that is a pure function of (seed, epoch, position).
+"""Windows over a long sequence of tokens, or mini-batches of rows in memory, in an order that is a pure function of
+(seed, epoch, position).
 
 So the cursor of a run is one integer, a resumed run starts at once, and the order is independent of the number of
 workers or devices.
@@ -231,3 +232,53 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 def tail_start(start: int, stop: int, share: float) -> int:
     """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
     return stop - round((stop - start) * share)
+
+
+# Shapes: N rows, B batch.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Endless batches of the rows of tensors (N, ...), each row once in an epoch, every epoch in another order.
+
+    A batch may hold the end of one epoch and the beginning of the next, so all have the same size. Raises
+    ValueError for tensors of different lengths, or with fewer rows than a batch.
+    """
+
+    tensors: tuple[Tensor, ...]
+    batch_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        lengths = [len(t) for t in self.tensors]
+        if len({*lengths}) != 1:
+            raise ValueError(f"tensors of {lengths} rows; expected at least one, and all of the same length")
+        if not 1 <= self.batch_size <= lengths[0]:
+            raise ValueError(
+                f"a batch of {self.batch_size} from {plural(lengths[0], 'row')}; expected 1 to that many"
+            )
+
+    def steps(self, epochs: float) -> int:
+        """How many batches these epochs have, rounded up."""
+        return -int(-epochs * len(self.tensors[0]) // self.batch_size)
+
+    def indices(self, start: int = 0) -> Iterator[Tensor]:
+        """The indices (B,), int64, of each batch from number `start` on."""
+        size, position = len(self.tensors[0]), start * self.batch_size
+        epoch, within = divmod(position, size)
+        order = self._order(epoch)[within:]
+        while True:
+            while len(order) < self.batch_size:
+                epoch += 1
+                order = torch.cat([order, self._order(epoch)])
+            yield order[: self.batch_size]
+            order = order[self.batch_size :]
+
+    def _order(self, epoch: int) -> Tensor:
+        size = len(self.tensors[0])
+        return torch.from_numpy(shuffle_index(np.arange(size), size, (self.seed, epoch)))
+
+    def batches(self, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """The batches themselves, from number `start` on."""
+        for index in self.indices(start):
+            yield tuple(t[index.to(t.device)] for t in self.tensors)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from dunes import tree
 from dunes.ops.attention import QUERY_BLOCK
@@ -316,3 +317,22 @@ def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
 def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     sums = pad_sequence([total for total, _ in pairs], batch_first=True, padding_value=-1.0)
     return sums, pairs[0][1]
+
+
+class Checkpointed(nn.Module):
+    """A block that saves only its inputs for the backward pass and recomputes the rest there.
+
+    `tree.replace(model, "blocks.*", Checkpointed)` wraps every block. Values and gradients stay the same, at the
+    cost of one more forward pass.
+    """
+
+    supports_packing = True
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, *inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.base(*inputs)
+        return checkpoint(self.base, *inputs, use_reentrant=False)
