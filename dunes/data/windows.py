@@ -1,4 +1,4 @@
-"""Windows over a long sequence of tokens, or mini-batches of rows in memory, in an order that is a pure function of
+"""Windows over a long sequence of tokens, or batches of rows in memory, in an order that is a pure function of
 (seed, epoch, position).
 
 So the cursor of a run is one integer, a resumed run starts at once, and the order is independent of the number of
