@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from textwrap import dedent
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from dunes import augment, checkpoint
 from dunes.checkpoint import card, inspect, state
-from dunes.checkpoint.folder import verified_card
+from dunes.checkpoint.folder import finish_save, verified_card
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
@@ -90,34 +91,56 @@ def test_shards_of_an_older_save_do_not_stay(folder):
     for shard in (20_000, 40_000):
         stage(folder, weights, shard)
         assert checkpoint.load(folder).card["note"] == str(shard)
+        finish_save(folder)
         said = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
         assert said == {p.name for p in folder.glob("model*.safetensors")}
         counts.append(len(said))
     assert counts[0] > counts[1] > 1
 
 
-def test_a_move_that_was_cut_short_anywhere_is_finished(folder, tmp_path, monkeypatch):
+def listing(folder):
+    return sorted((p.relative_to(folder), p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_save_that_was_cut_short_anywhere_is_read_and_finished_by_the_next(
+    has_links, folder, tmp_path, monkeypatch
+):
     stage(folder, load_file(folder / "model.safetensors"), 20_000)
-    replace, left = os.replace, []
+    link, left = os.link, []
 
     def cut(a, b):
-        if "seen" not in str(a) and not left:
+        if not left:
             raise KeyboardInterrupt
-        left[:] = left[1:]
-        replace(a, b)
+        left.pop()
+        if not has_links:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        link(a, b)
 
     expected = len(list((folder / ".ready").iterdir()))
-    for moved in range(expected + 1):
-        one = shutil.copytree(folder, tmp_path / f"one{moved}")
-        left[:] = [None] * moved
+    for placed in range(expected + 1):
+        one = shutil.copytree(folder, tmp_path / f"one{placed}")
+        left[:] = [None] * placed
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", cut)
-            try:
-                checkpoint.load(one)
-            except KeyboardInterrupt:
-                assert moved < expected
+            patch.setattr(os, "link", cut)
+            with pytest.raises(KeyboardInterrupt) if placed < expected else nullcontext():
+                finish_save(one)
+        before = listing(one)
+        assert checkpoint.load(one).card["note"] == "20000"
+        assert listing(one) == before
+        finish_save(one)
         assert checkpoint.load(one).card["note"] == "20000"
         assert not list(one.glob(".*"))
+
+
+def test_a_save_that_version_0_1_left_half_moved_is_refused(folder):
+    ready = stage(folder, load_file(folder / "model.safetensors"), 20_000)
+    for name in ("config.json", "model.safetensors.index.json"):
+        os.replace(ready / name, folder / name)
+    with pytest.raises(ValueError, match=r"has no config\.json; move what .*, which ends a save of 0\.1"):
+        checkpoint.load(folder)
+    finish_save(folder)
+    assert checkpoint.load(folder).card["note"] == "20000"
 
 
 def test_reading_moves_nothing_but_what_we_saved(folder):
@@ -135,7 +158,7 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for call in ("replace", "unlink"):
+    for call in ("replace", "unlink", "link", "rename", "mkdir", "rmdir"):
         monkeypatch.setattr(os, call, refuse)
     loaded = checkpoint.load(folder)
     assert loaded.card["note"] == str(safetensors_writer.SHARD)

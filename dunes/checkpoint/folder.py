@@ -28,7 +28,7 @@ from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
-from dunes.files.staging import folder_lock
+from dunes.files.staging import STAGED, folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -91,7 +91,8 @@ def save(
 
     `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
     to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
-    all are on the disk, and then moved into place; the next save or load finishes an interrupted move. Raises
+    all are on the disk, and then put into place; what reads an interrupted save reads it there, and the next save
+    finishes it. Raises
     ValueError for a model that no family describes without its architecture, for a tokenizer with more ids than
     rows in the embedding, and for a context length below 1.
     """
@@ -185,7 +186,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 def finish_save(folder: Path) -> None:
     """Finish a save that was interrupted after its files were written.
 
-    Raises OSError if they cannot be moved, and ValueError if `.ready` is a link: they would leave another folder.
+    Raises OSError if they cannot be placed, and ValueError if `.ready` is a link: it would lead to another folder.
     """
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
@@ -195,21 +196,34 @@ def finish_save(folder: Path) -> None:
 
 
 def _move(folder: Path) -> None:
-    """Move the files in `.ready` into place. The caller holds the folder's lock."""
+    """Put the files of `.ready` into place, and then remove it. The caller holds the folder's lock.
+
+    Until its end `.ready` is complete, and readers read it there. Links, not copies, where the disk has them.
+    """
     ready = folder / READY
     if not ready.is_dir():
         return
     _remove_old(folder, ready)
-    for file in sorted(f for f in ready.iterdir() if f.name != CARD):
-        os.replace(file, folder / file.name)
-    atomic.fsync_path(folder)
-    # The card is moved last: while `.ready` has files, its card lists them all.
-    with suppress(FileNotFoundError):
-        os.replace(ready / CARD, folder / CARD)
+    for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
+        _place(file, folder / file.name)
     atomic.fsync_path(folder)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    ready.rmdir()
+    gone = folder / STAGED.format("old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(ready, gone)
     atomic.fsync_path(folder)
+    shutil.rmtree(gone)
+
+
+def _place(file: Path, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        os.link(file, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        shutil.copyfile(file, path)
+        atomic.fsync_path(path)
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
@@ -271,7 +285,7 @@ def write_tokenizer(
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
     """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
     for _ in range(MAX_RETRIES):
-        finished_folder(folder)
+        saved_folder(folder)
         before = _save_stamp(folder)
         try:
             result = read(folder)
@@ -282,7 +296,7 @@ def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
             if _save_stamp(folder) == before:
                 return result
     with folder_lock(folder):
-        finished_folder(folder)
+        saved_folder(folder)
         return read(folder)
 
 
@@ -365,28 +379,35 @@ def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, An
 
 
 def readable_folder(folder: Path) -> Path:
-    """The folder of a model, an adapter or a network, or a GGUF file, as `finished_folder` gives it.
+    """The folder of a model, an adapter or a network, or a GGUF file, as `saved_folder` gives it.
 
     Raises ValueError for any other path, with what it is.
     """
     require_model_folder(folder)
-    return finished_folder(folder)
+    return saved_folder(folder)
 
 
-def finished_folder(folder: Path) -> Path:
-    """The folder to read, after an interrupted save has been finished.
+def saved_folder(folder: Path) -> Path:
+    """The folder to read: `.ready` inside it where a save was interrupted, which is complete.
 
-    On a read-only disk, that is the `.ready` folder: its card proves that it is complete.
+    A save that goes on is awaited. Nothing is changed: the next save into the folder finishes the interrupted one.
+    Raises ValueError if `.ready` is a link, which would lead to another folder, or if files are not in it, as
+    version 0.1 left them.
     """
     ready = folder / READY
-    if (ready / CARD).is_file() or ready.is_symlink():
-        try:
-            finish_save(folder)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            return ready
-    return folder
+    if ready.is_symlink():
+        raise ValueError(f"{ready}: a link, not the folder of a save of ours; remove it")
+    if not (ready / CARD).is_file():
+        return folder
+    with atomic.add_path_to_errors(folder), folder_lock(folder):
+        if not (ready / CARD).is_file():
+            return folder
+        missing = [
+            name for name in cards.listed_files(ready, cards.read_card(ready)) if not (ready / name).exists()
+        ]
+    if missing:
+        raise ValueError(f"{ready}: has no {missing[0]}; move what is in it to {folder}, which ends a save of 0.1")
+    return ready
 
 
 def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:

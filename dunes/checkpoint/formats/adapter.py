@@ -31,8 +31,8 @@ from dunes.checkpoint.base import (
 )
 from dunes.checkpoint.card import listed_files, read_card
 from dunes.checkpoint.folder import (
-    finished_folder,
     read_consistently,
+    saved_folder,
     verified_card,
     write_card,
     write_files,
@@ -167,7 +167,7 @@ def save_adapter(
 
 
 def _refuse_foreign_model(folder: Path) -> None:
-    readable = finished_folder(folder)
+    readable = saved_folder(folder)
     if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
