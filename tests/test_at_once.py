@@ -129,14 +129,14 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
 
 def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, monkeypatch):
     save_model(base := tmp_path / "base", 1)
-    model, replace = trained(augmented(small(1))), os.replace
+    model, link = trained(augmented(small(1))), os.link
 
     def interrupted(source, target):
         if Path(target).name == "dunes.json":
             raise KeyboardInterrupt
-        replace(source, target)
+        link(source, target)
 
-    monkeypatch.setattr(os, "replace", interrupted)
+    monkeypatch.setattr(os, "link", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_model(tmp_path / "out", 2)
     monkeypatch.undo()

@@ -277,7 +277,7 @@ KILLED = """
         return instead
 
     safetensors_writer._bytes, atomic.fsync_path = counted(safetensors_writer._bytes), counted(atomic.fsync_path)
-    os.replace, os.rename = counted(os.replace), counted(os.rename)
+    os.replace, os.rename, os.link = map(counted, (os.replace, os.rename, os.link))
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
 """

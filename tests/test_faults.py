@@ -107,7 +107,7 @@ def read_state(run: Path) -> int:
 
 KINDS = {"state": (save_state, read_state), "model": (save_model, read_model)}
 ERRORS = (errno.EIO, errno.EROFS, errno.EDQUOT, errno.ENOSPC)
-CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
+CALLS = ("mkdir", "open", "fsync", "link", "rename", "replace", "unlink", "rmdir")
 
 
 def failing(monkeypatch, number, error):
@@ -168,7 +168,7 @@ class Disk:
     def __init__(self, root: Path, monkeypatch) -> None:
         self.root, self.log, self.held = root, [], {}
         self.names, self.files = self.start = self.look()
-        for name in ("fsync", "rename", "replace", "unlink", "rmdir"):
+        for name in ("fsync", "link", "rename", "replace", "unlink", "rmdir"):
             monkeypatch.setattr(os, name, self.watched(name, getattr(os, name)))
 
     def number(self, path: Path) -> int:
