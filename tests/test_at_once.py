@@ -146,6 +146,22 @@ def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, m
     assert "adapter" in checkpoint.load(tmp_path / "out").card
 
 
+def test_an_interrupted_save_of_an_adapter_finds_its_moved_base(tmp_path):
+    from dunes.checkpoint.loading import base_folder
+
+    save_model(base := tmp_path / "a" / "base", 1)
+    out = tmp_path / "a" / "out"
+    checkpoint.save_adapter(trained(augmented(small(1))), out, base=base, tokenizer=TOKENIZER, context_length=16)
+    (out / ".ready").mkdir()
+    for file in [*out.iterdir()]:
+        if file.is_file():
+            file.rename(out / ".ready" / file.name)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = tmp_path / "b" / "out"
+    assert base_folder(moved) == base_folder(moved / ".ready") == (tmp_path / "b" / "base")
+    assert "adapter" in checkpoint.load(moved).card
+
+
 def augmented(model):
     augment.attach(model, where="**.attn.q", rank=2)
     return model

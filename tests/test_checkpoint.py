@@ -126,21 +126,39 @@ def test_a_save_that_was_cut_short_anywhere_is_read_and_finished_by_the_next(
             with pytest.raises(KeyboardInterrupt) if placed < expected else nullcontext():
                 finish_save(one)
         before = listing(one)
-        assert checkpoint.load(one).card["note"] == "20000"
+        moved = not has_links and 0 < placed < expected
+        with pytest.raises(ValueError, match="ends an interrupted save") if moved else nullcontext():
+            assert checkpoint.load(one).card["note"] == "20000"
         assert listing(one) == before
         finish_save(one)
         assert checkpoint.load(one).card["note"] == "20000"
         assert not list(one.glob(".*"))
 
 
-def test_a_save_that_version_0_1_left_half_moved_is_refused(folder):
+def test_a_save_that_was_left_half_moved_is_refused(folder):
     ready = stage(folder, load_file(folder / "model.safetensors"), 20_000)
     for name in ("config.json", "model.safetensors.index.json"):
         os.replace(ready / name, folder / name)
-    with pytest.raises(ValueError, match=r"has no config\.json; move what .*, which ends a save of 0\.1"):
+    with pytest.raises(ValueError, match=r"has no 'config\.json'; move what .*, which ends an interrupted save"):
         checkpoint.load(folder)
     finish_save(folder)
     assert checkpoint.load(folder).card["note"] == "20000"
+
+
+def test_other_programs_miss_no_file_while_a_save_is_put_into_place(folder, monkeypatch):
+    stage(folder, load_file(folder / "model.safetensors"), safetensors_writer.SHARD)
+    names, seen = [p.name for p in folder.iterdir() if p.is_file()], []
+    for call in ("link", "replace", "unlink", "rename"):
+        real = getattr(os, call)
+
+        def looking(*paths, real=real, **more):
+            seen.append(all((folder / name).is_file() for name in names))
+            return real(*paths, **more)
+
+        monkeypatch.setattr(os, call, looking)
+    finish_save(folder)
+    assert all(seen)
+    assert len(seen) > len(names)
 
 
 def test_reading_moves_nothing_but_what_we_saved(folder):

@@ -828,6 +828,10 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
         monkeypatch.setattr("dunes.checkpoint.locate_model", None)  # nothing is loaded
         verbs.complete(str(run), f"{file}:{line}:{column}")
         assert capsys.readouterr().out == expected
+        script = "import sys; from dunes.cli import verbs; verbs.complete(*sys.argv[1:])"
+        script += "; assert 'torch' not in sys.modules"
+        command = [sys.executable, "-c", script, str(run), f"{file}:{line}:{column}"]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == expected
     finally:
         assert ended(process) == (0, "")
     assert complete_by_server(run, BEFORE, "\n", file) is None, "a server that has ended is not known"

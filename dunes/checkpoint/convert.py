@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.model_folder import CONFIG, READY
+from dunes.checkpoint.model_folder import CONFIG, READY, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights import safetensors_writer
@@ -102,7 +102,7 @@ def _progress(total: int, show: Show) -> Callable[[str, int], None]:
 
 def require_new_folder(source: Path, out: Path) -> None:
     """Raise ValueError unless `out` is a new or empty folder, neither inside nor around the source."""
-    a, b = source.resolve(), out.resolve()
+    a, b = named_folder(source).resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
     existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())

@@ -28,6 +28,7 @@ from dunes.checkpoint.folder import (
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
+from dunes.checkpoint.model_folder import named_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import UnmergedLogits, Verification, distance, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
@@ -227,7 +228,7 @@ def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    request = {"adapter": folder.name, "dtype": str(dtype).removeprefix("torch.")}
+    request = {"adapter": named_folder(folder).name, "dtype": str(dtype).removeprefix("torch.")}
     return {
         "name": "merge",
         "version": 1,

@@ -1,6 +1,5 @@
 """A model on disk: a Hugging Face model folder with a card, `dunes.json`."""
 
-import errno
 import json
 import os
 import shutil
@@ -10,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
-from dunes.files.staging import STAGED, folder_lock
+from dunes.files.staging import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -198,32 +198,29 @@ def finish_save(folder: Path) -> None:
 def _move(folder: Path) -> None:
     """Put the files of `.ready` into place, and then remove it. The caller holds the folder's lock.
 
-    Until its end `.ready` is complete, and readers read it there. Links, not copies, where the disk has them.
+    Until its end `.ready` is complete, and readers read it there.
     """
     ready = folder / READY
     if not ready.is_dir():
         return
     _remove_old(folder, ready)
-    for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
-        _place(file, folder / file.name)
+    with staging_folder(ready) as links:
+        for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
+            _place(file, links / file.name, folder / file.name)
     atomic.fsync_path(folder)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    gone = folder / STAGED.format("old")
-    shutil.rmtree(gone, ignore_errors=True)
+    gone = folder / STAGED.format(token_hex(8))
     os.rename(ready, gone)
     atomic.fsync_path(folder)
-    shutil.rmtree(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
-def _place(file: Path, path: Path) -> None:
-    path.unlink(missing_ok=True)
+def _place(file: Path, link: Path, path: Path) -> None:
     try:
-        os.link(file, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        shutil.copyfile(file, path)
-        atomic.fsync_path(path)
+        os.link(file, link)
+    except OSError:  # a disk without links: `.ready` is incomplete until the move ends
+        link = file
+    os.replace(link, path)
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
@@ -392,7 +389,7 @@ def saved_folder(folder: Path) -> Path:
 
     A save that goes on is awaited. Nothing is changed: the next save into the folder finishes the interrupted one.
     Raises ValueError if `.ready` is a link, which would lead to another folder, or if files are not in it, as
-    version 0.1 left them.
+    after a crash on a disk without links.
     """
     ready = folder / READY
     if ready.is_symlink():
@@ -402,11 +399,12 @@ def saved_folder(folder: Path) -> Path:
     with atomic.add_path_to_errors(folder), folder_lock(folder):
         if not (ready / CARD).is_file():
             return folder
-        missing = [
-            name for name in cards.listed_files(ready, cards.read_card(ready)) if not (ready / name).exists()
-        ]
+        missing = cards.listed_files(ready, cards.read_card(ready)).keys() - {*os.listdir(ready)}
     if missing:
-        raise ValueError(f"{ready}: has no {missing[0]}; move what is in it to {folder}, which ends a save of 0.1")
+        name = min(missing)[:80]
+        raise ValueError(
+            f"{ready}: has no {name!a}; move what is in it to {folder}, which ends an interrupted save"
+        )
     return ready
 
 

@@ -27,7 +27,7 @@ from dunes.checkpoint.folder import (
 )
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.hub import NAME, locate_model
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG, named_folder
 from dunes.checkpoint.source import Source, context_length_of, tensors
 from dunes.checkpoint.weights.header import quote
 from dunes.files import json_file
@@ -110,8 +110,9 @@ def base_folder(folder: Path) -> Path:
 
     Raises ValueError, with the remedy, if there is none of these.
     """
-    peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, card = peft.get("base_model_name_or_path"), cards.read_card(folder).get("base")
+    readable, folder = readable_folder(folder), named_folder(folder)
+    peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
+    name, card = peft.get("base_model_name_or_path"), cards.read_card(readable).get("base")
     if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
     relative = card.get("folder") if isinstance(card, dict) else None

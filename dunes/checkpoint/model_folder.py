@@ -39,6 +39,11 @@ def require_model_folder(path: Path) -> None:
         raise ValueError(explain(path))
 
 
+def named_folder(folder: Path) -> Path:
+    """The folder that a person names: `.ready` is inside of it."""
+    return folder.parent if folder.name == READY else folder
+
+
 def is_model_folder(folder: Path) -> bool:
     """Whether a folder has the files of a model, or a save that is being moved into it. None of them is read."""
     if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # while READY goes, CARD is there

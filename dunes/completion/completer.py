@@ -14,6 +14,7 @@ import numpy as np
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.card import read_card
+from dunes.checkpoint.folder import saved_folder
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion.cuts import first_line, whole_words
@@ -159,7 +160,7 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
 
 def index_in_training(folder: Path) -> TextIndex | None:
     """The index of a run that has no model yet; None for other folders."""
-    has_model = any((folder / name).exists() for name in (CONFIG, ADAPTER))
+    has_model = any((saved_folder(folder) / name).exists() for name in (CONFIG, ADAPTER))
     return None if has_model else read_index(folder)
 
 

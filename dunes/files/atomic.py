@@ -10,14 +10,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from dunes.files.staging import staging_folder
 from dunes.progress import advance, is_shown
 from dunes.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 LARGE = 1e9
@@ -79,8 +79,12 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
         yield lambda done: bar.advance(bar.task_ids[0], done)
 
 
-def tensor_digests(tensor: Tensor, dtypes: Sequence[torch.dtype], block: int = DIGEST_BLOCK) -> list[str]:
+def tensor_digests(
+    tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
+) -> list[str]:
     """SHA-256 of a tensor's bytes in each of the dtypes, in hex, computed in blocks that fit into the cache."""
+    import torch  # not where only files are written: `dunes complete` asks a server without it
+
     hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
         for digest_of, dtype in zip(hashes, dtypes, strict=True):

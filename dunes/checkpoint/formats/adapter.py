@@ -281,7 +281,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     was trained on other weights or on a base that cannot be compared with these. Warns if the adapter has no
     digests of its base: PEFT writes none.
     """
-    folder = Path(folder)
+    folder = saved_folder(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
         check_base(BaseWeights(model), record, folder)
     return attach_adapter(model, folder, name, any_base)
