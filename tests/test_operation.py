@@ -252,7 +252,7 @@ WRONG = {
         lambda x: x.exp().nan_to_num(),
         None,
         plain_exp,
-        "NaN: nan in the middle of 'x': output 1 has 0.0, the reference nan",
+        "NaN: nan as number 6 of 'x': output 1 has 0.0, the reference nan",
     ),
     "no empty": (lambda x: x.exp() + x.max() * 0, None, plain_exp, "sizes: 0 in place of 3: RuntimeError: max()"),
     "by memory": (
@@ -458,7 +458,7 @@ def test_our_own_operations_pass(name, capsys):
         quick(op, inputs, reference=reference)
         return
     with pytest.raises(
-        ValueError, match="attend: NaN: nan in the middle of number 1: output 1 has 0"
+        ValueError, match="attend: NaN: nan as number [0-9]+ of number 1: output 1 has 0"
     ):  # torch's kernel hides them
         quick(op, inputs, reference=reference)
     assert len(re.findall(r"^.* failed ", capsys.readouterr().out, re.M)) == 1

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, combinations, compress, product
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,21 +38,13 @@ tensor, which counts as at least this part of that of all outputs, or of all gra
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
-FACTORS = {
-    "zeros in": 0,
-    "128 times": 128,
-    "1/128 of": 1 / 128,
-    "large numbers in": 2.0**66,
-    "subnormals in": 2.0**-129,
-}
 
 
 class NotTried(Exception):
     """Why a check does not apply."""
 
 
-@dataclass
-class Report:
+class Report(NamedTuple):
     """What `check` found."""
 
     checks: list[Check]
@@ -220,10 +212,9 @@ def _compare(c: Case) -> tuple[float, float] | str:
     for name, other in product(c.tensors, own):
         if other[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[other].untyped_storage()._cdata:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
-    try:
+    exact = plain
+    with suppress(Exception):  # a reference of one dtype
         exact = _evaluate(c.reference, c.in_mode("float64"))
-    except Exception:  # a reference of one dtype
-        exact = plain
     errors = [(0.0, 0.0, ""), *_errors(own, plain, exact, c.wild)]
     (off, _, name), theirs = max(errors), max(error for _, error, _ in errors)
     rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
@@ -308,18 +299,20 @@ def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _not_finite(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    place = torch.arange(x.numel(), device=x.device).view(x.shape)
-    for value in (math.nan, math.inf, -math.inf) if x.is_floating_point() else ():
-        yield f"{value} in the middle of", torch.where(place == x.numel() // 2, value, x)
-        yield f"{value} at the end of", torch.where(place == x.numel() - 1, value, x)
+    n, values = x.numel(), (math.nan, math.inf, -math.inf) if x.is_floating_point() else ()
+    for value, place in product(values, (n // 2, n - 1)):
+        at = torch.arange(n, device=x.device).view(x.shape) == place
+        yield f"{value} as number {place} of", torch.where(at, value, x)
 
 
 def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if x.is_floating_point():
         yield "whole numbers in", x.round()
-        for name, factor in FACTORS.items():
-            if x.device.type == "cpu" or "subnormal" not in name:  # which GPUs may flush
-                yield name, x * factor
+        for factor in (0, 1 / 128, 128, 2.0**66, *([2.0**-129] if x.device.type == "cpu" else ())):
+            yield (
+                f"{factor:.2g} times",
+                x * factor,
+            )  # squares overflow; numbers are subnormal, which GPUs may flush
 
 
 def _sizes(c: Case) -> Iterator[Case]:
@@ -369,12 +362,7 @@ def _backward(c: Case) -> Iterator[Case]:
 def _repeated(c: Case) -> Iterator[Case]:
     """Other calls between forward and backward, and calls in other threads."""
     halves = c.changed({name: x / 2 for name, x in c.floats.items()})
-
-    def between(*arguments: Any) -> Any:
-        result = c.op(*arguments)
-        _evaluate(c.op, halves)
-        return result
-
+    between = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
     cases = [replace(case, op=between) for case in (c, halves)] * 4
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_compare, cases))
@@ -395,25 +383,17 @@ def _second(c: Case) -> Iterator[Case]:
 
 
 def _batched(c: Case) -> Iterator[Case]:
-    """torch.func's vmap gives what calls one by one give, or is refused."""
-
-    def one_by_one(*arguments: Any) -> list[Tensor]:
-        given = dict(zip(c.inputs, arguments, strict=True))
-        each = [c.reference(*(given | {name: given[name][i] for name in c.floats}).values()) for i in (0, 1)]
-        return [torch.stack(pair) for pair in zip(*map(tree_leaves, each), strict=True)]
-
+    """torch.func's vmap gives what it gives of the reference, or is refused."""
     stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
-    op = torch.func.vmap(c.op, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
-    yield c.changed(stacked, op=op, reference=one_by_one, may_refuse=True)
+    vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
+    yield c.changed(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
-    """`torch.library.opcheck`, where torch has an operator of it."""
-    operator = c.op.operator if isinstance(c.op, Operation) else c.op
-    if not isinstance(operator, CustomOpDef):
-        raise NotTried("torch has no operator of it; compiled graphs hold what it calls")
-    if isinstance(c.op, Operation) and (reason := c.op.fallback_reason(c.device.type)):
-        raise NotTried(reason)
+    """`torch.library.opcheck`, and fake tensors of each layout, where torch has an operator of it."""
+    own, operator = isinstance(c.op, Operation), getattr(c.op, "operator", c.op)
+    if not isinstance(operator, CustomOpDef) or (own and c.op.fallback_reason(c.device.type)):
+        raise NotTried("torch has no operator of it, or its kernels are missing here")
     torch.library.opcheck(operator, tuple(c.inputs.values()))
     for case in chain([c], _varied(_layouts, replace(c, inputs=c.inputs | c.floats))):
         yield case
@@ -446,25 +426,24 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
 
 
 def _times(c: Case, seconds: float) -> Iterator[Times]:
-    """Calls of the two forms that take turns."""
+    """Calls of the two forms that take turns, without and with their backward."""
 
-    def backward(form: Form) -> None:
+    def call(form: Form) -> None:
         through = [y for y in tree_leaves(form(*c.inputs.values())) if y.requires_grad]
-        torch.autograd.grad(through, [*c.leaves.values()], through, allow_unused=True)
+        if through:
+            torch.autograd.grad(through, [*c.leaves.values()], through, allow_unused=True)
 
-    plain = [*(c.inputs | {name: x.detach() for name, x in c.tensors.items()}).values()]
-    calls = {"": lambda form: form(*plain), ", with backward": backward if c.leaves else None}
     pairs = {"eager": [c.reference, c.op]}
     with suppress(NotTried):
         pairs[f"compiled ({c.backend})"] = [next(_compiled(replace(c, op=form))).op for form in pairs["eager"]]
-    for (name, pair), (label, call) in product(pairs.items(), calls.items()):
+    for (name, pair), label in product(pairs.items(), ["", ", with backward"] if c.leaves else [""]):
         spent: list[list[float]] = [[], []]
         end = perf_counter() + 2 * seconds
-        while call and (perf_counter() < end or len(spent[1]) < 5):
-            for form, into in zip(pair, spent, strict=True):
-                start = perf_counter()
-                call(form)
-                measure.synchronize(c.device)
-                into.append(perf_counter() - start)
-        if call:
-            yield Times(name + label, *map(median, spent))
+        with torch.set_grad_enabled(bool(label)):
+            while perf_counter() < end or len(spent[1]) < 5:
+                for form, into in zip(pair, spent, strict=True):
+                    start = perf_counter()
+                    call(form)
+                    measure.synchronize(c.device)
+                    into.append(perf_counter() - start)
+        yield Times(name + label, *map(median, spent))
