@@ -175,12 +175,10 @@ def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tens
     results = {f"output {i + 1}": y for i, y in enumerate(outputs)}
     through = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
     if c.leaves and through:
-        up = [c.gradient(y) for y in through]
+        up, leaves = [c.gradient(y) for y in through], [*c.leaves.values()]
         kept += [("its output in the backward", y, y.detach().clone()) for y in through]
         kept += [("the incoming gradient", g, g.clone()) for g in up]
-        gradients = torch.autograd.grad(
-            through, [*c.leaves.values()], up, None, create_graph, materialize_grads=True
-        )
+        gradients = torch.autograd.grad(through, leaves, up, None, create_graph, materialize_grads=True)
         results |= {f"gradient of {name}": g for name, g in zip(c.leaves, gradients, strict=True)}
     for name, x, before in kept:
         if not torch.isclose(x, before, 0, 0, equal_nan=True).all():
@@ -193,10 +191,7 @@ def _described(results: dict[str, Tensor]) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The errors of operation and reference, or which of them refuses what it may.
-
-    Raises ValueError, or whatever the operation raises, if it is wrong.
-    """
+    """The errors of operation and reference, or which of them refuses what it may; raises what is wrong."""
     try:
         plain = _evaluate(c.reference, c)
     except Exception as error:
@@ -260,24 +255,20 @@ def _choices(c: Case) -> Iterator[Case]:
         inputs = {name: x.detach().requires_grad_(name in some) for name, x in c.leaves.items()}
         yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(some)} alone: ")
     double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
-    contexts: dict[str, Form] = {
-        "no_grad": torch.no_grad,
-        "inference_mode": torch.inference_mode,
-        "float64 by default": double,
-    }
-    for name, context in contexts.items():
-        yield replace(c, context=context, label=f"under {name}: ")
+    for context in (torch.no_grad, torch.inference_mode, double):
+        yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
 
 
 def _varied(kinds: Form, c: Case) -> Iterator[Case]:
     """Each input, all of them, and the gradient of outputs, of these kinds."""
     c = replace(c, wild=kinds is _not_finite)
     made = {name: dict(kinds(x.detach())) for name, x in c.tensors.items() if x.numel()}
-    for some in [*((name,) for name in made), *([tuple(made)] if kinds is _layouts else ())]:
+    for some in [(name,) for name in made] + [tuple(made)] * (kinds is _layouts and len(made) > 1):
         for kind in made[some[0]]:
             tensors = {name: made[name].get(kind, c.inputs[name]) for name in some}
             yield c.changed(tensors, label=f"{kind} {' and '.join(some)}: ")
-    for outputs, kind in product(OUTPUTS, max(map(list, made.values()), key=len)) if c.leaves else ():
+    kinds_of_gradient = max(made.values(), key=lambda kinds: len(kinds), default={})
+    for outputs, kind in product(OUTPUTS, kinds_of_gradient) if c.leaves else ():
         # A layout that the gradient has not, as it has fewer dimensions, is an error of the reference, too.
         gradient = lambda y, kind=kind: dict(kinds(_incoming(y)))[kind]
         yield replace(c, gradient=gradient, outputs=outputs, label=f"{kind} the gradient{outputs}: ")
@@ -308,11 +299,9 @@ def _not_finite(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if x.is_floating_point():
         yield "whole numbers in", x.round()
+        # Squares of large numbers overflow; GPUs may flush subnormal ones.
         for factor in (0, 1 / 128, 128, 2.0**66, *([2.0**-129] if x.device.type == "cpu" else ())):
-            yield (
-                f"{factor:.2g} times",
-                x * factor,
-            )  # squares overflow; numbers are subnormal, which GPUs may flush
+            yield f"{factor:.2g} times", x * factor
 
 
 def _sizes(c: Case) -> Iterator[Case]:
@@ -321,7 +310,8 @@ def _sizes(c: Case) -> Iterator[Case]:
         raise NotTried("an index out of bounds ends the process on this device")
     nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
     for lengths, dims in (((0,), 1), ((0, 1, 3, 7, 17, 33, 257), None), ((1031, 4099), 1)):
-        for size, n in product(sorted({n for x in c.tensors.values() for n in x.shape[:dims] if n}), lengths):
+        known = {n for x in [*c.tensors.values()][:dims] for n in x.shape[:dims] if n}
+        for size, n in product(sorted(known), lengths):
             resized = {name: _resized(x, size, n, dims) for name, x in c.tensors.items()}
             if sum(x.numel() for x in resized.values()) < 2**20:
                 label, may_refuse = f"{n} in place of {size}: ", lengths != (0,)
@@ -391,8 +381,9 @@ def _batched(c: Case) -> Iterator[Case]:
 
 def _opcheck(c: Case) -> Iterator[Case]:
     """`torch.library.opcheck`, and fake tensors of each layout, where torch has an operator of it."""
-    own, operator = isinstance(c.op, Operation), getattr(c.op, "operator", c.op)
-    if not isinstance(operator, CustomOpDef) or (own and c.op.fallback_reason(c.device.type)):
+    operator = getattr(c.op, "operator", c.op)
+    missing = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
+    if missing or not isinstance(operator, CustomOpDef):
         raise NotTried("torch has no operator of it, or its kernels are missing here")
     torch.library.opcheck(operator, tuple(c.inputs.values()))
     for case in chain([c], _varied(_layouts, replace(c, inputs=c.inputs | c.floats))):
@@ -427,16 +418,17 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
 
 def _times(c: Case, seconds: float) -> Iterator[Times]:
     """Calls of the two forms that take turns, without and with their backward."""
+    arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
 
-    def call(form: Form) -> None:
-        through = [y for y in tree_leaves(form(*c.inputs.values())) if y.requires_grad]
-        if through:
-            torch.autograd.grad(through, [*c.leaves.values()], through, allow_unused=True)
+    def with_backward(form: Form) -> None:
+        through = [y for y in tree_leaves(form(*arguments)) if y.requires_grad]
+        torch.autograd.grad(through, leaves, through, allow_unused=True)
 
+    calls = {"": lambda form: form(*arguments)} | ({", with backward": with_backward} if leaves else {})
     pairs = {"eager": [c.reference, c.op]}
     with suppress(NotTried):
         pairs[f"compiled ({c.backend})"] = [next(_compiled(replace(c, op=form))).op for form in pairs["eager"]]
-    for (name, pair), label in product(pairs.items(), ["", ", with backward"] if c.leaves else [""]):
+    for (name, pair), (label, call) in product(pairs.items(), calls.items()):
         spent: list[list[float]] = [[], []]
         end = perf_counter() + 2 * seconds
         with torch.set_grad_enabled(bool(label)):
