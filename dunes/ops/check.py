@@ -107,7 +107,7 @@ def _attempt(row: str, given: "Case", wrong: Sequence[str]) -> Check:
     except NotTried as reason:
         found.append(str(reason))
     except Exception as error:  # whatever the operation raises is what is to be shown
-        return Check(row, "failed", f"{case.label}{_line(error)} ({case.mode})")
+        return Check(row, "failed", f"{case.label}{_line(error)}" + f" ({case.mode})" * (row != case.mode))
     errors = [each for each in found if isinstance(each, tuple)]
     if not errors:
         return Check(row, "ok" if found[-1].startswith("refused") else "not tried", found[-1])
@@ -186,8 +186,8 @@ def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tens
     return results
 
 
-def _described(results: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(y.shape)} {str(y.dtype)[6:]}" for name, y in results.items())
+def _described(name: str, y: Tensor | None) -> str:
+    return f"no {name}" if y is None else f"{name} {tuple(y.shape)} {str(y.dtype)[6:]}"
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
@@ -202,8 +202,10 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if c.may_refuse or c.mode in ("float16", "float64"):
             return f"{'refused' if c.may_refuse else 'it refuses ' + c.mode}: {_line(error)}"
         raise
-    if _described(own) != _described(plain):
-        raise ValueError(f"it returns {_described(own)}; the reference {_described(plain)}")
+    for name in own | plain:
+        mine, other = (_described(name, results.get(name)) for results in (own, plain))
+        if mine != other:
+            raise ValueError(f"it returns {mine}; the reference {other}")
     for name, other in product(c.tensors, own):
         if other[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[other].untyped_storage()._cdata:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
@@ -344,9 +346,9 @@ def _backward(c: Case) -> Iterator[Case]:
         gradients = compress(tree_leaves(function.apply(*map(_incoming, made))), function.needs_input_grad)
         nodes = [getattr(node, "variable", None) for node, _ in function.next_functions if node]
         for (name, x), (node, got) in product(c.leaves.items(), zip(nodes, gradients, strict=False)):
-            told = [_described({name: y}) for y in (x, got) if y is not None]
-            if x is node and told[0] != told[-1]:
-                raise ValueError(f"the backward's gradient for {told[1]}, not {told[0]}")
+            told = [_described(name, y) for y in (got, x)]
+            if x is node and got is not None and told[0] != told[1]:
+                raise ValueError(f"the backward's gradient for {told[0]}, not {told[1]}")
 
 
 def _repeated(c: Case) -> Iterator[Case]:
