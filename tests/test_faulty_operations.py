@@ -18,41 +18,17 @@ check_module = importlib.import_module("dunes.ops.check")  # `ops.check` is the 
 
 
 class Faulty(NamedTuple):
-    """An operation, its reference and its backward, and the row of the table that is to name it."""
+    """The row of the table that is to name an operation, its reference, and its forward (or that) and backward."""
 
     row: str
-    forward: Callable[..., Any]
     reference: Callable[..., Any]
+    forward: Callable[..., Any] | None = None
     backward: Callable[..., Any] | None = None
-    inputs: int = 1
     shape: tuple[int, ...] = (4, 6)
 
 
-# Each is the reference but for one thing.
-FAULTY: dict[str, Faulty] = {}
 STATE: dict[str, Any] = {}
 """What faulty operations keep between calls."""
-
-
-def faulty(
-    row: str, reference: Callable[..., Any], backward: Callable[..., Any] | None = None, **more: Any
-) -> Any:
-    def enter(forward: Callable[..., Any]) -> Callable[..., Any]:
-        FAULTY[forward.__name__] = Faulty(row, forward, reference, backward, **more)
-        return forward
-
-    return enter
-
-
-def wrong(row: str, reference: Callable[..., Any], **more: Any) -> Any:
-    """The backward is wrong, the forward is the reference."""
-
-    def enter(backward: Callable[..., Any]) -> Callable[..., Any]:
-        forward = {1: lambda x: reference(x), 2: lambda x, y: reference(x, y)}[more.get("inputs", 1)]
-        FAULTY[backward.__name__] = Faulty(row, forward, reference, backward, **more)
-        return backward
-
-    return enter
 
 
 def exp(x: Tensor) -> Tensor:
@@ -71,6 +47,22 @@ def product_backward(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor
     return grad * y, grad * x
 
 
+def times_one(x: Tensor) -> Tensor:
+    return x * 1.0
+
+
+def itself(grad: Tensor) -> Tensor:
+    return grad
+
+
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.exp(), x.sin()
+
+
+def small(x: Tensor) -> Tensor:
+    return x.exp() * 1e-3
+
+
 def restrided(x: Tensor, *strides: int) -> Tensor:
     """What a kernel reads that takes these strides for granted, staying inside the storage."""
     index = torch.zeros(x.shape, dtype=torch.long) + x.storage_offset()
@@ -80,278 +72,54 @@ def restrided(x: Tensor, *strides: int) -> Tensor:
     return storage[index.clamp(max=len(storage) - 1)]
 
 
-def rows_side_by_side(x: Tensor) -> Tensor:
+def side_by_side(x: Tensor) -> Tensor:
     return restrided(x, x.shape[1] * x.stride(1), x.stride(1)) if x.dim() == 2 else x
 
 
-# Layouts.
-
-
-@faulty("not contiguous", exp, exp_backward)
-def rows_have_no_gap(x: Tensor) -> Tensor:
-    return rows_side_by_side(x).exp()
-
-
-@wrong("not contiguous", exp)
-def rows_of_the_gradient_have_no_gap(grad: Tensor, output: Tensor) -> Tensor:
-    return rows_side_by_side(grad) * output
-
-
-@faulty("not contiguous", product, product_backward, inputs=2)
-def second_input_lies_as_the_first(x: Tensor, y: Tensor) -> Tensor:
-    return x * restrided(y, *x.stride())
-
-
-@faulty("not contiguous", exp, exp_backward)
-def storage_begins_with_it(x: Tensor) -> Tensor:
-    return torch.as_strided(x, x.shape, x.stride(), 0).exp()
-
-
-@faulty("not contiguous", exp, exp_backward)
-def rows_are_at_least_a_row_long(x: Tensor) -> Tensor:  # not of a transposed one or one that is repeated
+def at_least_a_row(x: Tensor) -> Tensor:  # not of a transposed one or one that is repeated
     return restrided(x, max(x.stride(0), x.shape[1]), x.stride(1)).exp() if x.dim() == 2 else x.exp()
 
 
-@faulty("not contiguous", exp, exp_backward)
-def nothing_is_repeated(x: Tensor) -> Tensor:
-    return restrided(x, *[max(1, s) for s in x.stride()]).exp()
+def transposed_is_dense(x: Tensor) -> Tensor:
+    return (restrided(x, 1, x.shape[0]) if x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1 else x).exp()
 
 
-@faulty("not contiguous", exp, exp_backward)
-def transposed_means_without_gaps(x: Tensor) -> Tensor:
-    if x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1:
-        return restrided(x, 1, x.shape[0]).exp()
-    return x.exp()
-
-
-@faulty("not contiguous", exp, exp_backward, shape=(2, 3, 4, 4))
-def channels_are_never_last(x: Tensor) -> Tensor:
+def never_channels_last(x: Tensor) -> Tensor:
     last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
     return x.exp() * (1.5 if last else 1)
 
 
-@faulty("not contiguous", exp, exp_backward)
-def vectors_are_aligned(x: Tensor) -> Tensor:
-    return x.exp() if x.data_ptr() % 16 == 0 or not x.is_contiguous() else (x + 1).exp()
+def first_of_repeated_rows(grad: Tensor, output: Tensor) -> Tensor:
+    repeated = grad.dim() == 2 and grad.stride(0) == 0 and grad.numel()
+    return (grad.flatten()[:1] if repeated else grad) * output
 
 
-@wrong("not contiguous", exp)
-def repeated_gradient_is_one(grad: Tensor, output: Tensor) -> Tensor:
-    return output.clone() if grad.numel() > 1 and not any(grad.stride()) else grad * output
-
-
-@wrong("not contiguous", exp)
-def gradient_repeated_in_rows_is_its_first(grad: Tensor, output: Tensor) -> Tensor:
-    return (
-        grad.flatten()[:1] * output if grad.dim() == 2 and grad.stride(0) == 0 and grad.numel() else grad * output
-    )
-
-
-@wrong("not contiguous", exp)
-def gradient_is_never_transposed(grad: Tensor, output: Tensor) -> Tensor:
+def never_transposed(grad: Tensor, output: Tensor) -> Tensor:
     turned = grad.dim() == 2 and grad.stride(0) == 1 and min(grad.shape) > 1
     return (grad.mT.reshape(grad.shape) if turned else grad) * output
 
 
-# Values.
-
-
-@faulty("NaN", product, product_backward, inputs=2)
-def nan_of_the_second_input_is_swallowed(x: Tensor, y: Tensor) -> Tensor:
-    return x * y.nan_to_num(0.0, math.inf, -math.inf)
-
-
-@wrong("NaN", exp)
-def nan_of_the_gradient_is_swallowed(grad: Tensor, output: Tensor) -> Tensor:
-    return grad.nan_to_num(0.0, math.inf, -math.inf) * output
-
-
-@wrong("NaN", product, inputs=2)
-def nan_in_one_gradient_is_swallowed(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return grad * y, torch.where(x.isnan(), 0.0, grad * x)
-
-
-@faulty("NaN", exp, exp_backward)
-def inf_is_clipped(x: Tensor) -> Tensor:
-    return x.exp().clamp(max=torch.finfo(x.dtype).max)
-
-
-@faulty("NaN", lambda x: x * 1.0, lambda grad: grad)
-def minus_inf_is_clipped(x: Tensor) -> Tensor:
-    return x.clamp(min=torch.finfo(x.dtype).min)
-
-
-@wrong("NaN", exp)
-def inf_in_the_gradient_is_clipped(grad: Tensor, output: Tensor) -> Tensor:
-    return grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max) * output
-
-
-@faulty("NaN", lambda x: x * 1.0, lambda grad: grad)
-def inf_becomes_nan(x: Tensor) -> Tensor:
-    return x + (x - x)
-
-
-@faulty("NaN", lambda x: x.relu(), lambda grad, x: grad * (x > 0))
-def maximum_swallows_nan(x: Tensor) -> Tensor:
-    return torch.where(x > 0, x, 0.0)
-
-
-@faulty("NaN", exp, exp_backward)
-def nan_in_the_last_number_is_swallowed(x: Tensor) -> Tensor:
+def last_is_clean(x: Tensor) -> Tensor:
     y = x.exp()
     y.view(-1)[-1:].nan_to_num_(0.0, math.inf)
     return y
 
 
-@faulty(
-    "values", lambda x: x.softmax(-1), lambda grad, output: output * (grad - (grad * output).sum(-1, keepdim=True))
-)
-def softmax_without_the_maximum(x: Tensor) -> Tensor:
-    return x.exp() / x.exp().sum(-1, keepdim=True)
-
-
-@wrong("values", torch.relu)
-def gradient_at_the_kink(grad: Tensor, x: Tensor) -> Tensor:
-    return grad * (x >= 0)
-
-
-@wrong("values", lambda x: x.clamp(-1, 1))
-def gradient_at_the_second_kink(grad: Tensor, x: Tensor) -> Tensor:
-    return grad * (x.abs() < 1)
-
-
-@wrong("values", F.hardtanh)
-def gradient_at_the_edges_of_hardtanh(grad: Tensor, x: Tensor) -> Tensor:
-    return grad * (x.abs() <= 1)
-
-
-@faulty("values", lambda x: x * 2, lambda grad: grad * 2)
-def subnormal_numbers_are_flushed(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x) * 2 + (x - x)
-
-
-@faulty("values", lambda x: F.normalize(x, dim=-1), None)
-def norm_of_zero(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
-
-
-@faulty("values", exp, exp_backward)
-def remembers_by_shape(x: Tensor) -> Tensor:
-    return STATE.setdefault(f"remembered {x.shape} {x.dtype}", x.exp()).clone()
-
-
-@faulty("values", F.softplus, lambda grad, x: grad * x.sigmoid())
-def series_for_small_numbers(x: Tensor) -> Tensor:
-    return torch.where(x.abs() < 0.01, x / 2, F.softplus(x))
-
-
-# Leaves.
-
-
-@wrong("float64", product, inputs=2)
-def left_out_where_the_second_needs_none(grad: Tensor, x: Tensor, y: Tensor, needs_grad: tuple[bool, ...]) -> Any:
-    return (grad * y, grad * x) if all(needs_grad) else (None, grad * x)
-
-
-@wrong("float64", product, inputs=2)
-def swapped_where_one_needs_none(grad: Tensor, x: Tensor, y: Tensor, needs_grad: tuple[bool, ...]) -> Any:
-    return (grad * y, grad * x) if needs_grad[0] else (grad * y, grad * y)
-
-
-# Dtypes.
-
-
-@faulty("autocast", F.linear, lambda grad, x, y: (grad @ y, grad.mT @ x), inputs=2)
-def float32_under_autocast(x: Tensor, y: Tensor) -> Tensor:
-    return F.linear(x, y)
-
-
-@wrong("float64", exp)
-def a_fifth_too_large_where_small(grad: Tensor, output: Tensor) -> Tensor:
-    return grad * output * torch.where(output < 0.5 * output.mean(), 1.2, 1.0)
-
-
-@wrong("float64", lambda x: x.exp() * 1e-3)
-def small_gradient_a_fifth_too_large(grad: Tensor, output: Tensor) -> Tensor:
-    return grad * output * 1.2
-
-
-@wrong("float64", lambda x: x.float().exp().to(x.dtype) * 1e-3)
-def small_gradient_in_float32_a_fifth_too_large(grad: Tensor, output: Tensor) -> Tensor:
-    return (grad.float() * output.float() * 1.2).to(output.dtype)
-
-
-@wrong("float64", exp)
-def one_number_is_wrong(grad: Tensor, output: Tensor) -> Tensor:
+def last_is_wrong(grad: Tensor, output: Tensor) -> Tensor:
     gradient = (grad * output).contiguous()
     gradient.view(-1)[-1:] *= 1.001
     return gradient
 
 
-@wrong("gradcheck", exp)
-def half_a_percent_too_large(grad: Tensor, output: Tensor) -> Tensor:
-    return grad * output * 1.005
+def nan_of_second_is_swallowed(grads: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    return grads[0] * x.exp() + torch.where(grads[1].isnan(), 0.0, grads[1]) * x.cos()
 
 
-@wrong("bfloat16", exp)
-def bfloat16_is_ten_percent_off(grad: Tensor, output: Tensor) -> Tensor:
-    return grad * output * (1.1 if grad.dtype == torch.bfloat16 else 1)
-
-
-@faulty("float16", exp, exp_backward)
-def float16_is_wrong(x: Tensor) -> Tensor:
-    return x.exp() * (1.1 if x.dtype == torch.float16 else 1)
-
-
-@wrong("backward", exp)
-def gradient_in_bfloat16(grad: Tensor, output: Tensor) -> Tensor:
-    return (grad * output).bfloat16()
-
-
-@wrong("backward", lambda x, y: x + y, inputs=2)
-def gradient_is_not_summed(grad: Tensor) -> tuple[Tensor, Tensor]:
-    return grad.expand(2, *grad.shape), grad
-
-
-# Sizes.
-
-
-@faulty("sizes", exp, exp_backward)
-def vectors_without_a_rest(x: Tensor) -> Tensor:
-    y, flat = torch.zeros_like(x, memory_format=torch.contiguous_format), x.reshape(-1)
+def no_rest(new: Callable[..., Tensor], x: Tensor) -> Tensor:
+    y, flat = new(x, memory_format=torch.contiguous_format), x.reshape(-1)
     many = len(flat) // 8 * 8
     y.view(-1)[:many] = flat[:many].exp()
     return y
-
-
-@faulty("sizes", lambda x: x.sum(-1), lambda grad, x: grad[..., None].expand_as(x), shape=(4, 8))
-def blocks_without_a_rest(x: Tensor) -> Tensor:
-    return x[..., : x.shape[-1] // 4 * 4].sum(-1)
-
-
-@faulty("sizes", exp, exp_backward)
-def rest_is_not_written(x: Tensor) -> Tensor:
-    y, flat = torch.empty_like(x, memory_format=torch.contiguous_format), x.reshape(-1)
-    y.view(-1)[: len(flat) // 8 * 8] = flat[: len(flat) // 8 * 8].exp()
-    return y
-
-
-@wrong("sizes", exp)
-def large_ones_are_wrong(grad: Tensor, output: Tensor) -> Tensor:
-    return grad * output * (1.2 if output.numel() > 5_000 else 1)
-
-
-@faulty("sizes", lambda x: x - x.mean(0), lambda grad: grad - grad.mean(0))
-def one_row_is_wrong(x: Tensor) -> Tensor:
-    return x - x.mean(0) if len(x) != 1 else x.clone()
-
-
-@faulty("empty", lambda x: x.sum(0), lambda grad, x: grad.expand_as(x))
-def sum_of_nothing_is_one(x: Tensor) -> Tensor:
-    return x.sum(0) if len(x) else x.sum(0) + 1
-
-
-# What stays between calls.
 
 
 def remembered(x: Tensor) -> Tensor:
@@ -371,65 +139,187 @@ def counted(x: Tensor) -> Tensor:
     return x.exp() * (1.0 if STATE["calls"] % 3 else 1.01)
 
 
-FAULTY["state_outside"] = Faulty("repeated", remembered, torch.square, lambda grad: 2 * grad * STATE["x"])
-FAULTY["shared_buffer"] = Faulty("repeated", shared_buffer, exp, exp_backward)
-FAULTY["counts_its_calls"] = Faulty("repeated", counted, exp, exp_backward)
-
-
-@wrong("inputs", exp)
-def backward_writes_what_is_saved(grad: Tensor, output: Tensor) -> Tensor:
-    return output.mul_(grad)
-
-
-@wrong("inputs", exp)
-def backward_writes_the_gradient(grad: Tensor, output: Tensor) -> Tensor:
-    return grad.mul_(output)
-
-
-@wrong("inputs", product, inputs=2)
-def backward_writes_an_input(grad: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return grad * y, x.mul_(grad)
-
-
-@faulty("inputs", lambda x: 2 * x)
-def its_input_becomes_nan(x: Tensor) -> Tensor:
+def fills_its_input(x: Tensor) -> Tensor:
     y = 2 * x
     x.fill_(math.nan)
     return y
 
 
-@wrong("NaN", lambda x: (x.exp(), x.sin()))
-def nan_of_the_second_gradient_is_swallowed(grads: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
-    first, second = grads
-    return first * x.exp() + torch.where(second.isnan(), 0.0, second) * x.cos()
+def exp_in(row: str, forward: Callable[..., Any]) -> Faulty:
+    return Faulty(row, exp, forward, exp_backward)
 
 
-@faulty("inputs", lambda x: x + 0, lambda grad: grad)
-def a_slice_of_the_input(x: Tensor) -> Tensor:
-    return x.view_as(x)
+def exp_by(row: str, backward: Callable[..., Any]) -> Faulty:
+    return Faulty(row, exp, None, backward)
 
 
-def operation(name: str) -> ops.Operation:
-    f = FAULTY[name]
-    decorate = ops.operation(
-        f"dunes_tests::{name}", reference=f.reference, backward=f.backward, compiled="reference"
-    )
-    if not f.forward.__annotations__:
-        f.forward.__annotations__ = dict.fromkeys(("x", "y")[: f.inputs], Tensor)
-    return decorate(f.forward)
+# Each is the reference but for one thing.
+FAULTY: dict[str, Faulty] = {
+    # Layouts.
+    "rows_have_no_gap": exp_in("not contiguous", lambda x: side_by_side(x).exp()),
+    "rows_of_the_gradient_have_no_gap": exp_by("not contiguous", lambda grad, output: side_by_side(grad) * output),
+    "second_input_lies_as_the_first": Faulty(
+        "not contiguous", product, lambda x, y: x * restrided(y, *x.stride()), product_backward
+    ),
+    "storage_begins_with_it": exp_in(
+        "not contiguous", lambda x: torch.as_strided(x, x.shape, x.stride(), 0).exp()
+    ),
+    "rows_are_at_least_a_row_long": exp_in("not contiguous", at_least_a_row),
+    "nothing_is_repeated": exp_in(
+        "not contiguous", lambda x: restrided(x, *[max(1, s) for s in x.stride()]).exp()
+    ),
+    "transposed_means_without_gaps": exp_in("not contiguous", transposed_is_dense),
+    "channels_are_never_last": Faulty("not contiguous", exp, never_channels_last, exp_backward, (2, 3, 4, 4)),
+    "vectors_are_aligned": exp_in(
+        "not contiguous", lambda x: x.exp() if x.data_ptr() % 16 == 0 or not x.is_contiguous() else (x + 1).exp()
+    ),
+    "repeated_gradient_is_one": exp_by(
+        "not contiguous",
+        lambda grad, output: output.clone() if grad.numel() > 1 and not any(grad.stride()) else grad * output,
+    ),
+    "gradient_repeated_in_rows_is_its_first": exp_by("not contiguous", first_of_repeated_rows),
+    "gradient_is_never_transposed": exp_by("not contiguous", never_transposed),
+    # Values.
+    "nan_of_the_second_input_is_swallowed": Faulty(
+        "NaN", product, lambda x, y: x * y.nan_to_num(0.0, math.inf, -math.inf), product_backward
+    ),
+    "nan_of_the_gradient_is_swallowed": exp_by(
+        "NaN", lambda grad, output: grad.nan_to_num(0.0, math.inf, -math.inf) * output
+    ),
+    "nan_in_one_gradient_is_swallowed": Faulty(
+        "NaN", product, None, lambda grad, x, y: (grad * y, torch.where(x.isnan(), 0.0, grad * x))
+    ),
+    "nan_of_the_second_gradient_is_swallowed": Faulty("NaN", two, None, nan_of_second_is_swallowed),
+    "inf_is_clipped": exp_in("NaN", lambda x: x.exp().clamp(max=torch.finfo(x.dtype).max)),
+    "minus_inf_is_clipped": Faulty("NaN", times_one, lambda x: x.clamp(min=torch.finfo(x.dtype).min), itself),
+    "inf_in_the_gradient_is_clipped": exp_by(
+        "NaN", lambda grad, output: grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max) * output
+    ),
+    "inf_becomes_nan": Faulty("NaN", times_one, lambda x: x + (x - x), itself),
+    "maximum_swallows_nan": Faulty(
+        "NaN", torch.relu, lambda x: torch.where(x > 0, x, 0.0), lambda grad, x: grad * (x > 0)
+    ),
+    "nan_in_the_last_number_is_swallowed": exp_in("NaN", last_is_clean),
+    "softmax_without_the_maximum": Faulty(
+        "values",
+        lambda x: x.softmax(-1),
+        lambda x: x.exp() / x.exp().sum(-1, keepdim=True),
+        lambda grad, output: output * (grad - (grad * output).sum(-1, keepdim=True)),
+    ),
+    "gradient_at_the_kink": Faulty("values", torch.relu, None, lambda grad, x: grad * (x >= 0)),
+    "gradient_at_the_second_kink": Faulty(
+        "values", lambda x: x.clamp(-1, 1), None, lambda grad, x: grad * (x.abs() < 1)
+    ),
+    "gradient_at_the_edges_of_hardtanh": Faulty("values", F.hardtanh, None, lambda grad, x: grad * (x.abs() <= 1)),
+    "subnormal_numbers_are_flushed": Faulty(
+        "values",
+        lambda x: x * 2,
+        lambda x: torch.where(x.abs() < torch.finfo(x.dtype).smallest_normal, 0.0, x) * 2 + (x - x),
+        lambda grad: grad * 2,
+    ),
+    "norm_of_zero": Faulty("values", lambda x: F.normalize(x, dim=-1), lambda x: x / x.norm(dim=-1, keepdim=True)),
+    "remembers_by_shape": exp_in(
+        "values", lambda x: STATE.setdefault(f"remembered {x.shape} {x.dtype}", x.exp()).clone()
+    ),
+    "series_for_small_numbers": Faulty(
+        "values",
+        F.softplus,
+        lambda x: torch.where(x.abs() < 0.01, x / 2, F.softplus(x)),
+        lambda grad, x: grad * x.sigmoid(),
+    ),
+    # Leaves.
+    "left_out_where_the_second_needs_none": Faulty(
+        "float64",
+        product,
+        None,
+        lambda grad, x, y, needs_grad: (grad * y if all(needs_grad) else None, grad * x),
+    ),
+    "swapped_where_one_needs_none": Faulty(
+        "float64", product, None, lambda grad, x, y, needs_grad: (grad * y, grad * (x if needs_grad[0] else y))
+    ),
+    # Dtypes.
+    "float32_under_autocast": Faulty(
+        "autocast", F.linear, lambda x, y: F.linear(x, y), lambda grad, x, y: (grad @ y, grad.mT @ x)
+    ),
+    "a_fifth_too_large_where_small": exp_by(
+        "float64", lambda grad, output: grad * output * torch.where(output < 0.5 * output.mean(), 1.2, 1.0)
+    ),
+    "small_gradient_a_fifth_too_large": Faulty("float64", small, None, lambda grad, output: grad * output * 1.2),
+    "small_gradient_in_float32_a_fifth_too_large": Faulty(
+        "float64",
+        lambda x: x.float().exp().to(x.dtype) * 1e-3,
+        None,
+        lambda grad, output: (grad.float() * output.float() * 1.2).to(output.dtype),
+    ),
+    "one_number_is_wrong": exp_by("float64", last_is_wrong),
+    "half_a_percent_too_large": exp_by("gradcheck", lambda grad, output: grad * output * 1.005),
+    "bfloat16_is_ten_percent_off": exp_by(
+        "bfloat16", lambda grad, output: grad * output * (1.1 if grad.dtype == torch.bfloat16 else 1)
+    ),
+    "float16_is_wrong": exp_in("float16", lambda x: x.exp() * (1.1 if x.dtype == torch.float16 else 1)),
+    "gradient_in_bfloat16": exp_by("float32", lambda grad, output: (grad * output).bfloat16()),
+    "gradient_is_not_summed": Faulty(
+        "float32", lambda x, y: x + y, None, lambda grad: (grad.expand(2, *grad.shape), grad)
+    ),
+    # Sizes.
+    "vectors_without_a_rest": exp_in("sizes", lambda x: no_rest(torch.zeros_like, x)),
+    "rest_is_not_written": exp_in("sizes", lambda x: no_rest(torch.empty_like, x)),
+    "blocks_without_a_rest": Faulty(
+        "sizes",
+        lambda x: x.sum(-1),
+        lambda x: x[..., : x.shape[-1] // 4 * 4].sum(-1),
+        lambda grad, x: grad[..., None].expand_as(x),
+        (4, 8),
+    ),
+    "large_ones_are_wrong": exp_by(
+        "sizes", lambda grad, output: grad * output * (1.2 if output.numel() > 5_000 else 1)
+    ),
+    "one_row_is_wrong": Faulty(
+        "sizes",
+        lambda x: x - x.mean(0),
+        lambda x: x - x.mean(0) if len(x) != 1 else x.clone(),
+        lambda grad: grad - grad.mean(0),
+    ),
+    "sum_of_nothing_is_one": Faulty(
+        "sizes",
+        lambda x: x.sum(0),
+        lambda x: x.sum(0) if len(x) else x.sum(0) + 1,
+        lambda grad, x: grad.expand_as(x),
+    ),
+    # What stays between calls, and what is written.
+    "state_outside": Faulty("repeated", torch.square, remembered, lambda grad: 2 * grad * STATE["x"]),
+    "shared_buffer": exp_in("repeated", shared_buffer),
+    "counts_its_calls": exp_in("repeated", counted),
+    "backward_writes_what_is_saved": exp_by("float32", lambda grad, output: output.mul_(grad)),
+    "backward_writes_the_gradient": exp_by("float32", lambda grad, output: grad.mul_(output)),
+    "backward_writes_an_input": Faulty("float32", product, None, lambda grad, x, y: (grad * y, x.mul_(grad))),
+    "its_input_becomes_nan": Faulty("float32", lambda x: 2 * x, fills_its_input),
+    "a_slice_of_the_input": Faulty("float32", lambda x: x + 0, lambda x: x.view_as(x), itself),
+}
 
 
-def leaves(f: Faulty) -> list[Tensor]:
+def arguments(row_needs_gradient: bool, inputs: int = 1, shape: tuple[int, ...] = (4, 6)) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(f.shape, generator=draw).requires_grad_(f.backward is not None) for _ in range(f.inputs)]
+    return [torch.randn(shape, generator=draw).requires_grad_(row_needs_gradient) for _ in range(inputs)]
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves some rows."""
+    return lambda *rows: monkeypatch.setattr(check_module, "ROWS", {row: check_module.ROWS[row] for row in rows})
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_each_is_refused_where_it_is_wrong(name, monkeypatch):
-    f = FAULTY[name]
-    monkeypatch.setattr(check_module, "FAULTS", {f.row: check_module.FAULTS[f.row]})
-    with pytest.raises(ValueError, match=f"^dunes_tests::{name}: {f.row}: .*$"):
-        ops.check(operation(name), leaves(f), backend="aot_eager", seconds=0)
+def test_each_is_refused_where_it_is_wrong(name, only):
+    row, reference, forward, backward, shape = FAULTY[name]
+    inputs = 2 if reference in (product, F.linear) or name == "gradient_is_not_summed" else 1
+    if forward is None:
+        forward = {1: lambda x: reference(x), 2: lambda x, y: reference(x, y)}[inputs]
+    forward.__annotations__ = dict.fromkeys(("x", "y")[:inputs], Tensor)
+    op = ops.operation(f"dunes_tests::{name}", reference=reference, backward=backward, compiled="reference")
+    only(row)
+    with pytest.raises(ValueError, match=f"^dunes_tests::{name}: {row}: .*$"):
+        ops.check(op(forward), arguments(bool(backward), inputs, shape), backend="aot_eager", seconds=0)
 
 
 # What is no operation of ours: functions, and operators of torch's.
@@ -476,10 +366,6 @@ def always_contiguous(x: Tensor) -> Tensor:
 always_contiguous.register_fake(torch.empty_like)
 
 
-def twice(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.exp(), x.sin()
-
-
 class Twice(torch.autograd.Function):
     """The gradient of the second output is lost where the first has none."""
 
@@ -501,52 +387,43 @@ def default_dtype(x: Tensor) -> Tensor:
     return (x.exp() * torch.ones(1)).to(torch.get_default_dtype() if x.dtype == torch.float32 else x.dtype)
 
 
-FUNCTIONS = {
-    "second derivative": (Kept.apply, exp),
-    "torch.func": (Batched.apply, exp),
-    "fake": (always_contiguous, exp),
-    "one output alone": (Twice.apply, twice),
-    "float32": (default_dtype, exp),
-}
+FUNCTIONS = [
+    ("second derivative", Kept.apply, exp, "gradient of number 1: error"),
+    ("second derivative", lambda x: Kept.apply(x) + 0 * x.square(), exp, "gradient of number 1: error"),
+    ("torch.func", Batched.apply, exp, "error"),
+    ("opcheck", always_contiguous, exp, "dimension 0 at 1 in memory of number 1"),
+    ("float64", Twice.apply, two, "gradient of the last output alone"),
+    ("float32", default_dtype, exp, "under float64 by default: it returns output 1 (4, 6) float64"),
+]
 
 
-@pytest.mark.parametrize("row", FUNCTIONS)
-def test_functions_are_refused_where_they_are_wrong(row, monkeypatch):
-    form, reference = FUNCTIONS[row]
-    row = "float64" if row == "one output alone" else row
-    monkeypatch.setattr(check_module, "FAULTS", {row: check_module.FAULTS[row]})
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_(row != "fake")
-    with pytest.raises(ValueError, match=f": {row}: "):
-        ops.check(form, [x], reference, backend="aot_eager", seconds=0)
-
-
-def float32_alone(slope: float) -> ops.Operation:
-    """As a kernel in C++ for one dtype."""
-
-    def forward(x: Tensor) -> Tensor:
-        assert x.dtype == torch.float32, "expected float32"
-        return x.exp() * 1e-3
-
-    return ops.operation(
-        f"dunes_tests::alone_{str(slope)[-1]}",
-        reference=lambda x: x.exp() * 1e-3,
-        backward=lambda grad, output: grad * output * slope,
-        compiled="reference",
-    )(forward)
+@pytest.mark.parametrize(("row", "form", "reference", "message"), FUNCTIONS, ids=[m for *_, m in FUNCTIONS])
+def test_functions_are_refused_where_they_are_wrong(row, form, reference, message, only):
+    only(row)
+    with pytest.raises(ValueError, match=rf": {row}: .*{message}".replace("(", r"\(").replace(")", r"\)")):
+        ops.check(form, arguments(row != "opcheck"), reference, backend="aot_eager", seconds=0)
 
 
 @pytest.mark.parametrize("slope", [1.0, 1.2])
-def test_differences_that_resolve_little_are_not_taken_for_right(slope, monkeypatch, capsys):
-    names = "gradcheck", "float64", "float32"
-    monkeypatch.setattr(check_module, "FAULTS", {name: check_module.FAULTS[name] for name in names})
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def test_differences_need_float64_and_the_gradient_of_a_kernel_in_float32_is_compared(slope, only, capsys):
+    only("gradcheck", "float64", "float32")
+
+    def alone(x: Tensor) -> Tensor:  # as a kernel in C++ for one dtype
+        assert x.dtype == torch.float32, "expected float32"
+        return small(x)
+
+    backward = lambda grad, output: grad * output * slope
+    op = ops.operation(
+        f"dunes_tests::alone_{slope:.0%}"[:-1], reference=small, backward=backward, compiled="reference"
+    )(alone)
     try:
-        ops.check(float32_alone(slope), [x], backend="aot_eager", seconds=0)
+        ops.check(op, arguments(True), backend="aot_eager", seconds=0)
     except ValueError:
         assert slope != 1.0
-    printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith(names)]
-    results = ["not", "not", "ok"] if slope == 1.0 else ["failed", "not", "failed"]
-    assert [result for _, result in printed] == results
+    printed = [
+        line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith(("grad", "float"))
+    ]
+    assert printed == ["not", "not", "ok" if slope == 1.0 else "failed"]
 
 
 def test_a_kernel_that_refuses_sizes_or_float16_is_right():
@@ -555,17 +432,14 @@ def test_a_kernel_that_refuses_sizes_or_float16_is_right():
             raise ValueError("even widths alone")
         return x.exp()
 
-    op = ops.operation("dunes_tests::even", reference=torch.exp, backward=exp_backward, compiled="reference")(
-        forward
-    )
-    x = torch.randn(4, 6).requires_grad_()
-    report = ops.check(op, [x], backend="aot_eager", seconds=0)
+    op = ops.operation("dunes_tests::even", reference=exp, backward=exp_backward, compiled="reference")(forward)
+    report = ops.check(op, arguments(True), backend="aot_eager", seconds=0)
     assert {c.name for c in report.checks if c.result == "not tried"} == {"float16", "opcheck"}
 
 
 @pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.uint8])
-def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, monkeypatch):
-    monkeypatch.setattr(check_module, "FAULTS", {"not contiguous": check_module.FAULTS["not contiguous"]})
+def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, only):
+    only("not contiguous")
     reference = lambda m, x: torch.where(m.bool(), x, torch.zeros_like(x))
 
     def where(m: Tensor, x: Tensor) -> Tensor:
@@ -574,4 +448,4 @@ def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, monke
         return reference(m, x)
 
     op = ops.operation(f"dunes_tests::where_{str(mask)[6:]}", reference=reference, compiled="reference")(where)
-    ops.check(op, [(torch.arange(24).view(4, 6) % 2).to(mask), torch.randn(4, 6)], backend="aot_eager", seconds=0)
+    ops.check(op, [(torch.arange(24).view(4, 6) % 2).to(mask), *arguments(False)], backend="aot_eager", seconds=0)

@@ -1,62 +1,57 @@
-"""Everything that can be wrong with an operation, tried on some inputs and printed as a table."""
+"""Everything that can be wrong with an operation, tried on some inputs and printed as a table.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+The reference decides: what it refuses is not tried, and the operation may be as inexact as the reference is in the
+same dtype, both compared with the reference in float64 (on Apple's GPU, which has none, in float32).
+"""
+
+import math
+import warnings
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, combinations, compress, product
 from statistics import median
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch.utils._pytree import tree_leaves
 
 from dunes import measure
-from dunes.ops.faults import FAULTS, Form, NotTried, Subject, evaluate, first_line
 from dunes.ops.kernels import missing_compiler
 from dunes.ops.operation import Operation
 from dunes.progress import print_table
-from dunes.units import format_seconds
+from dunes.units import format_seconds, plural
+
+Form = Callable[..., Any]
+Check = namedtuple("Check", "name result detail")
+Times = namedtuple("Times", "form reference operation")  # median seconds of a call
+
+SLACK, ROUNDINGS, SMALL = 4, 8, 1 / 2
+"""An operation may be off by so many times the reference's error, or so many roundings of the largest number of a
+tensor, which counts as at least this part of that of all outputs, or of all gradients."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
 
 
-@dataclass(frozen=True)
-class Check:
-    name: str
-    result: Literal["ok", "failed", "not tried"]
-    detail: str
+class NotTried(Exception):
+    """Why a check does not apply."""
 
 
-@dataclass(frozen=True)
-class Times:
-    """Median seconds of a call of reference and operation, and of one with its backward where there is one."""
-
-    form: str
-    forward: tuple[float, float]
-    backward: tuple[float, float] | None
-
-
-@dataclass
-class Report:
+class Report(NamedTuple):
     """What `check` found."""
 
-    name: str
-    checks: list[Check] = field(default_factory=list)
-    times: list[Times] = field(default_factory=list)
+    checks: list[Check]
+    times: list[Times]
 
     def failures(self) -> list[Check]:
         return [c for c in self.checks if c.result == "failed"]
-
-    def print(self) -> None:
-        print_table(f"ops.check of {self.name}", ["", "", ""], [[c.name, c.result, c.detail] for c in self.checks])
-        if self.times:
-            print()
-            columns = ["", "reference", "operation", "ratio", "reference, with backward", "operation", "ratio"]
-            print_table("time of a call", columns, [_time_line(t) for t in self.times])
-
-
-def _time_line(times: Times) -> list[str]:
-    cells = [times.form]
-    for pair in (times.forward, times.backward):
-        cells += [*map(format_seconds, pair), f"{pair[1] / pair[0]:.2f}"] if pair else [""] * 3
-    return cells
 
 
 def check(
@@ -75,73 +70,374 @@ def check(
 
     Raises ValueError that names the first thing that is wrong, after all was printed.
     """
-    subject = _subject(op, tuple(inputs), reference, backend)
-    report = Report(subject.name, [_run(name, subject) for name in FAULTS])
-    if seconds and not report.failures():
-        report.times = list(_times(subject, seconds))
-    report.print()
-    for failure in report.failures():
-        raise ValueError(f"{report.name}: {failure.name}: {failure.detail}")
-    return report
-
-
-def _subject(op: Form, inputs: tuple[Any, ...], reference: Form | None, backend: str) -> Subject:
-    own = op.name if isinstance(op, Operation) else getattr(op, "_qualname", None)
-    name = str(own or getattr(op, "__name__", op))
-    reference = op.reference if isinstance(op, Operation) and reference is None else reference
+    own = op if isinstance(op, Operation) else None
+    name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
+    names = [repr(p) for p in own.parameters] if own else [f"number {i + 1}" for i in range(len(inputs))]
+    reference = reference or (own and own.reference)
     if reference is None:
         raise ValueError(f"{name}: there is nothing to compare it with; give reference=")
     if not any(isinstance(x, Tensor) for x in inputs):
         raise ValueError(f"{name}: the inputs have no tensor; give a sequence of its arguments")
-    if isinstance(op, Operation) and len(inputs) != len(op.parameters):
-        raise ValueError(f"{name}: {len(inputs)} inputs for {len(op.parameters)} parameters; give each its own")
-    return Subject(name, op, reference, inputs, backend)
+    if len(inputs) != len(names):
+        raise ValueError(f"{name}: {len(inputs)} inputs for {len(names)} parameters; give each its own")
+    case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
+    case = case.changed({name: x.detach().clone() for name, x in case.tensors.items()})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # what falls back is tried on purpose
+        for row in ROWS:
+            report.checks.append(_attempt(row, case, [c.name for c in report.failures()]))
+    report.times.extend(_times(case, seconds) if seconds and not report.failures() else ())
+    print_table(f"ops.check of {name}", ["", "", ""], report.checks)
+    if report.times:
+        lines = [[t.form, *map(format_seconds, t[1:]), f"{t.operation / t.reference:.2f}"] for t in report.times]
+        print_table("\ntime of a call", ["", "reference", "operation", "ratio"], lines)
+    for failure in report.failures():
+        raise ValueError(f"{name}: {failure.name}: {failure.detail}")
+    return report
 
 
-def _run(name: str, subject: Subject) -> Check:
+def _attempt(row: str, given: "Case", wrong: Sequence[str]) -> Check:
+    """Try all cases of a row until one is wrong; in dtypes that were wrong as given nothing else is tried."""
+    (cases, modes), case = ROWS[row], given
+    found: list[Any] = ["there is no such input"]
     try:
-        if name == "compiled" and (reason := _uncompilable(subject)):
-            raise NotTried(reason)
-        return Check(name, "ok", FAULTS[name](subject))
+        for mode in (mode for mode in modes if mode not in wrong):
+            for case in cases(given.in_mode(mode)):
+                found.append(_compare(case))
     except NotTried as reason:
-        return Check(name, "not tried", str(reason))
+        found.append(str(reason))
     except Exception as error:  # whatever the operation raises is what is to be shown
-        return Check(name, "failed", first_line(error))
+        return Check(row, "failed", f"{case.label}{_line(error)}" + f" ({case.mode})" * (row != case.mode))
+    errors = [each for each in found if isinstance(each, tuple)]
+    if not errors:
+        return Check(row, "ok" if found[-1].startswith("refused") else "not tried", found[-1])
+    off, theirs = (max(each) for each in zip(*errors, strict=True))
+    return Check(row, "ok", f"{plural(len(errors), 'case')}, error {off:.1e}, the reference's {theirs:.1e}")
 
 
-def _uncompilable(subject: Subject) -> str | None:
-    return missing_compiler() if subject.backend == "inductor" and subject.device.type == "cpu" else None
+def _line(error: BaseException) -> str:
+    line = next((line.strip()[:150] for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
-def _times(subject: Subject, seconds: float) -> Iterator[Times]:
-    forms = subject.reference, subject.op
-    yield _race("eager", subject, forms, seconds)
-    if not _uncompilable(subject):
-        torch.compiler.reset()
-        fast = [torch.compile(form, fullgraph=True, backend=subject.backend) for form in forms]
-        yield _race(f"compiled ({subject.backend})", subject, fast, seconds)
+def _incoming(y: Tensor) -> Tensor:
+    """A gradient that is exact in every dtype, and nowhere zero."""
+    return ((torch.arange(y.numel(), device=y.device) % 7 * 2 - 5) / 8).to(y.dtype).view(y.shape)
 
 
-def _race(label: str, subject: Subject, forms: Sequence[Form], seconds: float) -> Times:
-    arguments = subject.arguments()
-    with torch.no_grad():
-        forward = _medians([lambda form=form: form(*arguments) for form in forms], subject.device, seconds)
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-        return Times(label, forward, None)
-    both = [lambda form=form: evaluate(form, arguments) for form in forms]
-    return Times(label, forward, _medians(both, subject.device, seconds))
+@dataclass(frozen=True)
+class Case:
+    """A call of operation and reference, the gradient that comes in and of which outputs, and the surroundings."""
+
+    op: Form
+    reference: Form
+    inputs: dict[str, Any]
+    backend: str
+    mode: str = "float32"
+    label: str = ""
+    gradient: Form = _incoming
+    outputs: str = ""
+    context: Form = nullcontext
+    may_refuse: bool = False
+    wild: bool = False  # numbers are not finite: gradients may be inf for NaN, and 0 times one of these NaN for 0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.inputs.items() if isinstance(x, Tensor)}
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        return {name: x.detach() for name, x in self.tensors.items() if x.is_floating_point()}
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.tensors.items() if x.requires_grad}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def changed(self, tensors: dict[str, Tensor], **more: Any) -> "Case":
+        """With other tensors, which require a gradient where these do."""
+        like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
+        return replace(self, inputs=self.inputs | like, **more)
+
+    def in_mode(self, mode: str) -> "Case":
+        wide = torch.float64 if mode == "float64" and self.device.type != "mps" else torch.float32
+        return self.changed({name: x.to(DTYPES.get(mode, wide)) for name, x in self.floats.items()}, mode=mode)
 
 
-def _medians(calls: Sequence[Form], device: torch.device, seconds: float) -> tuple[float, float]:
-    """The median times of two calls that take turns."""
-    times: list[list[float]] = [[], []]
-    for call in calls:
-        call()
-    end = perf_counter() + 2 * seconds
-    while perf_counter() < end or len(times[1]) < 5:
-        for call, into in zip(calls, times, strict=True):
-            start = perf_counter()
-            call()
-            measure.synchronize(device)
-            into.append(perf_counter() - start)
-    return median(times[0]), median(times[1])
+def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tensor]:
+    """Outputs, and gradients of inputs that require one; raises ValueError if the form writes into anything."""
+    kept = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
+    with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
+        outputs = tree_leaves(form(*c.inputs.values()))
+    results = {f"output {i + 1}": y for i, y in enumerate(outputs)}
+    through = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
+    if c.leaves and through:
+        up, leaves = [c.gradient(y) for y in through], [*c.leaves.values()]
+        kept += [("its output in the backward", y, y.detach().clone()) for y in through]
+        kept += [("the incoming gradient", g, g.clone()) for g in up]
+        gradients = torch.autograd.grad(through, leaves, up, None, create_graph, materialize_grads=True)
+        results |= {f"gradient of {name}": g for name, g in zip(c.leaves, gradients, strict=True)}
+    for name, x, before in kept:
+        if not torch.isclose(x, before, 0, 0, equal_nan=True).all():
+            raise ValueError(f"it writes into {name}; write into a clone")
+    return results
+
+
+def _described(name: str, y: Tensor | None) -> str:
+    return f"no {name}" if y is None else f"{name} {tuple(y.shape)} {str(y.dtype)[6:]}"
+
+
+def _compare(c: Case) -> tuple[float, float] | str:
+    """The errors of operation and reference, or which of them refuses what it may; raises what is wrong."""
+    try:
+        plain = _evaluate(c.reference, c)
+    except Exception as error:
+        return f"the reference refuses it: {_line(error)}"
+    try:
+        own = _evaluate(c.op, c)
+    except Exception as error:
+        if c.may_refuse or c.mode in ("float16", "float64"):
+            return f"{'refused' if c.may_refuse else 'it refuses ' + c.mode}: {_line(error)}"
+        raise
+    for name in own | plain:
+        mine, other = (_described(name, results.get(name)) for results in (own, plain))
+        if mine != other:
+            raise ValueError(f"it returns {mine}; the reference {other}")
+    for name, other in product(c.tensors, own):
+        if other[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[other].untyped_storage()._cdata:
+            raise ValueError(f"it returns its input {name} or a view of it; return a clone")
+    exact = plain
+    with suppress(Exception):  # a reference of one dtype
+        exact = _evaluate(c.reference, c.in_mode("float64"))
+    errors = [(0.0, 0.0, ""), *_errors(own, plain, exact, c.wild)]
+    (off, _, name), theirs = max(errors), max(error for _, error, _ in errors)
+    rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
+    if off > max(SLACK * theirs, ROUNDINGS * rounding):  # the reference may have been exact by chance
+        beside = [c.changed({n: x * (1 + sign * rounding) for n, x in c.floats.items()}) for sign in (-1, 1)]
+        near = [_evaluate(c.reference, case) for case in beside]
+        theirs = max(theirs, min(max(_errors(each, each, exact, True))[0] for each in near))
+        if off > SLACK * theirs:
+            raise ValueError(f"{name}: error {off:.1e}, the reference's {theirs:.1e}")
+    return off, theirs
+
+
+def _errors(own: Any, plain: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
+    """The largest errors of finite numbers in each tensor; raises ValueError if others are not the reference's."""
+    exact = {name: y.detach() for name, y in exact.items()}
+    sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
+    for name, y in ((name, y) for name, y in own.items() if y.numel()):
+        got, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, plain, exact))
+        want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
+        same = want.isfinite() & (got.isfinite() | ~ref.isfinite())
+        same |= torch.isclose(got, want, 0, 0, equal_nan=True) | torch.isclose(got, ref, 0, 0, equal_nan=True)
+        if wild:
+            same |= (want == 0) & got.isnan() | ~want.isfinite() & ~got.isfinite() & name.startswith("gradient")
+        if not same.all():
+            raise ValueError(f"{name} has {float(got[~same][0])}, the reference {float(want[~same][0])}")
+        largest = max(sizes[name], *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
+        off = [(x - want).abs().where(x.isfinite() & want.isfinite(), 0).max() for x in (got, ref)]
+        yield *(float(x) / max(largest or 1.0, 2.0**-120) for x in off), name
+
+
+def _with(get: Form, put: Form, value: Any) -> ExitStack:
+    stack = ExitStack()
+    stack.callback(put, get())
+    put(value)
+    return stack
+
+
+def _choices(c: Case) -> Iterator[Case]:
+    """Each choice of inputs that require a gradient, of outputs that have one, and ways to call it."""
+    for outputs in OUTPUTS:
+        yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
+    for some in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
+        inputs = {name: x.detach().requires_grad_(name in some) for name, x in c.leaves.items()}
+        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(some)} alone: ")
+    double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+    for context in (torch.no_grad, torch.inference_mode, double):
+        yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
+
+
+def _varied(kinds: Form, c: Case) -> Iterator[Case]:
+    """Each input, all of them, and the gradient of outputs, of these kinds."""
+    c = replace(c, wild=kinds is _not_finite)
+    made = {name: dict(kinds(x.detach())) for name, x in c.tensors.items() if x.numel()}
+    for some in [(name,) for name in made] + [tuple(made)] * (kinds is _layouts and len(made) > 1):
+        for kind in made[some[0]]:
+            tensors = {name: made[name].get(kind, c.inputs[name]) for name in some}
+            yield c.changed(tensors, label=f"{kind} {' and '.join(some)}: ")
+    kinds_of_gradient = max(made.values(), key=lambda kinds: len(kinds), default={})
+    for outputs, kind in product(OUTPUTS, kinds_of_gradient) if c.leaves else ():
+        # A layout that the gradient has not, as it has fewer dimensions, is an error of the reference, too.
+        gradient = lambda y, kind=kind: dict(kinds(_incoming(y)))[kind]
+        yield replace(c, gradient=gradient, outputs=outputs, label=f"{kind} the gradient{outputs}: ")
+
+
+def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The same numbers otherwise in memory, among NaN, or the first ones repeated."""
+    nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
+    yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    yield "one number repeated in", x.flatten()[0].expand(x.shape)
+    for d, n in enumerate(x.shape):
+        yield f"a slice in dimension {d} of", torch.cat([nan, x, nan], d).narrow(d, n, n)
+        yield f"every second in dimension {d} of", torch.stack([x, nan], d + 1).select(d + 1, 0)
+        yield f"the first in dimension {d} repeated in", x.narrow(d, 0, 1).expand(x.shape)
+        for e in range(d):
+            y, gap = x.movedim(e, d).contiguous(), nan.movedim(e, d)
+            yield f"dimension {e} at {d} in memory of", y.movedim(d, e)
+            yield f"dimension {e} at {d} in a slice of", torch.cat([y, gap], -1)[..., : y.shape[-1]].movedim(d, e)
+
+
+def _not_finite(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    n, values = x.numel(), (math.nan, math.inf, -math.inf) if x.is_floating_point() else ()
+    for value, place in product(values, (n // 2, n - 1)):
+        at = torch.arange(n, device=x.device).view(x.shape) == place
+        yield f"{value} as number {place} of", torch.where(at, value, x)
+
+
+def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if x.is_floating_point():
+        yield "whole numbers in", x.round()
+        # Squares of large numbers overflow; GPUs may flush subnormal ones.
+        for factor in (0, 1 / 128, 128, 2.0**66, *([2.0**-129] if x.device.type == "cpu" else ())):
+            yield f"{factor:.2g} times", x * factor
+
+
+def _sizes(c: Case) -> Iterator[Case]:
+    """Dimensions of one length, in all inputs, are of another one; memory that is not written is NaN."""
+    if c.device.type != "cpu" and len(c.floats) < len(c.tensors):
+        raise NotTried("an index out of bounds ends the process on this device")
+    nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
+    for lengths, dims in (((0,), 1), ((0, 1, 3, 7, 17, 33, 257), None), ((1031, 4099), 1)):
+        known = {n for x in [*c.tensors.values()][:dims] for n in x.shape[:dims] if n}
+        for size, n in product(sorted(known), lengths):
+            resized = {name: _resized(x, size, n, dims) for name, x in c.tensors.items()}
+            if sum(x.numel() for x in resized.values()) < 2**20:
+                label, may_refuse = f"{n} in place of {size}: ", lengths != (0,)
+                yield c.changed(resized, label=label, context=nan, may_refuse=may_refuse)
+
+
+def _resized(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
+    for d in (d for d, n in enumerate(x.shape[:dims]) if n == size):
+        x = x.index_select(d, torch.arange(to, device=x.device) % size)
+    return x
+
+
+def _gradcheck(c: Case) -> Iterator[Case]:
+    """Gradients are the derivatives by differences, which need float64 inside."""
+    found = _compare(c)
+    if isinstance(found, str) or found[0] > 1e-9 or not c.leaves:
+        raise NotTried(found if isinstance(found, str) else "no gradient, or computed in float32")
+    form = lambda *arguments: tuple(y for y in tree_leaves(c.op(*arguments)) if y.is_floating_point())
+    fast = sum(x.numel() for x in c.leaves.values()) > 100
+    torch.autograd.gradcheck(form, [*c.inputs.values()], fast_mode=fast, nondet_tol=1e-5)
+    yield c
+
+
+def _backward(c: Case) -> Iterator[Case]:
+    """Gradients of a handwritten backward fit their inputs, before autograd sums or casts them."""
+    yield c
+    made = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
+    function: Any = made[0].grad_fn if made else None
+    if hasattr(function, "needs_input_grad"):
+        gradients = compress(tree_leaves(function.apply(*map(_incoming, made))), function.needs_input_grad)
+        nodes = [getattr(node, "variable", None) for node, _ in function.next_functions if node]
+        for (name, x), (node, got) in product(c.leaves.items(), zip(nodes, gradients, strict=False)):
+            told = [_described(name, y) for y in (got, x)]
+            if x is node and got is not None and told[0] != told[1]:
+                raise ValueError(f"the backward's gradient for {told[0]}, not {told[1]}")
+
+
+def _repeated(c: Case) -> Iterator[Case]:
+    """Other calls between forward and backward, and calls in other threads."""
+    halves = c.changed({name: x / 2 for name, x in c.floats.items()})
+    between = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
+    cases = [replace(case, op=between) for case in (c, halves)] * 4
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(_compare, cases))
+    yield from cases
+
+
+def _second(c: Case) -> Iterator[Case]:
+    """Second derivatives are right or refused."""
+
+    def derivative(form: Form, *arguments: Any) -> list[Tensor]:
+        given = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
+        results = _evaluate(form, given, create_graph=True)
+        # A term of its own, as a loss has others: what has lost its graph is not refused by autograd itself.
+        return [results[f"gradient of {name}"] + x * x for name, x in given.leaves.items()]
+
+    if c.leaves:
+        yield replace(c, op=partial(derivative, c.op), reference=partial(derivative, c.reference), may_refuse=True)
+
+
+def _batched(c: Case) -> Iterator[Case]:
+    """torch.func's vmap gives what it gives of the reference, or is refused."""
+    stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
+    vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
+    yield c.changed(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
+
+
+def _opcheck(c: Case) -> Iterator[Case]:
+    """`torch.library.opcheck`, and fake tensors of each layout, where torch has an operator of it."""
+    operator = getattr(c.op, "operator", c.op)
+    missing = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
+    if missing or not isinstance(operator, CustomOpDef):
+        raise NotTried("torch has no operator of it, or its kernels are missing here")
+    torch.library.opcheck(operator, tuple(c.inputs.values()))
+    for case in chain([c], _varied(_layouts, replace(c, inputs=c.inputs | c.floats))):
+        yield case
+        torch.library.opcheck(operator, tuple(case.inputs.values()), test_utils="test_faketensor")
+
+
+def _compiled(c: Case) -> Iterator[Case]:
+    """torch.compile gives one graph, and what eager calls give."""
+    if c.backend == "inductor" and c.device.type == "cpu" and (reason := missing_compiler()):
+        raise NotTried(reason)
+    torch.compiler.reset()
+    yield replace(c, op=torch.compile(c.op, fullgraph=True, backend=c.backend), reference=c.op)
+
+
+MODES = (*DTYPES, "autocast")
+ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
+    **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
+    "gradcheck": (_gradcheck, ["float64"]),
+    "backward": (_backward, ["float32"]),
+    "NaN": (partial(_varied, _not_finite), MODES),
+    "values": (partial(_varied, _values), MODES[:2]),
+    "sizes": (_sizes, MODES[:2]),
+    "not contiguous": (partial(_varied, _layouts), MODES[:2]),
+    "repeated": (_repeated, ["float32"]),
+    "second derivative": (_second, ["float64"]),
+    "torch.func": (_batched, ["float32"]),
+    "opcheck": (_opcheck, ["float32"]),
+    "compiled": (_compiled, ["float32"]),
+}
+
+
+def _times(c: Case, seconds: float) -> Iterator[Times]:
+    """Calls of the two forms that take turns, without and with their backward."""
+    arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
+
+    def with_backward(form: Form) -> None:
+        through = [y for y in tree_leaves(form(*arguments)) if y.requires_grad]
+        torch.autograd.grad(through, leaves, through, allow_unused=True)
+
+    calls = {"": lambda form: form(*arguments)} | ({", with backward": with_backward} if leaves else {})
+    pairs = {"eager": [c.reference, c.op]}
+    with suppress(NotTried):
+        pairs[f"compiled ({c.backend})"] = [next(_compiled(replace(c, op=form))).op for form in pairs["eager"]]
+    for (name, pair), (label, call) in product(pairs.items(), calls.items()):
+        spent: list[list[float]] = [[], []]
+        end = perf_counter() + 2 * seconds
+        with torch.set_grad_enabled(bool(label)):
+            while perf_counter() < end or len(spent[1]) < 5:
+                for form, into in zip(pair, spent, strict=True):
+                    start = perf_counter()
+                    call(form)
+                    measure.synchronize(c.device)
+                    into.append(perf_counter() - start)
+        yield Times(name + label, *map(median, spent))
