@@ -32,7 +32,7 @@ Form = Callable[..., Any]
 Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
-SLACK, ROUNDINGS, SMALL = 4, 8, 1 / 2
+SLACK, ROUNDINGS, SMALL = 4, 4, 1 / 2
 """An operation may be off by so many times the reference's error, or so many roundings of the largest number of a
 tensor, which counts as at least this part of that of all outputs, or of all gradients."""
 
