@@ -245,6 +245,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DAMAGED)
 def test_an_adapter_that_would_not_be_what_was_trained_is_refused(case, made):
     folder, _ = made
@@ -315,6 +316,7 @@ def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     folder, _ = made
     (tmp_path / "text.txt").write_text("abc def. " * 40)
@@ -336,6 +338,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     assert checkpoint.load(tmp_path / "out").architecture.changes == ()
 
 
+@pytest.mark.slow
 def test_the_structure_is_the_same_in_another_process(made):
     folder, _ = made
     code = f"from dunes import checkpoint; checkpoint.load({str(folder)!r})"
@@ -363,6 +366,7 @@ ANOTHER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ANOTHER)
 def test_verbs_refuse_another_base_in_another_dtype_unless_told_to_take_it(verb, made, capsys):
     folder, _ = made

@@ -133,6 +133,7 @@ def test_keys_and_values_are_a_cache():
     assert len([a for a in cached if a.size > 64]) == 2 * len(model.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [1, 9_000])
 def test_memory_of_a_long_prompt_is_bounded(held):
     tokens, width = 16_384, 32
@@ -152,6 +153,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", [train_allocations, inference_allocations])
@@ -167,6 +169,7 @@ def test_what_is_foreseen_is_what_is_seen(family, shape, work):
     assert said.by("kind", "owner", "phase") == seen.by("kind", "owner", "phase")
 
 
+@pytest.mark.slow
 def test_checkpointing_takes_less_memory_for_the_same_gradients():
     subject = of_shape("arcee", 600_000, 64)
     plain, other = subject.model(), subject.model()

@@ -44,6 +44,7 @@ def size_for(machine=MACHINE, text=STDLIB, **changes):
     return parse_size(choose_size(config, text, machine)[0].size)
 
 
+@pytest.mark.slow
 def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
     sizes = [size_for(minutes=m) for m in (1, 3, 15, 60, 600)]
     assert sizes == sorted(sizes)
@@ -74,6 +75,7 @@ def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     assert autosize_run(whole, STDLIB, resumed=True) == (whole, [])
 
 
+@pytest.mark.slow
 def test_a_run_whose_options_are_all_given_is_like_the_one_that_chose_them(monkeypatch):
     monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
     asked = TrainConfig(sources=(), steps=5000, complete=True, dtype="float32", threads=1)
@@ -90,6 +92,7 @@ def test_more_threads_than_any_machine_uses_are_refused():
         autosize.with_hardware(TrainConfig(sources=(), threads=40_000))
 
 
+@pytest.mark.slow
 def test_what_is_open_is_chosen_and_explained(monkeypatch):
     monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
     monkeypatch.setattr(autosize, "with_hardware", lambda c: replace(c, dtype="bfloat16", threads=2))
@@ -271,6 +274,7 @@ def test_an_error_of_memory_is_told_from_others():
     assert not measure.out_of_memory(RuntimeError("shapes do not fit"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("complete", "steps", "decay"), [(True, 4000, 0.15), (True, 10, None), (False, 4000, None)]
 )

@@ -220,6 +220,7 @@ def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
     return run.bench(name, request, 2, out, least=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(benchmarks.BENCHMARKS))
 def test_every_benchmark_runs_on_a_folder_and_its_rows_are_read_back(name, model_folder, tmp_path):
     reads = {"batch": "batches", "context-length": "contexts", "dtype": "dtypes"}
@@ -320,6 +321,7 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
     assert len(rows.read_rows(tmp_path / "out.jsonl")) == 2
 
 
+@pytest.mark.slow
 def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)
     with pytest.raises(ValueError, match=r"this needs about \S+ GB and 1 MB are free"):
@@ -551,6 +553,7 @@ def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
         plot.bars([{"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}], "t")
 
 
+@pytest.mark.slow
 def test_where_time_and_memory_go_can_be_drawn(tmp_path):
     subject = of_shape("arcee", 20_000, 32)
     setting = Setting(2, 32, "float32", 1)
@@ -635,6 +638,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_status_2():
     line = [sys.executable, "-m", "dunes", "bench", "compare", "a.jsonl", "b.jsonl"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200)

@@ -85,6 +85,7 @@ def train(model, new):
         assert all(p.grad.abs().sum() > 0 for p in learning if p.dim())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pair", [p for p in PAIRS if p not in REFUSED])
 def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
     model, architecture = changed(*pair)

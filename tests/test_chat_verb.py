@@ -372,6 +372,7 @@ def dunes(*arguments, text=None):
     return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
 
 
+@pytest.mark.slow
 def test_the_verb_answers_once_or_line_by_line(three):
     want = alone(three / "one")
     once = dunes("chat", three / "one", "ab", "--temperature", 0, "--max-tokens", 12)
@@ -383,6 +384,7 @@ def test_the_verb_answers_once_or_line_by_line(three):
     assert lines.stdout == f"{alone(three / 'two')}\n\n{want}\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_has_a_conversation(three):
     there, here = pty.openpty()
     line = [sys.executable, "-m", "dunes", "chat", str(three / "base"), "--adapter", str(three / "one")]

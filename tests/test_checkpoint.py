@@ -475,6 +475,7 @@ def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, 
         checkpoint.save_state(tmp_path, 2, {"weights": weights})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
 def test_storing_in_a_thread_starts_no_team_of_threads_there(tmp_path):
     """A second team in the process makes training 40 % slower for as long as it lives."""

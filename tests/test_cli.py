@@ -73,6 +73,7 @@ def test_verbs_that_generate_keep_freed_memory(begin, monkeypatch):
     assert kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [("generate",), ("chat", "hi"), ("complete", f"{__file__}:5:3")])
 def test_text_begins_without_modules_that_are_slow_to_import(verb, tmp_path):
     """Beyond those of torch itself: compilers, and what only longer work needs."""
@@ -130,6 +131,7 @@ def test_importing_the_package_is_light():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -157,6 +159,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "options", "flags"),
     [

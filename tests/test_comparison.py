@@ -43,6 +43,7 @@ def run(programs, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
     augment.quantize(str(run), tmp_path / "int8", kind="int8")
     printed = capsys.readouterr().out

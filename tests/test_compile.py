@@ -71,11 +71,13 @@ def assert_forward_compiles(model, backend, **options):
             assert (compiled(ids) - model(ids)).abs().max() <= LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_of_every_family_is_one_graph(family):
     assert_compiles(build(family), "aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_forward_of_every_family_is_one_graph(family):
     torch.compiler.reset()
@@ -108,6 +110,7 @@ def test_a_compiled_model_trains_with_its_loss_in_the_graph():
     assert losses[0][2][0] < losses[0][0][0]
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_counts_the_load_that_moves_the_selection_bias():
     torch.compiler.reset()
     biases = []
@@ -121,6 +124,7 @@ def test_a_compiled_loss_counts_the_load_that_moves_the_selection_bias():
     assert biases[0].abs().max() >= 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor's own imports
 def test_inductor_gives_what_eager_gives():
@@ -160,6 +164,7 @@ def test_texts_of_other_lengths_need_no_other_graph():
             assert_close(differentiate(model, compiled, ids), differentiate(model, loss, ids))
 
 
+@pytest.mark.slow
 def test_packed_documents_are_one_graph():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, -1], [*range(12)]])
     targets = tokens(2, 12).where(positions >= 0, cross_entropy.IGNORE)
@@ -184,6 +189,7 @@ def test_adapters_on_a_quantized_base_are_one_graph(kind):
     assert_forward_compiles(model, "aot_eager")
 
 
+@pytest.mark.slow
 def test_experts_in_int8_are_one_graph_though_nobody_knows_their_rows():
     torch.compiler.reset()
     model = build("mixtral")

@@ -78,6 +78,7 @@ def eager(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_compiled_run_trains_as_an_eager_one(eager, tmp_path, soon):
     assert "compiling the loss in the first step" in trained(tmp_path / "run")
     assert changes(tmp_path / "run") == [(0, True)]
@@ -100,6 +101,7 @@ def stopped_and_resumed(tmp_path, soon):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
     soon.setattr(module, "COMPILING", 1e9)
     assert "compiling" not in trained(tmp_path / "auto")
@@ -110,6 +112,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
         trained(tmp_path / "none", compile="on")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_eager_last_stays_so(tmp_path, soon):
     with soon.context() as patch:
         stopping_at(6, patch)
@@ -124,6 +127,7 @@ def test_a_run_that_was_eager_last_stays_so(tmp_path, soon):
     assert changes(tmp_path / "run") == [(0, True), (6, False)]
 
 
+@pytest.mark.slow
 def test_a_finished_run_compiles_nothing_when_it_is_resumed(tmp_path, soon):
     trained(tmp_path / "run")
     assert "compiling" not in trained(tmp_path / "run", resume=True)
@@ -156,6 +160,7 @@ def failing(loss, backend):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -120,6 +120,7 @@ CUTS = [
 # suggestions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_suggestion_is_the_same_whatever_was_asked_before(width):
     texts, chance = [("a.py", CODE), ("other.py", OTHER)], random.Random(0)
@@ -134,6 +135,7 @@ def test_a_suggestion_is_the_same_whatever_was_asked_before(width):
     assert len({s.text for s in fresh}) > 3, "different places have different suggestions"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_line_typed_key_by_key_has_the_suggestions_of_a_new_engine(width):
     """Also inside words and behind mistakes, with a file that changes meanwhile; it needs fewer forwards."""
@@ -714,6 +716,7 @@ def test_a_texts_probabilities_need_no_more_memory_than_a_window():
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     engine = engine_of([("a.py", CODE)])
     _, facts = fit_mixture(engine, [("c.py", CODE), ("b.py", CODE)], 4000)
@@ -742,6 +745,7 @@ def test_records_without_names_are_copied_from():
     assert copied.text == "beta"
 
 
+@pytest.mark.slow
 def test_a_long_text_is_not_sorted_anew_for_each_line():
     text = FileTokenizer(BPE, True).tokenize("x = 1\n" * 2_000, "a.py")
     sources, calls = engine_of().sources([], [], ""), []
@@ -788,6 +792,7 @@ def test_many_short_texts_have_a_few_places_and_lines_each():
     assert sum(len(lines) for _, lines in typed) == 7
 
 
+@pytest.mark.slow
 def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
     engine = engine_of([("a.py", CODE)])
     texts = [(f"{n}.py", CODE[n * 40 : n * 40 + 200]) for n in range(4)]
@@ -988,6 +993,7 @@ def checkpoint_test_files(run):
     return split_documents(json.loads((run / "dunes.json").read_text())).test
 
 
+@pytest.mark.slow
 def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     run = tmp_path / "run"
     out = train_to(run, programs, vocab_size=330)
@@ -1029,6 +1035,7 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert read_gate(run) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worse", [True, False])
 def test_a_model_that_is_worse_than_copying_does_not_complete(worse, programs, tmp_path, capsys, monkeypatch):
     right = completion_fit.right_by_line
@@ -1048,6 +1055,7 @@ def test_a_model_that_is_worse_than_copying_does_not_complete(worse, programs, t
     assert (completer.complete(before) == copied) == worse
 
 
+@pytest.mark.slow
 def test_copying_alone_knows_open_files_and_has_options(programs, tmp_path, monkeypatch):
     train_to(tmp_path / "run", programs, vocab_size=330)
     completer = FolderCompleter(tmp_path / "run")
@@ -1091,6 +1099,7 @@ class Says:
         return Suggestion(self.rests.get(before.rpartition("\n")[2], ""), 0.5, 0.5)
 
 
+@pytest.mark.slow
 def test_a_refused_run_leaves_no_index_and_a_refused_resume_the_old_one(programs, tmp_path):
     run = tmp_path / "run"
     with pytest.raises(ValueError, match="lr"):
@@ -1122,6 +1131,7 @@ def test_what_cannot_be_completed_is_refused_in_one_line(programs, tmp_path, sto
         verbs.complete(run)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_file_copies_from_its_beginning_and_fits_on_its_end(programs, tmp_path, monkeypatch):
     file, run = tmp_path / "one.py", tmp_path / "run"
     file.write_text("".join(p.read_text() for p in sorted(programs.rglob("*.py"))))

@@ -283,6 +283,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(tmp_path):
     theirs("llama", tmp_path / "hf")
     before = digests(tmp_path / "hf")
@@ -367,6 +368,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 @pytest.mark.parametrize(
     ("tied", "dtype", "copies"), [(False, "bfloat16", 1), (True, "bfloat16", 1), (True, "float32", 3)]

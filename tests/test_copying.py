@@ -555,6 +555,7 @@ def fresh_logits(model, text):
         return model(torch.tensor([text]))[0, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_remembered_logits_are_those_of_the_model(family):
     """Random texts that go on from earlier ones, asked for singly, side by side and with what may follow."""

@@ -979,6 +979,7 @@ def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
     assert size - 1 - len(targets) < 2 * length
 
 
+@pytest.mark.slow
 @many(15)
 @given(text=texts, seed=st.integers(0, 100))
 def test_every_token_is_met_in_some_epoch(text, seed):

@@ -62,6 +62,7 @@ def all_logits(model):
     return torch.cat([model(IDS), *cached], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_are_equal_bit_for_bit_with_and_without_a_cache_and_so_is_what_is_given_back(family, dtype):
@@ -290,6 +291,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_new_blocks_alone(folders, co
     undo_folder(tmp_path / "c", tmp_path / "base", "expand")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
     rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]

@@ -130,6 +130,7 @@ def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
         undo_folder(tmp_path / "dense", tmp_path / "no", "experts")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", ["lora", "lora-experts"])
 def test_expanded_split_adapted_and_quantized(adapters, tmp_path):
     model = dense(hidden=96)

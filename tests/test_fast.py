@@ -102,6 +102,7 @@ def assert_same(a, b):
     assert [g["lr"] for g in trainer.optimizer.param_groups] == [g["lr"] for g in other.optimizer.param_groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_unit_is_the_plain_loop(optimizer, no_inductor):
     options = {"optimizer": optimizer, "steps": 14, "clip": 0.5, "lr_scale": lambda step: 1 / (1 + 0.1 * step)}
@@ -127,6 +128,7 @@ def scored(model, batch):
     return total, torch.tensor(len(y)), {"right": ((scores.argmax(1) == y).sum(), torch.tensor(len(y)))}
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing(no_inductor):
     options = {"loss": scored, "optimizer": "momentum", "steps": 32}
     ours = run("fast", **options)

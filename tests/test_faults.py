@@ -129,6 +129,7 @@ def failing(monkeypatch, number, error):
     monkeypatch.setattr(Path, "write_text", counted(Path.write_text))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), *(OSError(n, os.strerror(n)) for n in ERRORS)], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crash_or_a_failure_at_any_call_of_a_save_leaves_the_old_or_the_new(kind, error, tmp_path, monkeypatch):
@@ -235,6 +236,7 @@ class Disk:
                 self.write(names, files, inode, folder / place[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("losses", [100, pytest.param(500, marks=pytest.mark.slow)])
@@ -313,6 +315,7 @@ def test_damage_names_the_file_and_a_state_of_another_format_is_refused(stored):
         checkpoint.load_state(old)
 
 
+@pytest.mark.slow
 def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monkeypatch):
     """The writer is several times slower than the steps."""
     config, real = toy(code, steps=5000), checkpoint.save_state

@@ -135,6 +135,7 @@ def test_a_trained_tokenizer_never_reads_a_sentinel_in_text():
         assert not set(ids) & {tokenizer.token_id(name) for name in SPECIAL}
 
 
+@pytest.mark.slow
 def test_half_of_the_windows_have_their_suffix_first(arranged):
     forms = [rejoin(r, t)[0] == "" for t, _, r in arranged if is_arranged(t, r)]
     assert abs(np.mean(forms) - 0.5) < 5 * 0.5 / math.sqrt(len(forms)) + 0.005  # a prefix may be empty
@@ -449,6 +450,7 @@ def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
 # Whole runs
 
 
+@pytest.mark.slow
 def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     folder = tmp_path / "run"
     show, out = display()

@@ -150,6 +150,7 @@ def test_a_form_of_its_own_gets_no_adapter_and_is_not_evaluated_first(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", pytest.param("qlora", marks=pytest.mark.slow)])
 def test_products_in_bfloat16(method, base, examples, tmp_path):
     finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
@@ -172,6 +173,7 @@ def test_a_half_base_learns_in_float32_like_its_float32_copy(base, examples, tmp
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     ["lora", "qlora", "full", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pissa", "lora-experts"))],
@@ -266,6 +268,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
         checkpoint.load(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
@@ -350,6 +353,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
 
 
+@pytest.mark.slow
 def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
     """A mean of means over unequal parts would."""
     for at_once in (4, 2, 1):
@@ -428,6 +432,7 @@ def chats(path, weights, size=1):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 60])
 def test_examples_without_targets_are_not_for_validation(size, base, tmp_path):
     """As an answer that is excluded, or that begins beyond the context; in a dry run as well."""
@@ -511,6 +516,7 @@ def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tok
     assert {p.dtype for p in after.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "arcee"])
 def test_other_families(family, tokenizer, examples, tmp_path):
     base = base_in(tmp_path / "base", tokenizer, family, context=160)
@@ -520,6 +526,7 @@ def test_other_families(family, tokenizer, examples, tmp_path):
     assert card["measured"]["loss"] < card["measured"]["before"]
 
 
+@pytest.mark.slow
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
     assert "warning: the base model was trained on 16 tokens" in finetuned(
@@ -535,6 +542,7 @@ def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_
         finetune(asked(learnt, examples, context_length=64), tmp_path / "no", display()[0])
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
     folder = tmp_path / "run"
     out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
@@ -573,6 +581,7 @@ def test_what_another_base_could_is_not_taken_for_this_one_s(base, examples, tmp
     assert json.loads((tmp_path / "run" / "state" / "baseline.json").read_text()) | TIMED == right | TIMED
 
 
+@pytest.mark.slow
 def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path, monkeypatch):
     config = asked(base, examples, forgetting_data=(str(code),), steps=12)
     with monkeypatch.context() as patch:
@@ -656,6 +665,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book, examples, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -730,6 +740,7 @@ def ready(base, examples, **changes):
     return FinetuneData.read(asked(base, examples, **changes), display()[0]).complete(display()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", pytest.param("dora", marks=pytest.mark.slow)])
 def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     """To the byte, but for activations: without numbers padding cannot be left out."""
@@ -816,6 +827,7 @@ def test_what_is_chosen(base, examples):
     assert ready(base, examples, steps=None, batch=0).config.steps > 0
 
 
+@pytest.mark.slow
 def test_the_verb(base, examples, tmp_path):
     command = [sys.executable, "-m", "dunes", "finetune", base, "--data", examples, "--out", tmp_path / "run"]
     how: dict = {"capture_output": True, "text": True, "env": os.environ | {"OMP_NUM_THREADS": "1"}}

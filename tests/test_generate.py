@@ -54,6 +54,7 @@ def greedy(model, prompt, max_tokens):
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(model):
     want = [greedy(model, p, 20) for p in PROMPTS]
     assert [[t.id for t in generate(model, p, max_tokens=20, context_length=CONTEXT)] for p in PROMPTS] == want
@@ -98,6 +99,7 @@ def test_logprobs_are_the_models_own(model):
         assert token.logprob == pytest.approx(float(want), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_context_goes_on_from_its_last_half(model):
     text = [t.id for t in generate(model, [1], max_tokens=100, context_length=CONTEXT)]
     assert len(text) == 100
@@ -141,6 +143,7 @@ def windowed(window):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_a_row_crosses_the_context_when_its_own_text_does(family):
     model = made(family)
@@ -174,6 +177,7 @@ def test_the_smallest_contexts(context, monkeypatch):
     assert together(model, PROMPTS, max_tokens=9) == alone(model, PROMPTS, max_tokens=9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_parts_of_ones_own_write_what_the_full_forward_does(name):

@@ -171,6 +171,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, mon
     assert not list(tmp_path.glob("x*"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_file_and_one_line(tmp_path, tokenizer):
     checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
     (folder := tmp_path / "out").mkdir()
@@ -448,6 +449,7 @@ def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monk
         checkpoint.load_with_tokenizer(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
     (home := tmp_path / "home").mkdir()
@@ -714,6 +716,7 @@ DAMAGED = {  # a key, what becomes of its value, and what is said
 DAMAGES = [(key, i) for key, cases in DAMAGED.items() for i in range(len(cases))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "i"), DAMAGES)
 def test_a_damaged_vocabulary_is_named_by_key_and_id(key, i, tmp_path, monkeypatch, capfd):
     fields, (damage, reason) = form._fields, DAMAGED[key][i]

@@ -82,6 +82,7 @@ def plain_loop(model, optimizer, scheduler, scale):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [lambda step: 1.0, lambda step: 1 / (2 + step)], ids=["alone", "scaled"])
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -387,6 +387,7 @@ def mutant(chance, whole):
     return pack(table, data)
 
 
+@pytest.mark.slow
 def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     path, chance = tmp_path / "x", random.Random(0)
     made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}

@@ -393,6 +393,7 @@ def test_one_form_of_the_weights_is_wanted(wanted, unwanted):
     assert list(hub.select_files(dict.fromkeys([*unwanted, *wanted], 1), "org/tiny")) == wanted
 
 
+@pytest.mark.slow
 def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(site, tmp_path):
     code = "import sys; from dunes.checkpoint import hub; print(hub.locate_model(sys.argv[1]).folder)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}

@@ -113,6 +113,7 @@ def test_b_learns_first_and_both_afterwards(family, kind):
                     p -= 0.01 * p.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few_bits", [None, "int8", "nf4"])
 def test_training_moves_only_the_adapter_and_keeps_no_copy_of_the_base(few_bits):
     model = build("mixtral").train()

@@ -257,6 +257,7 @@ def test_a_single_expert_is_plain_lora_bit_for_bit(router):
     assert torch.equal(adapter(x, base(x), base), lora(x, base(x), base)), "the probability is 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_training_moves_experts_and_routers_alone(quantized, router):
@@ -310,6 +311,7 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out(router):
     assert abs(again[2]["balance"][0] - metrics["balance"][0]) < 1e-5 * metrics["balance"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_saved_and_loaded_as_it_is(tmp_path, dtype, router):

@@ -181,6 +181,7 @@ def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
         assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
 
 
+@pytest.mark.slow
 def test_the_verb(tmp_path):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")

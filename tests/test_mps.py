@@ -17,6 +17,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, **environment)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="Apple's GPU is here")
 def test_without_apples_gpu_one_line_says_so():
     done = run()
@@ -24,6 +25,7 @@ def test_without_apples_gpu_one_line_says_so():
     assert done.stderr == "error: PyTorch finds no GPU of Apple's here; --device cpu runs the same code\n"
 
 
+@pytest.mark.slow
 def test_a_silent_fallback_to_the_cpu_is_refused(monkeypatch):
     monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     done = run("--device", "cpu")

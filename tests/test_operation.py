@@ -492,6 +492,7 @@ def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
     assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous", "sizes"}
 
 
+@pytest.mark.slow
 def test_attention_of_documents_passes_in_eager_calls(capsys):
     token, starts = torch.arange(64), torch.tensor([0] * 40 + [40] * 24)
     seen = (token <= token[:, None]) & (token >= starts[:, None])

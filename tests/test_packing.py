@@ -429,6 +429,7 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
 # Parts of one's own, which may mix tokens
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 @pytest.mark.parametrize("how", [loss.next_token, nats])
 @pytest.mark.parametrize("in_rows", [True, False])

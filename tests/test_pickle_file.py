@@ -302,6 +302,7 @@ def test_a_program_is_refused_and_not_executed(tmp_path, name, wrap):
         assert name.split(".")[0] in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_the_same_program_is_harmful_to_an_ordinary_unpickler(tmp_path, name):
     canary, path = tmp_path / "canary", tmp_path / "x.pkl"

@@ -63,6 +63,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "score", [Score(6.0, 3, 4), Score(math.nan, 3, 4), Score(math.inf, 3, 4), Score(0.0, 3, 0)]
 )

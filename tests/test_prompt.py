@@ -22,6 +22,7 @@ from dunes.train import Trainer, muon, next_token
 ROOMS = {path.parent.name for path in Path(dunes.__file__).parent.glob("*/__init__.py")}
 
 
+@pytest.mark.slow
 def test_dir_lists_the_rooms_and_imports_none():
     assert set(dir(dunes)) >= ROOMS - {"cli"}
     script = "import sys, dunes; dir(dunes); assert 'torch' not in sys.modules; print(dunes.text.__name__)"

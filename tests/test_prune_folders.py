@@ -129,6 +129,7 @@ def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, 
     assert_same_zeros(pruned, tmp_path / "more")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "dora"))]
 )

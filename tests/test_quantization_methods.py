@@ -213,6 +213,7 @@ def moved(family, fields, **request):
     return ((model(IDS) - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
 def test_models_of_all_families_move_least_by_gptq(family, fields):
     """Logits on the calibration text; on other text and trained models see the slow tests."""

@@ -85,6 +85,7 @@ def check(reads, k, v, format, lost=0):
             assert torch.equal(got, expected(x[row], p, axis, format, lost)), (row, p, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("cuts", [[LENGTH], [1] * LENGTH, [7, 1, 30, 2, 30], [LENGTH - 1, 1]], ids=len)
 def test_what_is_read_depends_on_the_position_alone(format, cuts):
@@ -132,6 +133,7 @@ def go_on(cache, k, v, format, lost=0, widths=(1, 2, 3)):
         check(put(cache, *new), k, v, format, lost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("length", [57, 60])
 def test_a_short_rollback_leaves_no_trace(format, length):
@@ -149,6 +151,7 @@ def test_a_short_rollback_leaves_no_trace(format, length):
         assert cache.length.tolist() == kept, "a fork is a copy"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_after_a_long_rollback_codes_are_read_instead_of_whole_tokens(format):
     old, new, again = (random(2, 1, HEADS, LENGTH, 8, seed=seed) for seed in range(3))

@@ -106,6 +106,7 @@ def test_expand(code, tmp_path, capsys):
     assert (tmp_path / "run-restored" / weights).read_bytes() == (tmp_path / "base" / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_lora_experts(tmp_path, capsys):
     rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -123,6 +124,7 @@ def test_lora_experts(tmp_path, capsys):
     assert all(torch.equal(state[n], t) for n, t in before.state_dict().items())
 
 
+@pytest.mark.slow
 def test_llama_moe_recovers(tmp_path, capsys):
     text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
     (tmp_path / "play.txt").write_text(text)
@@ -146,6 +148,7 @@ def test_llama_moe_recovers(tmp_path, capsys):
     assert [*rates] == [("new=5",), ()]
 
 
+@pytest.mark.slow
 def test_prune_recovers_and_the_zeros_stay(tmp_path, capsys):
     (tmp_path / "play.txt").write_text(
         "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
@@ -170,6 +173,7 @@ def test_mixtral_tiny(tmp_path, capsys):
     assert mixture.selection_bias.abs().max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "optimizer", "loss"),
     [
@@ -240,6 +244,7 @@ def test_the_docs_lines_run(words, tmp_path, monkeypatch):
     assert ended.value.code == 0
 
 
+@pytest.mark.slow
 def test_own_parts_learn_to_add(tmp_path):
     assert recipe("own_parts").main(out=tmp_path / "kept") > 0.9
 

@@ -91,6 +91,7 @@ def changed(model, name):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [*FAMILIES, *OWN])
 def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model):
     start = OWN[model][0]() if model in OWN else family(model)

@@ -91,6 +91,7 @@ def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypa
     assert scalar_metrics({"metrics": [1]}) == scalar_metrics({}) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, code, tmp_path):
@@ -134,6 +135,7 @@ def stopping_at(step, monkeypatch):
     monkeypatch.setattr(loop_module, "_log_step", note)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
@@ -160,6 +162,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
         assert (straight / name).read_bytes() == (halves / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["files", "tails"])
 def test_separate_documents_are_scored_as_they_are_trained_and_resumed_exactly(split, code, tmp_path, monkeypatch):
     config = toy(code, split=split, context_length=128, separate_documents=True, complete=False)
@@ -208,6 +211,7 @@ def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     monkeypatch.setattr(run_module, "CLOSING", 0.1)
@@ -222,6 +226,7 @@ def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, monkeypatch):
     assert rates[-1] < 0.1
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch):
     """Two sessions of one run by the clock, which counts looks."""
     monkeypatch.setattr(run_module, "CLOSING", 0.1)
@@ -297,6 +302,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert "is not a folder" in refused(toy(code), tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
     folder = tmp_path / "run"
     train(toy(code, steps=10), folder, display()[0])
@@ -422,6 +428,7 @@ def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
     assert checkpoint.load(tmp_path / "run").tokenizer.vocab == 300
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     holds = "from pathlib import Path; from dunes.runs.run import run_lock; import sys, time\n"
     holds += "with run_lock(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
@@ -733,6 +740,7 @@ def started(code, folder):
     return process
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_path):
     folder: Path = tmp_path / "run"
     process = started(code, folder)
@@ -747,6 +755,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
     assert run_module.checkpoint.latest_state(folder, told.append) is None or not told
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_and_goes_on(code, tmp_path):
     folder: Path = tmp_path / "run"
     process = started(code, folder)
@@ -764,6 +773,7 @@ def test_sigusr1_saves_and_goes_on(code, tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     folder: Path = tmp_path / "run"
     process = started(code, folder)
@@ -777,6 +787,7 @@ def test_sigterm_saves_and_says_how_to_go_on(code, tmp_path):
     assert (folder / "loss.png").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -243,6 +243,7 @@ def mixed_requests():
     return [TextRequest(PROMPTS[i % 6], max_tokens=3 + i % 11, logprobs=0, **settings[i % 3]) for i in range(64)]
 
 
+@pytest.mark.slow
 def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
     monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)  # prompts are read in pieces
     monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
@@ -658,6 +659,7 @@ def test_this_machines_names_are_answered(port):
     assert ask(port, "/health", headers={"Origin": "null"})[0] == 403
 
 
+@pytest.mark.slow
 def test_a_key_is_required_where_one_is_set(run):
     process, port = started(run, "--no-follow", env={"DUNES_API_KEY": "secret"})
     assert ask(port, "/v1/models")[0] == 401
@@ -713,6 +715,7 @@ def test_json_has_no_spaces_and_no_nan():
     assert compact({"a": [1.5, float("nan")], "b": "x y"}) == b'{"a":[1.5,null],"b":"x y"}'
 
 
+@pytest.mark.slow
 def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path):
     def refused(*args, env=None):
         command = [sys.executable, "-m", "dunes", "serve", *map(str, args)]
@@ -753,6 +756,7 @@ def eventually(check, seconds=20.0):
     return False
 
 
+@pytest.mark.slow
 def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(tmp_path):
     folder = write_programs(tmp_path / "programs")
     out = tmp_path / "run"
@@ -812,6 +816,7 @@ def test_requests_are_plain_data():
     assert replace(LineRequest("a"), after="b") == LineRequest("a", "b")
 
 
+@pytest.mark.slow
 def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, monkeypatch):
     from dunes.cli import verbs
     from dunes.serve.client import complete_by_server, socket_file
@@ -860,6 +865,7 @@ def test_a_server_leaves_the_socket_of_the_one_that_followed_it(run, tmp_path):
     assert not socket_file(run).exists()
 
 
+@pytest.mark.slow
 def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  # noqa: F811
     adapters = ["--adapter", three / "one", "--adapter", three / "two"]
     process, port = started(three / "base", *adapters, "--no-follow")
@@ -935,6 +941,7 @@ def shown_by(running, before):
     return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
 
 
+@pytest.mark.slow
 def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
     out, _ = copied
     said = []
@@ -968,6 +975,7 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
         running.close()
 
 
+@pytest.mark.slow
 def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(follow, "PERIOD", 0.3)
     out, folder = copied
@@ -1029,6 +1037,7 @@ def test_open_files_that_change_together_are_all_copied_from(running):
     assert "thing" not in shown_by(running, "x = call_of_open_blue_")
 
 
+@pytest.mark.slow
 def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
     monkeypatch.setattr("dunes.serve.follow.MOST", 400_000)  # a quarter of it at a look
     out, folder = copied

@@ -692,6 +692,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_index_is_refused(bad, two):
     change, why = BAD[bad]
@@ -877,6 +878,7 @@ def made(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 @linux
 def test_bad_configs_take_little_memory(made, tmp_path):
     folder = made("llama")

@@ -72,6 +72,7 @@ def assert_same(got, want):
         assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
     model, propose, draw = tiny(), PROPOSERS[name](), random.Random(0)
@@ -120,6 +121,7 @@ def oracle(ids, prompt, wrong_at=10**9, count=6):
     return propose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_it_crosses_the_context_where_the_plain_text_does(family):
     model = made(family)
@@ -131,6 +133,7 @@ def test_it_crosses_the_context_where_the_plain_text_does(family):
         assert cache.forwards < 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 16, 30])
 @pytest.mark.parametrize("window", [5, 20])
 def test_a_rolling_cache_drops_what_was_not_accepted(window, count):
@@ -263,6 +266,7 @@ def test_of_tied_logits_greedy_takes_the_same():
         assert_same(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "look-up", "draft", "its own draft"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 3}])
 def test_the_drawn_distribution_is_the_models(name, settings):

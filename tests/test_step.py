@@ -104,6 +104,7 @@ MODELS = {
 WITHOUT_TEXTS = ("window", "mixtral")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int8", "int4", "int3", "nf4"])
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
@@ -208,6 +209,7 @@ def assert_equal_tokens(left, right):
         assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
 
 
+@pytest.mark.slow
 @AHEAD
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("window", [None, 8])
@@ -489,6 +491,7 @@ def test_the_beginning_of_a_text_is_read_at_once(length, monkeypatch):
 READ = CompiledStep.read_text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, FEW])
 def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
@@ -496,6 +499,7 @@ def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
     export_step(Step(model), example_cache(model), tokens=tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
@@ -994,6 +998,7 @@ def test_a_zero_row_of_the_embedding_can_be_compiled(monkeypatch, tmp_path):
     assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
 
 
+@pytest.mark.slow
 def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     warnings.simplefilter("ignore")

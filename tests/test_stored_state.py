@@ -369,6 +369,7 @@ def dry(config, folder, **how):
     return out.getvalue()
 
 
+@pytest.mark.slow
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
     machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: machine)

@@ -52,6 +52,7 @@ def many(examples):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 @many(4000)
 @given(text=any_text)
@@ -61,6 +62,7 @@ def test_every_text_comes_back_from_its_ids(kind, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
 @many(1000)
 @given(text=mixed)

@@ -60,6 +60,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 @pytest.mark.parametrize("kind", MODELS)
 def test_texts_go_on_from_one_another_as_from_nothing(kind):

@@ -100,6 +100,7 @@ def changed(base, folder, *kinds, **options):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "trainable"),
     [

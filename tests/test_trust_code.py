@@ -114,6 +114,7 @@ def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, cap
     assert "--trust-code" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--trust-code"]])
 def test_a_language_server_imports_by_a_card_only_with_the_option(options, kept, tmp_path):
     (tmp_path / "stranger.py").write_text(SOURCE)

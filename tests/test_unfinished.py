@@ -72,6 +72,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_the_folder_has_the_tensors_of_the_change_in_memory(made, form):
     loaded = checkpoint.load(made / "model")
@@ -99,6 +100,7 @@ def killed(folder, form, out, files):
     make(folder, form, out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [1, DEPTH + 1, DEPTH + 2])
 def test_a_killed_change_looks_unfinished_and_the_same_command_gives_the_same_bytes(made, tmp_path, files):
     """After a block, after the head, and after the file of the model, which is not yet in its place."""
@@ -170,6 +172,7 @@ def fill_disk(patch, folder, number):
     patch.setattr(io, "open", limited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "step"), [("int8", 1), ("sparsegpt", 3)])
 def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(made, tmp_path, monkeypatch, form, step):
     """Of blocks, the model, the card and the picture; the same command succeeds afterwards."""
@@ -229,6 +232,7 @@ def test_two_processes_do_not_make_one_folder(made, tmp_path, monkeypatch):
     assert contents(out) == contents(whole(made, "gptq"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux alone lists mappings")
 @pytest.mark.parametrize("form", ["int8", "gptq", "sparsegpt"])
 def test_no_block_stays_in_memory(made, tmp_path, monkeypatch, form):
