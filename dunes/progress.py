@@ -21,6 +21,12 @@ EVERY = 10.0
 """Seconds between plain lines."""
 KNOWN, UNKNOWN_SECONDS = 0.01, 2.0
 """The share and the seconds of the work before which the time left is not known."""
+T = TypeVar("T")
+Show = Callable[[str, float], object]
+"""Called with a description of the current step and the share of the work that is done."""
+_listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
+WIDTH = 240
+"""Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
 
 
 def _console() -> "Console":
@@ -95,13 +101,6 @@ class Display:
         self.console.print(text, soft_wrap=True)
 
 
-T = TypeVar("T")
-Show = Callable[[str, float], object]
-"""Called with a description of the current step and the share of the work that is done."""
-
-_listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
-
-
 @contextmanager
 def step(show: Show, what: str, start: float, end: float) -> Iterator[None]:
     """Show a step from `start` to `end` of the work, and the share of it that loops inside report."""
@@ -144,10 +143,6 @@ def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator
     for item in items:
         yield item
         report(1)
-
-
-WIDTH = 240
-"""Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
 
 
 def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

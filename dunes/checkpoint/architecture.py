@@ -36,6 +36,8 @@ from dunes.parts import Decoder
 from dunes.tree.summary import module_rows
 
 Build: TypeAlias = Callable[..., nn.Module]
+NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -305,10 +307,6 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     return (
         a.shape == b.shape and a.dtype == b.dtype and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
     )
-
-
-NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
-OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
 
 
 def is_ours(name: str) -> bool:

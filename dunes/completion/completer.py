@@ -33,6 +33,10 @@ from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource
 from dunes.generate.packages import step_source
 
+LONGEST = 128
+"""Bytes before the cursor of which a match is searched."""
+_REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
+
 
 class FolderCompleter(CompletionEngine):
     """The completer of a model folder, with what its training left for the evaluation."""
@@ -176,11 +180,6 @@ def find_completer(
         why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
         line(f"the model {why}; copying from the training files alone")
     return completer
-
-
-LONGEST = 128
-"""Bytes before the cursor of which a match is searched."""
-_REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
 class CopyNearest:

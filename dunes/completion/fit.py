@@ -42,6 +42,7 @@ LEAST = 8
 """Lines on which copying has to be better before the model is left out."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """The shares of shown suggestions to be accepted, for which thresholds are fitted."""
+RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,6 @@ def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int
         chosen = sample_lines(name, text, file_lines(text), count=each)
         typed.append((FileSuggestions(completer, name, text), chosen))
     return typed
-
-
-RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)

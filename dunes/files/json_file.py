@@ -21,6 +21,7 @@ _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "tit
 """Keys of what servers send in place of a file."""
 MAX_ITEMS = 2_000_000
 """Commas and brackets: each may be an object, which takes twenty times its size in the file."""
+Warn = Callable[[str], object]
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
@@ -63,9 +64,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
         raise ValueError(f"the key {twice[:80]!r} occurs twice")
     return content
-
-
-Warn = Callable[[str], object]
 
 
 def append_text(path: Path, text: str) -> None:

@@ -34,6 +34,7 @@ LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
 """Token counts are padded to a multiple of this where possible."""
+Recorded = dict[Any, list[Tensor]]
 
 
 class Block(nn.Module):
@@ -266,9 +267,6 @@ def cache_for(
 
 
 # Shapes: N tokens.
-
-
-Recorded = dict[Any, list[Tensor]]
 
 
 @contextmanager

@@ -12,6 +12,10 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from dunes.text import library
 
+SPACE = "▁"
+FIRST_TOKEN = -1
+"""All spaces of the first token are stripped, as by the Metaspace decoder."""
+
 
 def _bytes_to_chars() -> dict[int, str]:
     """The printable character that byte-level BPE writes for each byte, by GPT-2's rule."""
@@ -68,10 +72,6 @@ def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = Non
         make = partial(processors.TemplateProcessing, single=single, pair=pair, special_tokens=special)
         inner.post_processor = library.call(f"the token before each text, {library.shown(begin)}", make)
 
-
-SPACE = "▁"
-FIRST_TOKEN = -1
-"""All spaces of the first token are stripped, as by the Metaspace decoder."""
 
 # sentencepiece writes U+FFFD for each invalid byte, Python one for several.
 codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "start", 0) + 1))

@@ -56,6 +56,17 @@ INSTRUCTIONS = re.compile(
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
 """Of what Linux lists of an x86 processor, that for which compilers write instructions; all of it on others."""
+Tables = Mapping[str, NDArray[np.int64] | NDArray[np.uint8]]
+NO_CHARACTER = -1
+"""Stands for all characters without an id."""
+_PLAIN_BPE = {
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 
 
 def export_native(
@@ -285,19 +296,6 @@ def checksum(file: Path) -> str:
                 mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
             total += int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
     return f"{total % 2**64:016x}"
-
-
-Tables = Mapping[str, NDArray[np.int64] | NDArray[np.uint8]]
-NO_CHARACTER = -1
-"""Stands for all characters without an id."""
-_PLAIN_BPE = {
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
 
 
 def encoding_tables(tokenizer: Tokenizer) -> Tables | None:

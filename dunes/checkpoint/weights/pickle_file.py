@@ -43,6 +43,10 @@ Name = tuple[str, str]
 # The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
 # calls.
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
+_LOCAL = Struct("<4s5H3I2H")
+_END = b"PK\5\6"
+_FLAGS = 0x0808  # sizes that follow the data, and names in UTF-8; the other flags change the format
+_DIRECTORY = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -360,12 +364,6 @@ _STAND_INS: dict[Name, object] = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
 }
-
-
-_LOCAL = Struct("<4s5H3I2H")
-_END = b"PK\5\6"
-_FLAGS = 0x0808  # sizes that follow the data, and names in UTF-8; the other flags change the format
-_DIRECTORY = 32 << 20
 
 
 class _Bounded:
