@@ -206,6 +206,8 @@ def _move(folder: Path) -> None:
     _remove_old(folder, ready)
     with staging_folder(ready) as links:
         for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
+            if file.name == CARD:  # on the disk after all that it lists
+                atomic.fsync_path(folder)
             _place(file, links / file.name, folder / file.name)
     atomic.fsync_path(folder)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
