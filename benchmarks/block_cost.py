@@ -15,6 +15,7 @@ from typing import Any
 import dunes.augment.calibrate as calibration
 from dunes import measure
 from dunes.augment import CHANGES
+from dunes.augment.changes import decide_change
 from dunes.models import llama
 from dunes.parts import Decoder
 
@@ -44,7 +45,7 @@ def main(widths: str = "512,1024,2048,4096", sequences: str = "128", tokens: str
 def _row(method: str, width: int, ids: Tensor) -> str:
     name, request = REQUESTS[method]
     model, entry, cpu = _model(width), CHANGES[name], torch.device("cpu")
-    change = entry.decide(model, ids=ids, **request)
+    change = decide_change(model, name, ids=ids, **request)
     seconds.update(forward=0.0, gram=0.0)
     before, start = measure.reset_peak_memory(cpu), time.perf_counter()
     next(entry.solve(model, change, ids))  # the first of two blocks, whose outputs are computed

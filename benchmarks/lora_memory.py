@@ -15,8 +15,8 @@ from typing import Any
 
 from dunes import measure, tree
 from dunes.augment import lora
-from dunes.augment.quantize import decide as decide_quantized
-from dunes.augment.quantize import shape as shape_quantized
+from dunes.augment.changes import decide_change
+from dunes.augment.quantization import shape as shape_quantized
 from dunes.bench.subject import of_folder, of_shape
 from dunes.measure import Allocations
 from dunes.models import llama
@@ -39,9 +39,9 @@ def build_trained(build: Callable[[], Decoder], method: str, rank: int) -> Decod
     """The model as the method trains it, without reading or initialising values."""
     model = build_with_dtype(torch.float32 if method == "full" else torch.bfloat16, build)
     if method == "QLoRA":
-        shape_quantized(model, decide_quantized(model, kind="nf4", double=True))
+        shape_quantized(model, decide_change(model, "quantize", kind="nf4", double=True))
     if method != "full":
-        note = lora.decide(model, rank=rank)
+        note = decide_change(model, "lora", rank=rank)
         lora.shape(model, note)
         lora.set_adapter(model, note.request["adapter"])
         tree.freeze(model, ["**", *(f"!{new}" for new in note.new)])

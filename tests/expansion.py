@@ -10,7 +10,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import Adapted, Change
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantization import Quantized
 
 VERSION = 1
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import display, toy
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
-from dunes.augment.quantize import NF4
+from dunes.augment.quantization import NF4
 from dunes.bench import benchmarks, plot, rows, run, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from adapters import IDS
 from dunes import checkpoint
 from dunes.augment import quantize
-from dunes.augment.quantize import NF4
+from dunes.augment.quantization import NF4
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*tokenizer is None"),

@@ -10,10 +10,9 @@ from typing import get_args
 import pytest
 
 from dunes import checkpoint, measure
-from dunes.augment import experts, lora_experts
 from dunes.bench.subject import of_shape
-from dunes.cli import augment, verbs
 from dunes.cli import main as command
+from dunes.cli import verbs
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.sampling import SamplingOptions
@@ -99,9 +98,6 @@ def test_the_choices_of_flags_are_those_of_the_code():
     assert get_args(train_config.Tokenization) == KINDS
     assert get_args(config.Device) == DEVICES
     assert set(get_args(finetune_config.Method)) == set(METHODS)
-    for name in ("Split", "Gate", "Scale"):
-        assert getattr(augment, name) == getattr(experts, name)
-    assert augment.Router == lora_experts.Router
     assert set(get_args(finetune_config.TemplateName)) == set(TEMPLATES)
 
 

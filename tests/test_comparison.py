@@ -11,6 +11,7 @@ import torch
 
 from conftest import display
 from dunes import checkpoint
+from dunes.augment.options import Quantize
 from dunes.child_process import python_command
 from dunes.cli import augment
 from dunes.data import PackedText
@@ -45,7 +46,7 @@ def run(programs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
-    augment.quantize(str(run), tmp_path / "int8", kind="int8")
+    augment.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
     printed = capsys.readouterr().out
     card = json.loads((tmp_path / "int8" / "dunes.json").read_text())
     compared = card["comparison"]
@@ -86,13 +87,13 @@ def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsy
     card = json.loads((tmp_path / "copy" / "dunes.json").read_text())
     card["trained"]["sources"] = [str(tmp_path / "moved")]
     (tmp_path / "copy" / "dunes.json").write_text(json.dumps(card))
-    augment.quantize(str(tmp_path / "copy"), tmp_path / "int8", kind="int8")
+    augment.COMMANDS["quantize"](str(tmp_path / "copy"), tmp_path / "int8", quantize=Quantize(kind="int8"))
     assert "pass --validation FILE" in capsys.readouterr().out
 
 
 def test_a_result_is_written_where_measuring_fails(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison.sys, "executable", "false")
-    augment.quantize(str(run), tmp_path / "int8", kind="int8")
+    augment.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
     assert f"not measured: {run}: exit status 1" in capsys.readouterr().out
     assert checkpoint.load(tmp_path / "int8").architecture.changes
     assert not (tmp_path / "int8" / "comparison.png").exists()
@@ -184,7 +185,7 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
-    augment.quantize(str(run), tmp_path / "in 4 bits", kind="int4", method="rtn")
+    augment.COMMANDS["quantize"](str(run), tmp_path / "in 4 bits", quantize=Quantize(kind="int4", method="rtn"))
     printed = capsys.readouterr()
     assert calls == ["threads"]
     assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())

@@ -440,5 +440,5 @@ def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "after is 1, 7; this model's blocks are 0 to 2" in done.stderr
     with pytest.raises(ValueError, match="cannot undo expand: it was never made; its changes: none"):
-        commands.expand(str(tmp_path / "base"), tmp_path / "x", undo=True)
+        commands.COMMANDS["expand"](str(tmp_path / "base"), tmp_path / "x", undo=True)
     assert not (tmp_path / "x").exists()

@@ -14,8 +14,9 @@ from torch import nn
 from adapters import IDS, build, difference
 from dunes import checkpoint
 from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
+from dunes.augment.changes import decide_change
 from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
-from dunes.augment.quantize import Int8, decide, describe, shape
+from dunes.augment.quantization import Int8, describe, shape
 from dunes.augment.quantized import Grid, Steps
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
@@ -51,7 +52,7 @@ def between_codes(steps):
 
 def of_before(model, kind, method, **request):
     """Quantize the model, and record a method that is no more: hqq solved for real zero points."""
-    change = decide(model, kind=kind, **request)
+    change = decide_change(model, "quantize", kind=kind, **request)
     change = replace(change, request={**change.request, "method": method})
     weights = {name: model.get_submodule(name).weight.detach() for name in change.places}
     repeat_structure(model, change)
@@ -314,7 +315,7 @@ def test_changes_of_several_kinds_follow_each_other():
         ({"kind": "int4", "double": True}, "double only with nf4"),
         ({"kind": "int4", "group": -1}, "group is -1; expected"),
         ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
-        ({"kind": "int4", "ids": IDS}, "method is 'rtn'; calibration text goes with"),
+        ({"kind": "int4", "method": "rtn", "ids": IDS}, "method is 'rtn'; calibration text goes with"),
         ({"kind": "int4", "where": "**.router"}, "selects nothing"),
         ({"kind": "int4", "override": ["blocks.7.**=int8"]}, "selects nothing"),
     ],

@@ -24,6 +24,7 @@ from dunes.augment import (
     unmerge,
 )
 from dunes.augment.adapted import Adapter, LoraConfig, dense
+from dunes.augment.changes import decide_change
 from dunes.models import llama, mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
@@ -147,7 +148,7 @@ def test_ranks_follow_the_last_glob_and_names_stay():
     assert ranks["blocks.0.mlp.experts.3.down"] == 2
     assert "blocks.0.attn.k" not in ranks
     assert "blocks.0.mlp.router" in ranks, "asked for"
-    assert "blocks.0.mlp.router" not in lora.decide(build("mixtral")).places
+    assert "blocks.0.mlp.router" not in decide_change(build("mixtral"), "lora").places
     state = model.state_dict()
     assert state["blocks.0.attn.q.adapters.default.A"].shape == (8, 32)
     assert state["blocks.0.attn.q.adapters.default.B"].shape == (32, 8)
@@ -341,7 +342,7 @@ def test_head_and_embedding_when_asked():
     assert (count, torch.allclose(total, loss)) == (number, True)
     assert max(merge(model).errors.values()) < 1e-5
     assert difference(model(IDS), after) < 1e-5
-    assert "embed.token" not in lora.decide(model, where="**").places, "not by a star"
+    assert "embed.token" not in decide_change(model, "lora", where=["**"]).places, "not by a star"
     with pytest.raises(ValueError, match=r"embed.token: the embedding is tied to the head"):
         attach(build("gpt2"), where=["embed.token"], rank=2)
     gpt = build("gpt2")

@@ -25,7 +25,8 @@ from dunes.augment import (
 )
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
-from dunes.augment.quantize import Quantized
+from dunes.augment.options import LoraExperts
+from dunes.augment.quantization import Quantized
 from dunes.checkpoint.export import export
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.cli import augment as commands
@@ -443,7 +444,8 @@ def test_experts_of_a_mixture_get_them_without_balance():
 
 def test_the_commands_take_a_router(tmp_path):
     checkpoint.save(build(), tmp_path / "base", None, 32)
-    commands.lora_experts(str(tmp_path / "base"), tmp_path / "out", router="mlp", experts=3, rank=2)
+    options = LoraExperts(router="mlp", experts=3, rank=2)
+    commands.COMMANDS["lora-experts"](str(tmp_path / "base"), tmp_path / "out", lora_experts=options)
     change = checkpoint.load(tmp_path / "out").architecture.changes[-1]
     assert (change.request["router"], change.request["experts"], change.request["rank"]) == ("mlp", 3, 2)
     model, config = build(), FinetuneConfig(method="lora-experts", router="shared", experts=3, rank=2)

@@ -12,7 +12,7 @@ from adapters import difference, trained
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
-from dunes.augment.quantize import Quantized
+from dunes.augment.quantization import Quantized
 from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits

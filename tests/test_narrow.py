@@ -7,6 +7,7 @@ import torch
 
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repeat_structure
+from dunes.augment.changes import decide_change
 from dunes.augment.narrow import block_influence, importances
 from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
@@ -123,11 +124,11 @@ def test_what_does_nothing_goes_first():
     model.blocks[0].mlp.down.weight.data[:, 5:] *= 1e-6
     model.blocks[2].attn.out.weight.data[:, :16] *= 1e-6
     assert int(block_influence(model, LONG).argmin()) == 1
-    change = CHANGES["narrow"].decide(model, ids=LONG, heads=2, neurons=5, blocks=2)
+    change = decide_change(model, "narrow", ids=LONG, heads=2, neurons=5, blocks=2)
     assert change.places["blocks"] == {"blocks": [0, 2], "of": 3}
     assert change.places["blocks.0.mlp"]["neurons"] == [0, 1, 2, 3, 4]
     assert change.places["blocks.2.attn"] == {"groups": [1], "of": 2}
-    uneven = CHANGES["narrow"].decide(model, ids=LONG, neurons=34, uneven=True)
+    uneven = decide_change(model, "narrow", ids=LONG, neurons=34, uneven=True)
     sizes = [len(uneven.places.get(f"blocks.{i}.mlp", {"neurons": range(96)})["neurons"]) for i in range(3)]
     print(sizes)
     assert sizes == [5, 1, 96]
@@ -150,6 +151,7 @@ def test_folders(tmp_path):
 
 
 def test_the_verb(tmp_path, capsys, monkeypatch):
+    from dunes.augment.options import Narrow
     from dunes.cli import augment
     from dunes.text import Tokenizer
 
@@ -158,9 +160,8 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, 32)
     checkpoint.save(initialise(FAMILIES["llama"].build(config)), tmp_path / "base", tokenizer, 32)
     (tmp_path / "text").write_text("What is less of it is more.\n" * 99)
-    augment.narrow(
-        str(tmp_path / "base"), tmp_path / "out", neurons=40, blocks=1, calibration=(str(tmp_path / "text"),)
-    )
+    options, text = Narrow(neurons=40, blocks=1), (str(tmp_path / "text"),)
+    augment.COMMANDS["narrow"](str(tmp_path / "base"), tmp_path / "out", narrow=options, calibration=text)
     printed = capsys.readouterr().out
     print(printed)
     assert "keeps 40 neurons of each layer and 1 block" in printed
@@ -211,7 +212,7 @@ def test_other_layers_and_damaged_records_are_refused():
     for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
         with pytest.raises(ValueError, match="expected a plain linear layer: merge adapters"):
             apply_change(other, "narrow", ids=LONG, **options)
-    change = CHANGES["narrow"].decide(model_of(), ids=LONG, neurons=8)
+    change = decide_change(model_of(), "narrow", ids=LONG, neurons=8)
     record = change.record()
     for kept in (
         {"neurons": [3, 1], "of": 96},

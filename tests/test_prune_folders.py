@@ -10,8 +10,10 @@ import torch
 from conftest import display
 from dunes import checkpoint, tree
 from dunes.augment.masked import masked_places
+from dunes.augment.options import Prune
 from dunes.checkpoint.export import export
-from dunes.cli import augment, verbs
+from dunes.cli import verbs
+from dunes.cli.augment import COMMANDS
 from dunes.evaluate.score import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.train import train
@@ -21,6 +23,8 @@ from test_runs import stopping_at
 
 __all__ = ["base", "examples", "tokenizer"]  # fixtures
 IDS = torch.arange(60)[None]
+
+prune = COMMANDS["prune"]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,7 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
     without_measuring(monkeypatch)
     text = str(pruned.parent / "text.txt")
     out, no = tmp_path / "out", tmp_path / "no"
-    augment.prune(str(base), out, pattern="2:4", calibration=(text,))
+    prune(str(base), out, prune=Prune(pattern="2:4"), calibration=(text,))
     printed = capsys.readouterr().out
     assert "50.0% of " in printed
     assert "(sparsegpt, 2:4)" in printed
@@ -75,14 +79,14 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
     assert (out / "model.safetensors").read_bytes() == (pruned / "model.safetensors").read_bytes()
     verbs.convert(out, tmp_path / "plain")
     assert (tmp_path / "plain" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
-    augment.prune(str(base), tmp_path / "magnitude", method="magnitude")
-    for options, message in (
-        ({}, "does not record its training text; pass one with --calibration FILE"),
-        ({"method": "magnitude", "calibration": (text,)}, "--method magnitude reads no text; omit --calibration"),
-        ({"pattern": "2:3", "calibration": (text,)}, "block is 128; expected a multiple of 3"),
+    prune(str(base), tmp_path / "magnitude", prune=Prune(method="magnitude"))
+    for options, calibration, message in (
+        ({}, (), "does not record its training text; pass one with --calibration FILE"),
+        ({"method": "magnitude"}, (text,), "with these options prune reads no text; omit --calibration"),
+        ({"pattern": "2:3"}, (text,), "block is 128; expected a multiple of 3"),
     ):
         with pytest.raises(ValueError, match=message):
-            augment.prune(str(base), no, **options)
+            prune(str(base), no, prune=Prune(**options), calibration=calibration)
     assert not no.exists()
 
 
@@ -108,7 +112,7 @@ def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_
     with pytest.raises(ValueError, match=asked):
         quantize_folder(folder, tmp_path / "out", **small, method="gptq")
     with pytest.raises(ValueError, match=asked):
-        augment.prune(str(folder), tmp_path / "out")
+        prune(str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     lines = quantize_folder(folder, tmp_path / "gptq", **small, calibration=[text])
     assert lines[-1] == "method gptq, which reads the calibration text; --method rtn reads none"

@@ -10,9 +10,10 @@ from adapters import difference
 from dunes import tree
 from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.calibrate import Gram, calibrate_blocks
+from dunes.augment.changes import decide_change
 from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.group_int import GroupInt
-from dunes.augment.quantize import NF4, Int8, decide, describe
+from dunes.augment.quantization import NF4, Int8, describe
 from dunes.augment.quantized import Grid
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -133,13 +134,13 @@ def test_choices_that_do_not_go_together_change_nothing(request_, message):
 def test_methods_of_before_are_refused_with_those_that_there_are(kind, method):
     for ids in ({}, {"ids": IDS}):
         with pytest.raises(ValueError, match=f"kind {kind} has no method '{method}'; expected rtn, gptq$"):
-            decide(model_of(), kind=kind, method=method, **ids)
+            decide_change(model_of(), "quantize", kind=kind, method=method, **ids)
 
 
 @pytest.mark.parametrize("kind", [{"kind": "int8"}, {"kind": "int4", "override": ["blocks.0.**=int8"]}])
 def test_a_record_of_layers_that_round_their_inputs_is_refused_with_the_remedy(kind):
     model = model_of()
-    change = decide(model, **kind)
+    change = decide_change(model, "quantize", **kind)
     record = change.record() | {"version": 4, "request": {**change.request, "activations": "int8"}}
     message = "round their inputs to int8 .--activations.*: quantize the dense model again with --kind int8$"
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from torch import nn
 
 from adapters import IDS, build, difference
 from dunes.augment import Change, quantize
-from dunes.augment.quantize import NF4, Int8, codebook, encode, shape
+from dunes.augment.quantization import NF4, Int8, codebook, encode, shape
 from dunes.models import llama
 
 with warnings.catch_warnings():

@@ -4,10 +4,13 @@ import pytest
 
 from dunes import checkpoint
 from dunes.augment.group_int import GroupInt
-from dunes.cli import augment
+from dunes.augment.options import Quantize
+from dunes.cli.augment import COMMANDS
 from test_finetune import base, tokenizer
 
 __all__ = ["base", "tokenizer"]  # fixtures
+
+quantize = COMMANDS["quantize"]
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +22,8 @@ def text(tmp_path_factory):
 
 def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *_, **__: "not measured")
-    augment.quantize(
-        str(base), tmp_path / "gptq", kind="int4", calibration=(text,), override=("blocks.0.**=int8",)
-    )
+    options = Quantize(kind="int4", override=("blocks.0.**=int8",))
+    quantize(str(base), tmp_path / "gptq", quantize=options, calibration=(text,))
     lines = capsys.readouterr().out.splitlines()
     assert "method gptq, which reads the calibration text; --method rtn reads none" in lines
     assert "int4 in groups of 64, by GPTQ; int8 at 7 places" in lines
@@ -30,7 +32,7 @@ def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_pat
     assert loaded.architecture.changes[0].request["method"] == "gptq"
     for kind, told in (("int3", "int3 in groups of 32, rounded to nearest"), ("int8", "int8, rounded to nearest")):
         group = 32 if kind == "int3" else None
-        augment.quantize(str(base), tmp_path / kind, kind=kind, group=group)
+        quantize(str(base), tmp_path / kind, quantize=Quantize(kind=kind, group=group))
         lines = capsys.readouterr().out.splitlines()
         assert told in lines
         assert not any(line.startswith("method") for line in lines)
@@ -47,8 +49,7 @@ def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_pat
     ],
 )
 def test_what_means_nothing_is_refused_with_nothing_written(base, text, tmp_path, options, message):
-    if options.pop("calibration", False):
-        options["calibration"] = (text,)
+    calibration = (text,) if options.pop("calibration", False) else ()
     with pytest.raises(ValueError, match=message):
-        augment.quantize(str(base), tmp_path / "out", **options)
+        quantize(str(base), tmp_path / "out", quantize=Quantize(**options), calibration=calibration)
     assert not (tmp_path / "out").exists()

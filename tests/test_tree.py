@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dunes import tree
-from dunes.augment.quantize import Int8
+from dunes.augment.quantization import Int8
 from dunes.models import mixtral, qwen3
 
 

@@ -17,7 +17,7 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
-from dunes.augment.changes import make_change
+from dunes.augment.changes import decide_change, make_change
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.evaluate import comparison
 from dunes.evaluate.score import calibration_ids
@@ -293,7 +293,7 @@ def test_a_part_is_packed_before_the_next_block_is_solved_for(made):
     """In memory, too: no more than one block is dense and changed."""
     loaded = checkpoint.load(made / "model")
     entry, seen = CHANGES["quantize"], []
-    change = entry.decide(loaded.model, kind="int8")
+    change = decide_change(loaded.model, "quantize", kind="int8")
     original = entry.solve
 
     def solve(model, *arguments):

@@ -1,19 +1,35 @@
-"""Changes to a built model, one file and one entry in CHANGES each, recorded so that a checkpoint repeats them."""
+"""Changes to a built model, one file and one entry in CHANGES each, recorded so that a checkpoint repeats them.
 
-from dunes.augment.adapted import Adapted, Adapter
-from dunes.augment.change import Change
-from dunes.augment.changes import (
-    CHANGES,
-    apply_change,
-    attach,
-    make_change,
-    quantize,
-    repeat_structure,
-    undo_change,
-)
-from dunes.augment.lora import adapter_active, base_model, detach, row_adapters, set_adapter
-from dunes.augment.merge import Merged, merge, unmerge
-from dunes.augment.quantize import dequantize
+torch is loaded when one of these names is first asked for: `augment.options` is read without it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dunes.augment.adapted import Adapted, Adapter
+    from dunes.augment.change import Change
+    from dunes.augment.changes import (
+        CHANGES,
+        apply_change,
+        attach,
+        make_change,
+        quantize,
+        repeat_structure,
+        undo_change,
+    )
+    from dunes.augment.lora import adapter_active, base_model, detach, row_adapters, set_adapter
+    from dunes.augment.merging import Merged, merge, unmerge
+    from dunes.augment.quantization import dequantize
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        files = ("adapted", "change", "changes", "lora", "merging", "quantization")
+        modules = (importlib.import_module(f"{__name__}.{file}") for file in files)
+        return next(getattr(module, name) for module in modules if hasattr(module, name))
+
 
 __all__ = [
     "CHANGES",
@@ -36,3 +52,7 @@ __all__ = [
     "undo_change",
     "unmerge",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

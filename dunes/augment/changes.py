@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-import dunes.augment.quantize as quantization
-from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, routing, upcycle
+from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, quantization, routing, upcycle
 from dunes.augment.change import Change, Part
+from dunes.augment.options import OPTIONS
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 """Entries of a state dict."""
@@ -28,7 +28,8 @@ CHANGES: dict[str, Any] = {
 """The entries by name. Each is a module with
 
 - `VERSION`, which rises when an older record would give another model,
-- `decide(model, **request) -> Change`, which may read weights and run the model, and changes nothing,
+- `decide(model, options) -> Change`, with options of its class in OPTIONS, which may read weights and, with
+  calibration text as `ids`, run the model, and changes nothing,
 - if it is made block by block, `solve(model, change, ids) -> Iterator[Part]`: for each of `change.parts()`
   it changes the weights while they are still dense, as by calibration, and gives the record with what it decided,
   and by place what `fill` needs besides the weights. Each part is shaped and filled before the next is solved for,
@@ -48,14 +49,20 @@ Spill: TypeAlias = Callable[[Tensors], Tensors]
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model, and return the record of the change.
 
-    `request` are arguments of the change's `decide`; the calibration text among them, `ids` (S, T), also goes to
-    its `solve`. `spill` gets the finished parts of a change that is made block by block. Raises ValueError for an
-    invalid request, before anything is changed. A change that is made block by block and stops midway, as by
-    inputs that are not finite, leaves the blocks before changed: load the model again.
+    `request` are the change's options and, for one that reads text, `ids` (S, T). `spill` gets the finished parts
+    of a change that is made block by block. Raises ValueError for invalid options, before anything is changed. A
+    change that is made block by block and stops midway, as by inputs that are not finite, leaves the blocks before
+    changed: load the model again.
     """
     with _naming_parts(model, name):
-        change: Change = CHANGES[name].decide(model, **request)
-        return make_change(model, change, request.get("ids"), spill)
+        return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
+
+
+def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
+    """The record of a change with these options, not yet made. Raises ValueError as `apply_change` does."""
+    text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
+    change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
+    return change
 
 
 @contextmanager
@@ -151,7 +158,7 @@ def _entry(change: Change) -> Any:
 def attach(model: nn.Module, **request: Any) -> Change:
     """Add an untrained adapter to linear layers of the model, and make it active; returns the record.
 
-    `request` are the arguments of `lora.decide`. Nothing is frozen: `change.new` are globs of the new parameters,
+    `request` are the fields of `options.Lora`. Nothing is frozen: `change.new` are globs of the new parameters,
     and `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` leaves only these trainable. Raises
     ValueError for an invalid request, before anything is changed.
     """
@@ -161,7 +168,7 @@ def attach(model: nn.Module, **request: Any) -> Change:
 def quantize(model: nn.Module, **request: Any) -> Change:
     """Quantize linear layers, below their wrappers if they have any; returns the record.
 
-    `request` are the arguments of `quantize.decide`. Raises ValueError for an invalid one, before anything is
-    changed.
+    `request` are `ids` and the fields of `options.Quantize`. Raises ValueError for an invalid one, before anything
+    is changed.
     """
     return apply_change(model, "quantize", **request)

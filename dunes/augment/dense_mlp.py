@@ -15,7 +15,6 @@ from dunes.models.mixture import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 
-MLPS = "blocks.*.mlp"
 ROUTER_STD = 0.02
 """The standard deviation of new routers, as for the matrices of a new model."""
 TOLERANCE, TOKENS = 1e-5, 64

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2401.02415. An entry of CHANGES, see `changes.py`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
@@ -14,6 +14,7 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense, sides
 from dunes.augment.change import Change
 from dunes.augment.masked import unmask_linears
+from dunes.augment.options import Expand
 from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
 from dunes.progress import each
@@ -31,14 +32,12 @@ TOKENS = 8
 """Tokens in each of two rows on which equality is checked."""
 
 
-def decide(model: nn.Module, *, blocks: int | None = None, after: Sequence[int] = ()) -> Change:
+def decide(model: nn.Module, options: Expand) -> Change:
     """The record of the change: the new blocks, each with the block that it copies.
 
-    `blocks` new ones are spread evenly over the blocks `after` which they may stand, counted from 0 (all blocks,
-    if none are given). Without `blocks` there is one for each of `after`, or else for every fourth block. Raises
-    ValueError for a model with other parts, and for blocks that it does not have.
+    Raises ValueError for a model with other parts, and for blocks that it does not have.
     """
-    depth = len(_decoder(model).blocks)
+    depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     _check_dense(model)
     sources = sorted(after) or list(range(depth))
     if sources[0] < 0 or sources[-1] >= depth:
@@ -48,8 +47,9 @@ def decide(model: nn.Module, *, blocks: int | None = None, after: Sequence[int] 
         raise ValueError(f"blocks is {count}; expected 1 or more new blocks")
     copied = [sources[-(-i * len(sources) // count) - 1] for i in range(1, count + 1)]
     places = {f"blocks.{source + i}": {"of": source} for i, source in enumerate(copied, 1)}
-    request = {"blocks": count, "after": list(after)}
-    return Change("expand", VERSION, request, places, tuple(f"{place}.**" for place in places))
+    return Change(
+        "expand", VERSION, {**options.request(), "blocks": count}, places, tuple(f"{place}.**" for place in places)
+    )
 
 
 def _decoder(model: nn.Module) -> Decoder:

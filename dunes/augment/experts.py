@@ -8,7 +8,7 @@ CHANGES, see `changes.py`.
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,45 +17,27 @@ from dunes import tree
 from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
 from dunes.augment.neurons import DECIDED, balanced_clusters, importances, private_neurons, shared_neurons
+from dunes.augment.options import Experts, Gate, Scale, Split
 from dunes.parts.gate import NoisyGate
 from dunes.progress import each
 
 VERSION = 1
 RESTORES = True
-Split = Literal["random", "cluster", "importance"]
-Gate = Literal["linear", "noisy"]
-Scale = Literal["unbiased", "official"]
 
 
-def decide(
-    model: nn.Module,
-    *,
-    ids: Tensor | None = None,
-    experts: int = 8,
-    top_k: int = 2,
-    shared: int = 0,
-    split: Split = "random",
-    gate: Gate = "linear",
-    scale: Scale = "unbiased",
-    balance: float = 0.01,
-    seed: int = 0,
-    where: tree.Where = dense_mlp.MLPS,
-) -> Change:
+def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, and the neurons of each expert, those of shared ones first.
 
-    `split` is random, by balanced k-means over the rows of the gate, or by importance for groups of the sequences
-    of `ids` (S, T): without `shared` experts the groups' most important neurons, of which two experts may have
-    the same; with them, those that most groups want are in the `shared` of the `experts`, which get every token.
-    `gate` is a linear router or LLaMA-MoE's of two layers. What experts add is multiplied by the number of routed
-    experts, which makes the mean over all of them the dense MLP (`unbiased`), or by that over `top_k`
-    (`official`). Raises ValueError for an invalid request.
+    By importance, groups of the sequences of `ids` (S, T) decide: without shared experts the groups' most
+    important neurons, of which two experts may have the same; with them, shared ones get what most groups want.
+    What experts add is multiplied by the number of routed experts, which makes the mean over all of them the dense
+    MLP (`unbiased`), or by that over `top_k` (`official`). Raises ValueError for invalid options.
     """
-    request = {k: v for k, v in locals().items() if k not in ("model", "ids")}
-    request["where"] = [where] if isinstance(where, str) else list(where)
+    request = options.request()
     _check_request(request, ids)
     mlps = dense_mlp.find_mlps(model, request["where"])
     for place, mlp in mlps.items():
-        dense_mlp.require_division(place, mlp.down.in_features, experts, "experts")
+        dense_mlp.require_division(place, mlp.down.in_features, options.experts, "experts")
     neurons = _important(model, mlps, ids, request) if ids is not None else _by_weights(mlps, request)
     places = {place: {"neurons": rows.sort(-1).values.tolist()} for place, rows in neurons.items()}
     return Change("experts", VERSION, request, places, tuple(f"{place}.router.**" for place in places))
@@ -64,8 +46,8 @@ def decide(
 def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
     experts, shared, by_importance = request["experts"], request["shared"], request["split"] == "importance"
     for name, choices in (("split", Split), ("gate", Gate), ("scale", Scale)):
-        if request[name] not in choices.__args__:  # type: ignore[attr-defined]
-            raise ValueError(f"{name} is {request[name]!r}; expected {', '.join(choices.__args__)}")  # type: ignore[attr-defined]
+        if request[name] not in get_args(choices):
+            raise ValueError(f"{name} is {request[name]!r}; expected {', '.join(get_args(choices))}")
     if not 0 <= shared <= max(0, experts - 2) or (shared and not by_importance):
         raise ValueError(
             f"shared is {shared} of {experts} experts, split {request['split']!r}; expected 0, or with "

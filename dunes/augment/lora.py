@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from dunes.augment.adapted import (
     sides,
 )
 from dunes.augment.change import Change, float_dtype, generator
+from dunes.augment.options import NAME as NAME
+from dunes.augment.options import Lora
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 from dunes.progress import each
@@ -32,38 +34,17 @@ from dunes.progress import each
 VERSION = 1
 Settings = Mapping[str, Any]
 Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
-LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""All linear layers of the blocks but routers, whose choice of experts should not change."""
-NAME = "default"
 
 
-def decide(
-    model: nn.Module,
-    *,
-    where: tree.Where = LINEARS,
-    rank: int = 16,
-    alpha: float = 32.0,
-    ranks: Ranks = (),
-    rslora: bool = False,
-    dora: bool = False,
-    init: Literal["lora", "pissa"] = "lora",
-    dropout: float = 0.0,
-    adapter: str = NAME,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> Change:
+def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    `ranks` gives other ranks to globs, in order; the last match wins. An embedding is selected only if `where`
-    names its place in full. `dtype` is the adapter's; the base may have another. The defaults, all linear layers
-    and an alpha of 32 for any rank, are those of https://thinkingmachines.ai/blog/lora/, which also found ten
-    times the learning rate of full finetuning to be best. Raises ValueError, with the place, for an invalid
-    request.
+    Raises ValueError, with the place, for invalid options.
     """
-    request = {k: v for k, v in locals().items() if k != "model"}
-    request["where"] = [where] if isinstance(where, str) else list(where)
-    request["ranks"] = [list(pair) for pair in _pairs(ranks)]
-    change = Change("lora", VERSION, request, adapter_places(model, request), (f"**.adapters.{adapter}.*",))
+    request = options.request()
+    change = Change(
+        "lora", VERSION, request, adapter_places(model, request), (f"**.adapters.{options.adapter}.*",)
+    )
     check(model, change)
     return change
 
@@ -75,12 +56,8 @@ def adapter_places(model: nn.Module, request: Settings) -> dict[str, dict[str, A
     return {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
 
 
-def _pairs(ranks: Ranks) -> Iterable[tuple[str, int]]:
-    return ranks.items() if isinstance(ranks, Mapping) else ranks
-
-
-def _rank(place: str, default: int, ranks: Ranks) -> int:
-    return [default, *(r for glob, r in _pairs(ranks) if tree.matches(glob, place))][-1]
+def _rank(place: str, default: int, ranks: Iterable[tuple[str, int]]) -> int:
+    return [default, *(r for glob, r in ranks if tree.matches(glob, place))][-1]
 
 
 def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:

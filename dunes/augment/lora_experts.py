@@ -9,7 +9,7 @@ MixLoRA https://arxiv.org/abs/2404.15159
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,13 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapter, LoraConfig, is_embedding
 from dunes.augment.change import Change, float_dtype, generator
+from dunes.augment.options import LoraExperts, Router
 from dunes.parts import MLP, Attention, GatedMLP, MoE
 from dunes.parts.moe import choose_experts, load_balance
 
 VERSION = 1
-LINEARS = (*lora.LINEARS, "!**.experts.**")
 """All linear layers of the blocks but routers, and but the experts of a mixture."""
 ROUTER_DEVIATION = 0.02
-Router = Literal["linear", "shared", "mlp"]
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
 """Modules whose linear layers can share a router: they call them in the order in which they hold them."""
@@ -165,39 +164,15 @@ class OutputExperts(ExpertAdapter):
         return self.high((low * shares.to(low.dtype)[..., None]).sum(-3))
 
 
-def decide(
-    model: nn.Module,
-    *,
-    where: tree.Where = LINEARS,
-    router: Router = "linear",
-    experts: int = 8,
-    top_k: int = 2,
-    rank: int = 16,
-    alpha: float = 32.0,
-    ranks: lora.Ranks = (),
-    dropout: float = 0.0,
-    balance: float = 0.001,
-    adapter: str = lora.NAME,
-    seed: int = 0,
-    dtype: str = "float32",
-) -> Change:
+def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    `top_k` of the `experts` compute a token; all of them is a dense mixture, and a single expert is plain LoRA,
-    without a router. `rank` is that of each expert; `ranks` and `where` are those of `lora.decide`.
-
-    `router`: each linear layer has its own ("linear"); those of an attention or an MLP share one, which reads the
-    input of the first of them ("shared"); or an expert is a whole MLP, of the frozen matrices and a low-rank pair
-    for each, while other layers get plain LoRA ("mlp").
-
-    Raises ValueError, with the place, for an invalid request, for an embedding, and for a `balance` above 0 inside
+    Raises ValueError, with the place, for invalid options, for an embedding, and for a `balance` above 0 inside
     the experts of a mixture, where padding is not known.
     """
-    request = {k: v for k, v in locals().items() if k != "model"}
-    request["where"] = [where] if isinstance(where, str) else list(where)
-    request["ranks"] = [list(pair) for pair in (ranks.items() if isinstance(ranks, Mapping) else ranks)]
+    request = options.request()
     places = lora.adapter_places(model, request)
-    change = Change("lora-experts", VERSION, request, places, (f"**.adapters.{adapter}.*",))
+    change = Change("lora-experts", VERSION, request, places, (f"**.adapters.{options.adapter}.*",))
     check(model, change)
     return change
 

@@ -19,6 +19,7 @@ from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change
 from dunes.augment.masked import MaskedLinear
+from dunes.augment.options import Narrow
 from dunes.ops.experts import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
 from dunes.progress import each
@@ -39,23 +40,13 @@ PARTS: dict[str, Any] = {
 """The classes of what has the units."""
 
 
-def decide(
-    model: nn.Module,
-    *,
-    ids: Tensor | None = None,
-    heads: int | None = None,
-    neurons: int | None = None,
-    experts: int | None = None,
-    blocks: int | None = None,
-    uneven: bool = False,
-) -> Change:
+def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, and which units each place keeps.
 
-    The numbers are what is kept: query heads of each attention, hidden neurons of each MLP or expert, experts of
-    each mixture, blocks. With `uneven`, heads and neurons are compared across layers, so that the layers, as many
-    on average, get different sizes. `ids` (S, T) are calibration text. Raises ValueError for an invalid request.
+    With `uneven`, heads and neurons are compared across layers, so that the layers, as many on average, get
+    different sizes. `ids` (S, T) are calibration text. Raises ValueError for invalid options.
     """
-    request = {"heads": heads, "neurons": neurons, "experts": experts, "blocks": blocks, "uneven": uneven}
+    request, experts, blocks = options.request(), options.experts, options.blocks
     if not any(request[key] is not None for key in ("heads", "neurons", "experts", "blocks")):
         raise ValueError("nothing to take out; pass how many heads, neurons, experts or blocks to keep")
     if ids is None:
@@ -68,7 +59,7 @@ def decide(
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
     units = dict(_units(model, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in units.items()})
-    kept = _kept_units(units, scores, uneven)
+    kept = _kept_units(units, scores, options.uneven)
     places = kept
     if experts is not None:
         mixtures = _kept_experts(model, scores, experts)

@@ -6,7 +6,7 @@ stored as before; an entry of CHANGES, see `changes.py`.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,38 +24,25 @@ from dunes.augment.calibrate import (
 )
 from dunes.augment.change import Change, Part, part_name
 from dunes.augment.masked import mask_linears
+from dunes.augment.options import Prune, Pruning
 from dunes.augment.sparsegpt import Sparsity, wanda_scores
 from dunes.progress import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 1
-Method = Literal["sparsegpt", "wanda", "magnitude"]
 
 
-def decide(
-    model: nn.Module,
-    *,
-    ids: Tensor | None = None,
-    method: Method = "sparsegpt",
-    sparsity: float | None = None,
-    pattern: str | None = None,
-    block: int = 128,
-    damp: float = 0.01,
-    where: tree.Where = ("blocks.**", "!**.router", "!**.router.**"),
-) -> Change:
+def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting and the places.
 
-    `sparsity` is the fraction of each layer's weights that become zero, by default a half; with a `pattern`
-    KEPT:GROUP so many of every GROUP consecutive inputs stay. SparseGPT and Wanda need calibration text `ids`
-    (S, T); SparseGPT prunes `block` columns at once and adds `damp` times the mean of H's diagonal to it. Raises
-    ValueError for an invalid request, for layers that are not dense or not finite, and for text that is too short.
+    SparseGPT and Wanda need calibration text `ids` (S, T). Raises ValueError for invalid options, for layers that
+    are not dense or not finite, and for text that is too short.
     """
-    _require_choice(method, ids)
-    target = Sparsity.of(sparsity, pattern)
-    _require_settings(target, block, damp)
-    globs = [where] if isinstance(where, str) else list(where)
-    linears = _find_linears(model, globs)
+    request, target = options.request(), Sparsity.of(options.sparsity, options.pattern)
+    _require_choice(options.method, ids)
+    _require_settings(target, options.block, options.damp)
+    linears = _find_linears(model, request["where"])
     for name, linear in linears.items():
         target.require_inputs(name, linear.in_features)
         if not linear.weight.isfinite().all():
@@ -63,13 +50,12 @@ def decide(
     if ids is not None:
         require_ids(model, ids)
         require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
-    request = {"method": method, "sparsity": target.fraction, "pattern": pattern, "block": block, "damp": damp}
-    return Change("prune", VERSION, request | {"where": globs}, {name: {} for name in linears})
+    return Change("prune", VERSION, request | {"sparsity": target.fraction}, {name: {} for name in linears})
 
 
 def _require_choice(method: str, ids: Tensor | None) -> None:
-    if method not in get_args(Method):
-        raise ValueError(f"method is {method[:80]!r}; expected {', '.join(get_args(Method))}")
+    if method not in get_args(Pruning):
+        raise ValueError(f"method is {method[:80]!r}; expected {', '.join(get_args(Pruning))}")
     if (ids is None) != (method == "magnitude"):
         needs = "needs calibration text" if ids is None else "takes no calibration text"
         raise ValueError(f"method {method} {needs}")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.change import Change
+from dunes.augment.options import Routing
 from dunes.parts import MLP, GatedMLP, MoE
 
 VERSION = 1
@@ -19,16 +20,14 @@ def is_mixture(module: nn.Module) -> bool:
     return isinstance(module, MoE)
 
 
-def decide(
-    model: nn.Module, *, where: str = "**", shared: int = 0, bias_rate: float = 0.0, z_loss: float = 0.0
-) -> Change:
+def decide(model: nn.Module, options: Routing) -> Change:
     """The record of `MoE.extend` with these arguments at the mixtures that `where` selects, not yet made.
 
-    `shared` is a number of experts, built like those that exist, whose output projections are zero at first.
     Raises ValueError if `where` selects no mixture, for values below 0, all of which are 0, and for a mixture
     with a selection bias or, where experts are to be added, with experts that are not plain.
     """
-    values = {"shared": shared, "bias_rate": bias_rate, "z_loss": z_loss}
+    where, shared, bias_rate = options.where, options.shared, options.bias_rate
+    values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
     if not all(0 <= value < math.inf for value in values.values()) or not any(values.values()):
         raise ValueError(f"routing: {values}; expected numbers of at least 0, one of them above it")
     places = {}

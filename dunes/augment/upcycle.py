@@ -16,35 +16,24 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
+from dunes.augment.options import Upcycle
 from dunes.progress import each
 
 VERSION = 1
 
 
-def decide(
-    model: nn.Module,
-    *,
-    experts: int = 8,
-    top_k: int = 2,
-    granularity: int = 1,
-    drop: float = 0.0,
-    balance: float = 0.01,
-    seed: int = 0,
-    where: tree.Where = dense_mlp.MLPS,
-) -> Change:
+def decide(model: nn.Module, options: Upcycle) -> Change:
     """The record of the change: every setting, and the width of the experts at each place.
 
     Each MLP is cut into `granularity` pieces, and each piece is copied into `experts` / `granularity` of the
     `experts`. The pieces of a copy have the same row in the router, so that a token chooses whole copies.
-    `drop` is the fraction of each expert's neurons that is then drawn anew, which changes what the model
-    computes. `balance` is the coefficient of the load-balancing loss. Raises ValueError for an invalid request.
+    What `drop` draws anew changes what the model computes. Raises ValueError for invalid options.
     """
-    request = {k: v for k, v in locals().items() if k != "model"}
-    request["where"] = [where] if isinstance(where, str) else list(where)
-    dense_mlp.require_experts(experts, top_k)
+    request, granularity, drop = options.request(), options.granularity, options.drop
+    dense_mlp.require_experts(options.experts, options.top_k)
     if granularity < 1:
         raise ValueError(f"granularity is {granularity}; expected 1 or more pieces")
-    for name, value in (("experts", experts), ("top_k", top_k)):
+    for name, value in (("experts", options.experts), ("top_k", options.top_k)):
         if value % granularity:
             nearest = max(granularity, round(value / granularity) * granularity)
             raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
-from dunes.augment.quantize import BY_GROUP, all_kinds, require_method
+from dunes.augment.quantization import BY_GROUP, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder

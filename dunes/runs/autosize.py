@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from dunes import measure, tree
-from dunes.augment import CHANGES
 from dunes.augment.adapted import sides
+from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.flags import Dtype
 from dunes.models import FAMILIES
@@ -211,7 +211,7 @@ def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
     if not config.has_own_form:
         return plain
     bias_rate = BIAS_RATE if config.balancing == "bias" else 0.0
-    routing = CHANGES["routing"].decide(plain.outline(), shared=config.shared_experts, bias_rate=bias_rate)
+    routing = decide_change(plain.outline(), "routing", shared=config.shared_experts, bias_rate=bias_rate)
     return replace(plain, changes=(routing,))
 
 

@@ -5,13 +5,13 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
+from dunes.augment.options import Router
 from dunes.flags import flag
 from dunes.runs.config import Optimization, RunConfig
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
-Router = Literal["linear", "shared", "mlp"]
 
 
 @dataclass(frozen=True, kw_only=True)

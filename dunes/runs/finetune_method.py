@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from dunes import tree
-from dunes.augment import CHANGES, Change, lora, make_change, repeat_structure
+from dunes.augment import Change, make_change, repeat_structure
+from dunes.augment.changes import decide_change
+from dunes.augment.options import NAME
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.data.examples import Records
@@ -19,7 +21,6 @@ from dunes.runs.augment import resolve_new
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
-ADAPTER = lora.NAME
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Options of --method lora-experts, and their names in its change."""
 
@@ -114,7 +115,7 @@ def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) ->
     requests = {"quantize": method.quantize, method.change: _request(config) | {**method.adapter}}
     for name, request in requests.items():
         if request is not None:
-            changes.append(CHANGES[name].decide(model, **request))
+            changes.append(decide_change(model, name, **request))
             (make_change if fill else repeat_structure)(model, changes[-1])
     set_trainable(model, changes[-1].new)
     return changes
@@ -125,7 +126,7 @@ def _request(config: FinetuneConfig) -> dict[str, Any]:
     options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
     if METHODS[config.method].change == "lora-experts":
         options |= {key: getattr(config, option) for option, key in EXPERTS.items()}
-    return options | {"adapter": ADAPTER, "seed": config.seed}
+    return options | {"adapter": NAME, "seed": config.seed}
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:

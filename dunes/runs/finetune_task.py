@@ -17,6 +17,7 @@ import torch
 
 from dunes import checkpoint, tree
 from dunes.augment import Change
+from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.data import TokenIds
 from dunes.data.examples import Example, Record
@@ -29,7 +30,7 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.runs.augment import history
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_data import FinetuneData, memory
-from dunes.runs.finetune_method import ADAPTER, METHODS
+from dunes.runs.finetune_method import METHODS
 from dunes.runs.memory import describe_memory
 from dunes.runs.run import FINAL_TOKENS, Run, card_facts
 from dunes.runs.stored_state import read_score
@@ -257,7 +258,7 @@ class FinetuneTask:
             )
             return
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": context, "facts": about}
-        checkpoint.save_adapter(run.model, run.folder, ADAPTER, self._base, identity=self.base, **options)
+        checkpoint.save_adapter(run.model, run.folder, NAME, self._base, identity=self.base, **options)
 
     @property
     def _base(self) -> Path | str:

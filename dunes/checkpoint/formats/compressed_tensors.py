@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.augment.group_int import GroupInt, pack, unpack
-from dunes.augment.quantize import Int8
+from dunes.augment.quantization import Int8
 from dunes.augment.quantized import Grid, Quantized, Steps
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
 

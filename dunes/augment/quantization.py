@@ -8,7 +8,7 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from dunes.augment.adapted import dense
 from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
 from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
+from dunes.augment.options import Quantize
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.progress import each
@@ -218,8 +219,6 @@ def dequantize(model: nn.Module) -> list[str]:
     return tree.replace(model, places, make, reach="inner") if places else []
 
 
-Kind = Literal["int8", "int4", "int3", "nf4"]
-Method = Literal["rtn", "gptq"]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 METHODS = {"int8": ("rtn", "gptq"), "int4": ("rtn", "gptq"), "int3": ("rtn", "gptq"), "nf4": ("rtn",)}
 BY_GROUP = ("int4", "int3")
@@ -228,42 +227,28 @@ DENSE = "dense"
 """The kind of a place that is left as it is."""
 
 
-def decide(
-    model: nn.Module,
-    *,
-    ids: Tensor | None = None,
-    where: tree.Where = ("blocks.**", "!**.router", "!**.router.**"),
-    kind: Kind = "nf4",
-    double: bool = False,
-    method: Method = "rtn",
-    group: int | None = None,
-    symmetric: bool = False,
-    act_order: bool | None = None,
-    override: Sequence[str] = (),
-) -> Change:
+def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
-    `method` is round to nearest, or gptq, a solver that needs calibration text `ids` (S, T). int4 and int3 have
-    a scale for each `group` of a row's inputs (64; 0 for the whole row), and a zero point unless `symmetric`.
-    GPTQ rounds the columns with the largest inputs first, unless `act_order` is False. `override` are further
-    choices GLOB=KIND, of which the last that matches a place counts; `dense` leaves it as it is, other kinds
+    gptq needs calibration text `ids` (S, T), and is the method with it, if none is given. int4 and int3 have a
+    zero point unless `symmetric`. Of `override` the last that matches a place counts; kinds other than `dense`
     quantize it also where `where` does not select it. A layer whose kind does not have the method is rounded to
-    nearest. Quantized layers that `where` selects by a wildcard are left as they are, so that changes of several
-    kinds can follow each other.
+    nearest.
 
     Raises ValueError for settings that do not go together, and for layers that are not dense.
     """
-    overrides, kinds = [_override(text) for text in override], all_kinds(kind, override)
-    request = _request(kind, kinds, double, group, symmetric) | _method(kinds, method, act_order)
+    method = options.method or ("rtn" if ids is None else "gptq")
+    overrides, kinds = [_override(text) for text in options.override], all_kinds(options.kind, options.override)
+    request = _request(options, kinds) | _method(kinds, method, options.act_order)
     if (ids is not None) != (method == "gptq"):
         raise ValueError(f"method is {method!r}; calibration text goes with gptq, and only with it")
-    globs = [where] if isinstance(where, str) else list(where)
-    modules, kind_of = _dense_layers(model, globs, kind, overrides)
+    globs = options.request()["where"]
+    modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
         _require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
     if overrides:
-        request["override"] = list(override)
+        request["override"] = list(options.override)
         for name, settings in places.items():
             settings["kind"] = kind_of[name]
     version = 2 if {*request} == {"kind", "double"} else 3
@@ -286,34 +271,36 @@ def _override(text: str) -> tuple[str, str]:
     return glob, kind
 
 
-def _request(
-    kind: str, kinds: Collection[str], double: bool, group: int | None, symmetric: bool
-) -> dict[str, Any]:
+def _request(options: Quantize, kinds: Collection[str]) -> dict[str, Any]:
     """The settings that the kinds have. Raises ValueError for others."""
-    if kind not in METHODS or (double and "nf4" not in kinds):
+    request = {"kind": options.kind, "double": options.double}
+    if options.kind not in METHODS or (options.double and "nf4" not in kinds):
         raise ValueError(
-            f"kind is {kind!r}, double {double}; expected {', '.join(METHODS)}, and double only with nf4"
+            f"kind is {options.kind!r}, double {options.double}; expected {', '.join(METHODS)}, and double only "
+            "with nf4"
         )
     if not {*BY_GROUP} & {*kinds}:
-        if group is not None or symmetric:
-            raise ValueError(f"kind {kind} has no choice of group or symmetry; these go with int4 and int3")
-        return {"kind": kind, "double": double}
-    if (group := GROUP if group is None else group) < 0:
+        if options.group is not None or options.symmetric:
+            raise ValueError(
+                f"kind {options.kind} has no choice of group or symmetry; these go with int4 and int3"
+            )
+        return request
+    if (group := GROUP if options.group is None else options.group) < 0:
         raise ValueError(f"group is {group}; expected a number of inputs, or 0 for the whole row")
-    return {"kind": kind, "double": double, "group": group, "symmetric": symmetric}
+    return request | {"group": group, "symmetric": options.symmetric}
 
 
-def _method(kinds: Collection[str], method: str, act_order: bool | None) -> dict[str, Any]:
+def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, Any]:
     """The settings of the method. Raises ValueError for one that none of the kinds has.
 
     Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
     base stay comparable with older ones.
     """
     require_method(kinds, method)
-    if act_order is not None and method != "gptq":
+    if not act_order and method != "gptq":
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
     if method == "gptq":
-        return {"method": method, "act_order": act_order is not False}
+        return {"method": method, "act_order": act_order}
     return {"method": method} if {*BY_GROUP} & {*kinds} else {}
 
 

@@ -1,0 +1,343 @@
+"""The options of each change: its `decide` gets them, its record has them, the command line offers them.
+
+They are read without importing torch. A field that is not offered has its value from Python alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+
+import tyro
+
+from dunes.flags import flag, option
+
+T = TypeVar("T")
+NotOffered = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+Count = Annotated[int, flag("N")]
+Kept = Annotated[int | None, flag("N", "all")]
+Where = tuple[str, ...]
+
+Kind = Literal["int8", "int4", "int3", "nf4"]
+Method = Literal["rtn", "gptq"]
+Pruning = Literal["sparsegpt", "wanda", "magnitude"]
+Split = Literal["random", "cluster", "importance"]
+Gate = Literal["linear", "noisy"]
+Scale = Literal["unbiased", "official"]
+Router = Literal["linear", "shared", "mlp"]
+
+LINEARS = ("blocks.**", "!**.router", "!**.router.**")
+"""All linear layers of the blocks but routers, whose choice of experts should not change."""
+LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
+MLPS = ("blocks.*.mlp",)
+NAME = "default"
+"""The name of an adapter."""
+TRAIN = "next: dunes train SOURCE --from {out} --out RUN"
+TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
+
+
+def targets(default: str) -> Any:
+    """The flag of the globs of modules that a change selects."""
+    return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of a change. `NEXT` is printed after it, with the folder in place of {out}."""
+
+    NEXT: ClassVar[str] = TRAIN
+    TEXT: ClassVar[str] = ""
+    """The help of --calibration, beside which there is --validation."""
+    UNDO: ClassVar[str] = ""
+    """The help of --undo."""
+
+    @property
+    def reads_text(self) -> bool:
+        """True if the change needs calibration text."""
+        return False
+
+    def request(self) -> dict[str, Any]:
+        """All of them, as JSON values."""
+        return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
+
+    def changed(self) -> list[str]:
+        """The flags of those that are not the defaults."""
+        default = type(self)()
+        return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+
+
+def _as_json(name: str, value: Any) -> Any:
+    if name == "where":
+        return [value] if isinstance(value, str) else list(value)
+    if name == "ranks":
+        return [list(pair) for pair in (value.items() if isinstance(value, Mapping) else value)]
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expand(Options):
+    """Add blocks that change nothing until they are trained (LLaMA Pro), and take them out again.
+
+    Example: dunes augment expand ~/models/llama ~/models/llama-pro
+
+    Example: dunes augment expand --undo runs/legal ~/models/llama-again
+    """
+
+    NEXT = TRAIN_NEW
+    UNDO = "Take the new blocks out again, which gives back the original weights bit for bit."
+
+    blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
+    """Number of new blocks, spread evenly."""
+    after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
+    """The blocks, counted from 0, behind which the new ones may stand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow(Options):
+    """Take out the heads, neurons, experts and blocks that matter least: smaller and faster, and worse.
+
+    Train it on with dunes train --from: a few hundred steps give much back.
+
+    Example: dunes augment narrow ~/models/llama ~/models/llama-small --neurons 4096 --blocks 24
+    """
+
+    TEXT = "Text on which importance is measured."
+
+    heads: Kept = None
+    """Query heads to keep in each attention; with grouped heads, whole groups."""
+    neurons: Kept = None
+    """Hidden neurons to keep in each MLP or expert."""
+    experts: Kept = None
+    """Experts to keep in each mixture."""
+    blocks: Kept = None
+    """Blocks to keep."""
+    uneven: bool = False
+    """Compare heads and neurons across layers, which get different sizes; only dunes opens the result."""
+
+    @property
+    def reads_text(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prune(Options):
+    """Set weights of linear layers to zero, where they stay while the model is trained or finetuned.
+
+    Files get no smaller, and on a CPU nothing gets faster.
+
+    Example: dunes augment prune ~/models/llama ~/models/llama-half
+
+    Example: dunes augment prune ~/models/llama ~/models/llama-24 --pattern 2:4 --calibration corpus.txt
+    """
+
+    NEXT = f"{TRAIN}   trains the other weights; the zeros stay"
+    TEXT = "Text for SparseGPT and Wanda."
+
+    method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
+    """SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not."""
+    sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
+    """The fraction of each layer's weights to set to zero."""
+    pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
+    """Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
+    block: NotOffered[int] = 128
+    """Columns that SparseGPT prunes at once."""
+    damp: NotOffered[float] = 0.01
+    """SparseGPT adds this times the mean of H's diagonal to it."""
+    where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
+    """Linear layers to prune; ! excludes, the last match wins."""
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method != "magnitude"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize(Options):
+    """Quantize the linear layers of a model, and measure the effect on its logits.
+
+    Example: dunes augment quantize ~/models/mistral ~/models/mistral-nf4 --kind nf4
+
+    Example: dunes augment quantize runs/project small --kind int4 --override 'blocks.0.**=int8' --group 32
+    """
+
+    NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
+    TEXT = "Text for gptq."
+
+    where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
+    """Modules to quantize; quantized ones that a wildcard selects stay as they are, so that changes of several
+    kinds can follow each other."""
+    kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4"
+    """int8 with a scale for each row, int4 or int3 with one for each group of inputs, or nf4 with one for each
+    block of 64."""
+    double: bool = False
+    """With nf4, also quantize the scales, which saves 0.4 bits per weight."""
+    method: Annotated[
+        Method | None,
+        flag("|".join(get_args(Method)), "gptq for int4 and int3 where there is text for it, else rtn"),
+    ] = None
+    """Round to nearest (rtn), or by a solver that reads calibration text (gptq)."""
+    group: Annotated[int | None, flag("INPUTS", "64")] = None
+    """Of int4 and int3: inputs of a row that share a scale; 0 for the whole row."""
+    symmetric: bool = False
+    """Without zero points: smaller by 0.06 bits per weight with groups of 64."""
+    act_order: bool = True
+    """With gptq, round the columns with the largest inputs first."""
+    override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
+    """Other kinds for some modules, or dense to leave them as they are; the last match wins."""
+
+    @property
+    def reads_text(self) -> bool:
+        return self.method == "gptq"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycle(Options):
+    """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
+
+    Train it on with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
+
+    Example: dunes augment upcycle ~/models/llama ~/models/mixture
+    """
+
+    experts: Count = 8
+    """Experts in each layer."""
+    top_k: Count = 2
+    """Experts that each token is routed to."""
+    granularity: Count = 1
+    """Cut each MLP into this many pieces first, of which a token gets whole sets."""
+    drop: Annotated[float, flag("FRACTION")] = 0.0
+    """Draw this fraction of each expert's neurons anew (Drop-Upcycling): worse at first, better later."""
+    balance: NotOffered[float] = 0.01
+    """The coefficient of the load-balancing loss."""
+    seed: Count = 0
+    """Random seed of the routers and of --drop."""
+    where: NotOffered[Where] = MLPS
+    """The MLPs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(Options):
+    """Split each MLP of a dense model into experts with a part of its neurons each (LLaMA-MoE).
+
+    The result is as large and computes less, but is much worse before it is trained on.
+
+    Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
+
+    Example: dunes augment experts --undo ~/models/llama-moe ~/models/llama-again
+    """
+
+    NEXT = f"{TRAIN_NEW}   then without --trainable"
+    TEXT = "Text for --split importance."
+    UNDO = "Put the experts of an untrained split together again, which gives back the weights bit for bit."
+
+    experts: Count = 8
+    """Experts in each layer."""
+    top_k: Count = 2
+    """Experts that each token is routed to."""
+    shared: Count = 0
+    """With --split importance, so many of the experts get every token: the neurons that matter most."""
+    split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
+    """Neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
+    gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
+    """Router: one layer, or the published one of two layers with noise."""
+    scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
+    """Of an expert's output: the number of routed experts, or as published that over --top-k."""
+    balance: NotOffered[float] = 0.01
+    """The coefficient of the load-balancing loss."""
+    seed: Count = 0
+    """Random seed of the split and of the routers."""
+    where: NotOffered[Where] = MLPS
+    """The MLPs."""
+
+    @property
+    def reads_text(self) -> bool:
+        return self.split == "importance"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Options):
+    """Put an untrained low-rank adapter beside linear layers. dunes finetune makes and trains it.
+
+    The defaults, all linear layers and an alpha of 32 for any rank, are those of
+    https://thinkingmachines.ai/blog/lora/, which also found ten times the learning rate of full finetuning to be
+    best.
+    """
+
+    where: Where = LINEARS
+    """Linear layers; an embedding is selected only by its place in full."""
+    rank: int = 16
+    alpha: float = 32.0
+    """Scaling: the adapter's output is multiplied by alpha / rank."""
+    ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
+    """Other ranks by globs, in order; the last match wins."""
+    rslora: bool = False
+    dora: bool = False
+    init: Literal["lora", "pissa"] = "lora"
+    dropout: float = 0.0
+    adapter: str = NAME
+    seed: int = 0
+    dtype: str = "float32"
+    """Of the adapter; the base may have another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraExperts(Options):
+    """Put an untrained mixture of low-rank experts beside each linear layer, which changes no output.
+
+    To train one on examples at once, use dunes finetune --method lora-experts.
+
+    Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
+    """
+
+    NEXT = TRAIN_NEW
+
+    where: Annotated[Where, targets("all linear layers of the blocks but routers and experts")] = (
+        LINEARS_BUT_EXPERTS
+    )
+    """Modules that get experts; ! excludes, the last match wins."""
+    router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
+    """A router for each linear layer; one shared by those of an attention or an MLP, which reads the input of the
+    first of them; or experts that are whole MLPs (MixLoRA), with plain LoRA beside the other layers."""
+    experts: Count = 8
+    """Low-rank pairs at each place; one alone is plain LoRA, without a router."""
+    top_k: Count = 2
+    """Experts that compute a token; all of them: a dense mixture."""
+    rank: Count = 16
+    """Rank of each expert."""
+    alpha: Annotated[float, flag("ALPHA")] = 32.0
+    """Scaling: an expert's output is multiplied by alpha / rank."""
+    ranks: NotOffered[Mapping[str, int] | Sequence[tuple[str, int]]] = ()
+    """As of `Lora`."""
+    dropout: NotOffered[float] = 0.0
+    balance: NotOffered[float] = 0.001
+    """The coefficient of the load-balancing loss."""
+    adapter: NotOffered[str] = NAME
+    seed: Count = 0
+    """Random seed of experts and routers."""
+    dtype: NotOffered[str] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing(Options):
+    """Shared experts, a selection bias and a z-loss for the mixtures of a model, which change no output."""
+
+    where: Where = ("**",)
+    """The mixtures."""
+    shared: int = 0
+    """Experts, built like those that exist, whose output projections are zero at first."""
+    bias_rate: float = 0.0
+    z_loss: float = 0.0
+
+
+OPTIONS: dict[str, type[Options]] = {
+    "expand": Expand,
+    "experts": Experts,
+    "lora": Lora,
+    "lora-experts": LoraExperts,
+    "narrow": Narrow,
+    "prune": Prune,
+    "quantize": Quantize,
+    "routing": Routing,
+    "upcycle": Upcycle,
+}
+COMMANDS = ("expand", "narrow", "prune", "quantize", "upcycle", "experts", "lora-experts")
+"""The changes that `dunes augment` makes."""
