@@ -46,7 +46,9 @@ class Options:
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
-    """The help of --calibration, beside which there is --validation."""
+    """The help of --calibration."""
+    SCORED: ClassVar[bool] = False
+    """True if the report compares the model before and after on --validation."""
     UNDO: ClassVar[str] = ""
     """The help of --undo."""
 
@@ -100,6 +102,7 @@ class Narrow(Options):
     Example: dunes augment narrow ~/models/llama ~/models/llama-small --neurons 4096 --blocks 24
     """
 
+    SCORED = True
     TEXT = "Text on which importance is measured."
 
     heads: Kept = None
@@ -130,6 +133,7 @@ class Prune(Options):
     """
 
     NEXT = f"{TRAIN}   trains the other weights; the zeros stay"
+    SCORED = True
     TEXT = "Text for SparseGPT and Wanda."
 
     method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
@@ -160,6 +164,7 @@ class Quantize(Options):
     """
 
     NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
+    SCORED = True
     TEXT = "Text for gptq."
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS

@@ -81,6 +81,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
     if kind.TEXT:
         calibration = flag("SOURCE", "the text of the model's training", kind.TEXT)
         parameters.append(_option("calibration", (), Annotated[tuple[str, ...], calibration]))
+    if kind.SCORED:
         parameters.append(_option("validation", (), VALIDATION))
     if kind.UNDO:
         parameters.append(_option("undo", False, Annotated[bool, tyro.conf.arg(help=kind.UNDO)]))
