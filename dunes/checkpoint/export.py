@@ -20,10 +20,12 @@ from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import (
     LoadedModel,
     check_vocabulary,
+    inherited,
     load_decoder,
     load_tokenizer,
     open_verified_source,
     readable_folder,
+    require_described,
 )
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
@@ -42,20 +44,6 @@ Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0
 """Allowed distance between original and quantized base with the adapter, as a multiple of their distance without
 it. Both should be about equal (tests/test_merge.py) unless the adapter depends on quantization errors."""
-NOT_INHERITED = (
-    "files",
-    "format",
-    "dunes",
-    "adapter",
-    "base",
-    "family",
-    "config",
-    "structure",
-    "changes",
-    "history",
-    "masked",
-)
-"""Keys of a card that the card of a changed model does not inherit."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +167,7 @@ def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     dtype = next(augment.base_model(loaded.model).parameters()).dtype
     dequantize(loaded.model)
     _merge_active(loaded.model, dtype)
-    described = checkpoint.hf_config_of(loaded.model, loaded.context_length)
-    if isinstance(described, str):
-        raise ValueError(f"{folder}: llama.cpp does not know this model: {described}")
+    described = require_described(loaded.model, loaded.context_length, folder, "llama.cpp")
     return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
 
 
@@ -196,8 +182,7 @@ def _write_plain(
     before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     errors = _merge_active(model, dtype)
-    if isinstance(reason := checkpoint.hf_config_of(model, loaded.context_length), str):
-        raise ValueError(f"{folder}: no Hugging Face config describes this model: {reason}")
+    require_described(model, loaded.context_length, folder)
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
@@ -206,7 +191,7 @@ def _write_plain(
         reports.append(Report(errors, verified, moved, allowed, len(masked_places(model))))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
-    facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
+    facts = inherited(loaded.card)
     facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
     checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context_length, facts, check)
     return reports[0]

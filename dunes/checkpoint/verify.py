@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
+from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.formats import native
-from dunes.checkpoint.source import Source
+from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.models.meta import build_on_meta
@@ -70,19 +71,18 @@ class Verification:
         )
 
 
-def verify(
-    source: Source, result: Source, dtype: torch.dtype | None = None, tick: Tick = lambda size: None
-) -> Verification:
+def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verification:
     """Compare two models; the result's weights were rounded to `dtype` if that is given.
 
-    `tick` is called with the bytes of each tensor after its use. Raises ValueError if they differ by more than
-    reordered operations or rounding explain.
+    Raises ValueError if they differ by more than reordered operations or rounding explain.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
-    after, plain = source_logits(result, tick), source_logits(source, tick)
-    before = plain if dtype is None else source_logits(replace(source, files=cast(source.files, dtype)), tick)
-    return _compare(source.folder, plain, before, after, dtype)
+    rounded = [] if dtype is None else [replace(source, files=cast(source.files, dtype))]
+    compared = [result, source, *rounded]
+    tick = advance(sum(w.nbytes for s in compared for w in s.files.values()))
+    after, plain, *before = (source_logits(s, tick) for s in compared)
+    return _compare(source.folder, plain, (before or [plain])[0], after, dtype)
 
 
 def _compare(
@@ -104,6 +104,19 @@ def _compare(
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")
     return verification
+
+
+def check_written(
+    staged: Path, out: Path, expected: Tensor, context_length: int, origin: str, limit: float = EXACT
+) -> float:
+    """How far the logits of the model that was written for `out` are from these, which `origin` has.
+
+    Raises ValueError if that is more than the limit.
+    """
+    difference = distance(expected, model_logits(load_decoder(open_source(staged)), context_length))
+    if not difference <= limit:
+        raise ValueError(f"{out}: the written model differs by {difference:.1e} from {origin}")
+    return difference
 
 
 @dataclass(frozen=True, eq=False)
