@@ -12,12 +12,12 @@ from dunes.checkpoint import folder
 from dunes.checkpoint.model_folder import READY, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
-from dunes.checkpoint.weights.lazy_tensor import cast, renamed
+from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
 from dunes.files.model_file import read_file
 from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
-from dunes.models.names import fields, to_theirs
+from dunes.models.names import fields
 from dunes.progress import Show, step
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
@@ -47,8 +47,7 @@ def convert(
     tokenizer = Tokenizer.load_if_present(source.folder)
     ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
     config = ids | _hf_config(source, dtype)
-    conversions, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
-    assert not unknown, "a family has a name for each of its weights"
+    theirs = hf_weights(FAMILIES[source.family].NAMES, weights)
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     card = {"family": source.family, "context_length": source.config.context_length, "changes": []}
     card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
@@ -65,7 +64,7 @@ def convert(
 
     with exclusive_folder(out), step(show, "writing", 0.0, WRITTEN):
         tokenizer_files = tokenizer, source.config.context_length
-        folder.write_model(out, renamed(conversions, weights), config, card, tokenizer_files, check)
+        folder.write_model(out, theirs, config, card, tokenizer_files, check)
     return verified[0]
 
 

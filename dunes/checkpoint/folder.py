@@ -25,12 +25,11 @@ from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, require_model_folder
 from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, renamed, track_reads
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
 from dunes.files.staging import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES
-from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
@@ -135,10 +134,10 @@ def save(
 def write_model(
     folder: Path,
     weights: Weights,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
     card: Mapping[str, Any],
-    tokenizer: tuple[Tokenizer | None, int | None],
-    check: Check,
+    tokenizer: tuple[Tokenizer | None, int | None] = (None, None),
+    check: Check = lambda staged: {},
 ) -> None:
     """Write a model folder atomically; `tokenizer` comes with its context length.
 
@@ -149,7 +148,8 @@ def write_model(
     def fill(staged: Path) -> None:
         write_tensors(staged, track_reads(weights, advance(size)))
         write_tokenizer(staged, *tokenizer)
-        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if config is not None:
+            (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
@@ -182,10 +182,8 @@ def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
-    family, state = FAMILIES[described.family], in_memory(model.state_dict())
-    conversions, unknown = to_theirs(family.NAMES, state)
-    assert not unknown, "a family has a name for each of its weights"
-    return {"family": described.family}, family.to_hf(described.config), renamed(conversions, state)
+    family, weights = FAMILIES[described.family], in_memory(model.state_dict())
+    return {"family": described.family}, family.to_hf(described.config), hf_weights(family.NAMES, weights)
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
@@ -264,11 +262,7 @@ def _remove_old(folder: Path, ready: Path) -> None:
     new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
     old = _card_files(folder) if CARD in new else set()
     if SINGLE in new or (INDEX in new and CARD in new):
-        old |= {
-            INDEX,
-            SINGLE,
-            *(f.name for f in folder.glob("model-*-of-*.safetensors")),
-        }
+        old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
     elif INDEX in new:  # without a card, it is unknown which of its shards were moved already
         old |= {SINGLE}
     for name in old - new:
@@ -352,18 +346,23 @@ def load_source(source: Source, device: torch.device | str) -> LoadedModel:
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
-    context_length, tokenizer = source.context_length, load_tokenizer(source.folder)
-    check_vocabulary(source, tokenizer)
+    context_length, tokenizer = source.context_length, load_tokenizer(source)
     model = load_decoder(source).to(device).eval()
     return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder; None, with a warning, if there is none."""
-    if Tokenizer.find_file(folder) is not None:
-        return Tokenizer.load(folder)
-    warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
-    return None
+def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
+    """The tokenizer for a model, in another folder if given; None, with a warning, if there is none.
+
+    Raises ValueError as `check_vocabulary`.
+    """
+    folder = folder or source.folder
+    tokenizer = None if Tokenizer.find_file(folder) is None else Tokenizer.load(folder)
+    if tokenizer is None:
+        files = "tokenizer.json, tokenizer.model or tekken.json"
+        warnings.warn(f"{folder}: no {files}; tokenizer is None", stacklevel=2)
+    check_vocabulary(source, tokenizer)
+    return tokenizer
 
 
 def load_decoder(source: Source) -> Decoder:

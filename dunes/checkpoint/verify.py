@@ -119,31 +119,18 @@ def check_written(
     return difference
 
 
-@dataclass(frozen=True, eq=False)
-class UnmergedLogits:
-    """Logits of a model with an adapter: unmerged, merged in float32, and merged and rounded to `dtype`."""
+def merge_check(
+    model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
+) -> Callable[[Source], Verification]:
+    """A function that compares a folder's model with this one, merged and rounded to `dtype`.
 
-    folder: Path
-    dtype: torch.dtype
-    plain: Tensor
-    exact: Tensor
-    rounded: Tensor
-
-    @classmethod
-    def of(cls, model: Decoder, folder: Path, context_length: int, dtype: torch.dtype) -> "UnmergedLogits":
-        exact = model_logits(model, context_length, torch.float32)
-        rounded = exact if dtype == torch.float32 else model_logits(model, context_length, dtype)
-        return cls(folder, dtype, model_logits(model, context_length), exact, rounded)
-
-    def verify(self, result: Source) -> Verification:
-        """Compare with the merged model in a folder.
-
-        Raises ValueError if merging or the written model differs by more than reordered operations or rounding
-        explain.
-        """
-        merging = float((self.exact - self.plain).abs().max())
-        dtype = None if self.dtype == torch.float32 else self.dtype
-        return _compare(self.folder, self.plain, self.rounded, source_logits(result), dtype, merging)
+    It raises ValueError if merging or the written model differs by more than reordered operations or rounding
+    explain.
+    """
+    plain, exact = (model_logits(model, context_length, merged) for merged in (None, torch.float32))
+    merging, rounded_to = float((exact - plain).abs().max()), None if dtype == torch.float32 else dtype
+    rounded = exact if rounded_to is None else model_logits(model, context_length, dtype)
+    return lambda result: _compare(folder, plain, rounded, source_logits(result), rounded_to, merging)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -234,8 +221,8 @@ def _make_lazy(model: nn.Module, weights: Weights) -> None:
                 tensor.release()
 
 
-class _LazyLinear(nn.Module):
-    """A linear layer whose weights are in a file."""
+class _Lazy(nn.Module):
+    """A module whose weights are in a file."""
 
     keeps_zeros = False
 
@@ -243,6 +230,8 @@ class _LazyLinear(nn.Module):
         super().__init__()
         self.lazy = parameters
 
+
+class _LazyLinear(_Lazy):
     @property
     def bias(self) -> Tensor | None:
         return self.lazy["bias"].read().float() if "bias" in self.lazy else None
@@ -259,14 +248,10 @@ class _LazyLinear(nn.Module):
         return y
 
 
-class _LazyEmbedding(nn.Module):
-    """An embedding whose vectors are in a file."""
-
-    keeps_zeros = False
-
-    def __init__(self, parameters: Weights) -> None:
-        super().__init__()
-        self.lazy, self.num_embeddings = parameters, parameters["weight"].shape[0]
+class _LazyEmbedding(_Lazy):
+    @property
+    def num_embeddings(self) -> int:
+        return self.lazy["weight"].shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         vectors = self.lazy["weight"].read()[ids].float()
