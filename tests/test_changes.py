@@ -275,17 +275,17 @@ def test_a_quantized_folder_takes_an_adapter_and_is_exported_to_transformers(tmp
 
 
 def test_a_folder_that_does_not_hold_the_model_is_not_left(tmp_path, monkeypatch):
-    from dunes.runs import augment
+    from dunes.checkpoint import verify
 
     checkpoint.save(build(), tmp_path / "dense", None, 32)
-    real = augment.load_decoder
+    real = verify.load_decoder
 
     def damaged(source):
         model = real(source)
         model.norm.weight.data.mul_(1.01)
         return model
 
-    monkeypatch.setattr(augment, "load_decoder", damaged)
+    monkeypatch.setattr(verify, "load_decoder", damaged)
     with pytest.raises(ValueError, match="the written model differs by"):
         augment_folder(tmp_path / "dense", tmp_path / "out", "quantize", kind="int8")
     assert not (tmp_path / "out").exists()

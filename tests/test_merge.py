@@ -13,9 +13,10 @@ from dunes import checkpoint
 from dunes.augment import Adapted, attach, dequantize, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantization import Quantized
+from dunes.checkpoint import verify
 from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import EXACT, UnmergedLogits, model_logits
+from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
@@ -198,14 +199,15 @@ def test_the_verb(tmp_path):
     assert "exists already" in again.stderr
 
 
-def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path):
+def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path, monkeypatch):
     with torch.no_grad():
         _, ours = base_in(tmp_path / "base")
         plain = model_logits(ours, 32)
     infinite = torch.full_like(plain, torch.inf)
-    before = UnmergedLogits(tmp_path, torch.float32, plain, infinite, infinite)
+    monkeypatch.setattr(verify, "model_logits", lambda *model: plain if model[-1] is None else infinite)
+    check = verify.merge_check(ours, tmp_path, 32, torch.float32)
     with pytest.raises(ValueError, match="the result is another model"):
-        before.verify(open_source(tmp_path / "base"))
+        check(open_source(tmp_path / "base"))
 
 
 def test_a_quantized_folder_has_no_original_weights(tmp_path):

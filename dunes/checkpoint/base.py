@@ -44,7 +44,7 @@ class BaseWeights:
         """Digests of names, shapes and values, cast to each of the dtypes in one pass; None does not cast."""
         wanted = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(wanted) if dtype not in self._digest_cache]:
-            self._digest_cache |= dict(zip(new, self._digests(new), strict=True))
+            self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
         return [self._digest_cache[dtype] for dtype in wanted]
 
     def part_digests(self) -> dict[str, str]:
@@ -53,9 +53,6 @@ class BaseWeights:
         for (name, _), line in zip(self._tensors, self._lines([self.dtype])[0], strict=True):
             parts.setdefault(_part(name), []).append(line)
         return {part: _digest(lines) for part, lines in parts.items()}
-
-    def _digests(self, dtypes: list[torch.dtype | None]) -> list[str]:
-        return [_digest(lines) for lines in self._lines(dtypes)]
 
     def _lines(self, dtypes: list[torch.dtype | None]) -> list[list[str]]:
         """For each of the dtypes, a line for each tensor."""
@@ -141,15 +138,13 @@ class BaseRecord:
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
         """None for a card without digests of the base. Raises ValueError for a damaged one."""
         base = card.get("base") or {}
-        if not isinstance(base, dict):
-            raise _damaged_card(folder)
-        if not base.keys() & {"kind", "sha256", "digests"}:
+        if isinstance(base, dict) and not base.keys() & {"kind", "sha256", "digests"}:
             return None
-        kind, digest, digests = base.get("kind"), base.get("sha256"), base.get("digests", {})
-        if not (isinstance(kind, str) and isinstance(digest, str) and isinstance(digests, dict)):
-            raise _damaged_card(folder)
-        if not all(isinstance(d, str) for d in digests.values()):
-            raise _damaged_card(folder)
+        if not _is_identity(base):
+            raise ValueError(
+                f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
+            )
+        kind, digest, digests = base["kind"], base["sha256"], base.get("digests", {})
         # Older cards have one digest, in the base's own dtype.
         own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
@@ -171,8 +166,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
     record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
-            f"{folder}: has no digests of its base's weights, so the base cannot be verified",
-            stacklevel=2,
+            f"{folder}: has no digests of its base's weights, so the base cannot be verified", stacklevel=2
         )
     return record
 
@@ -204,7 +198,7 @@ def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
     return "open it on that base and save it again, which writes digests in other dtypes, too"
 
 
-def _damaged_card(folder: Path) -> ValueError:
-    return ValueError(
-        f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
-    )
+def _is_identity(base: Any) -> bool:
+    if not isinstance(base, dict) or not isinstance(digests := base.get("digests", {}), dict):
+        return False
+    return all(isinstance(text, str) for text in (base.get("kind"), base.get("sha256"), *digests.values()))

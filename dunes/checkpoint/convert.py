@@ -1,32 +1,31 @@
 """Convert a model folder into a Hugging Face folder, in another dtype if asked: streamed, atomic and verified."""
 
-import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.model_folder import CONFIG, READY, named_folder
+from dunes.checkpoint.model_folder import READY, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
-from dunes.checkpoint.weights import safetensors_writer
-from dunes.checkpoint.weights.lazy_tensor import cast, renamed, track_reads
+from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
 from dunes.files.model_file import read_file
 from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
-from dunes.models.names import fields, to_theirs
-from dunes.progress import Show
+from dunes.models.names import fields
+from dunes.progress import Show, step
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied: they refer to code, or are written again."""
+WRITTEN = 0.3
+"""The share of the work before the result is compared with the source."""
 
 
 def convert(
@@ -46,26 +45,26 @@ def convert(
     require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = Tokenizer.load_if_present(source.folder)
-    config = _hf_config(source, dtype)
-    conversions, unknown = to_theirs(FAMILIES[source.family].NAMES, weights)
-    assert not unknown, "a family has a name for each of its weights"
-    hf_weights = renamed(conversions, weights)
-    size, before = (sum(w.nbytes for w in part.values()) for part in (hf_weights, source.files))
+    ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
+    config = ids | _hf_config(source, dtype)
+    theirs = hf_weights(FAMILIES[source.family].NAMES, weights)
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
-    tick = _progress(2 * size + before + (size if rounded else 0), show)
+    card = {"family": source.family, "context_length": source.config.context_length, "changes": []}
+    card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
+    converted = {"format": source.format, "notes": list(source.assumed), **(facts or {})}
     verified: list[Verification] = []
 
-    def fill(staged: Path) -> None:
-        safetensors_writer.write_tensors(staged, track_reads(hf_weights, partial(tick, "writing")))
-        _copy_tokenizers(source.folder, staged)
-        ids = folder.write_tokenizer(staged, tokenizer, source.config.context_length)
-        known = {key: value for key, value in ids.items() if value is not None} | config
-        (staged / CONFIG).write_text(json.dumps(known, indent=2) + "\n")
-        verified.append(verify(source, open_source(staged), rounded, partial(tick, "comparing")))
-        folder.write_card(staged, _card(source, verified[0], facts or {}))
+    def check(staged: Path) -> dict[str, Any]:
+        for path in original_files(source.folder):  # of other libraries
+            (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
+        with step(show, "comparing", WRITTEN, 1.0):
+            verified.append(verify(source, open_source(staged), rounded))
+        earlier = {"before": card["converted"]} if "converted" in card else {}
+        return {"converted": converted | {"verified": verified[0].card()} | earlier}
 
-    with exclusive_folder(out):
-        folder.write_files(out, fill, size)
+    with exclusive_folder(out), step(show, "writing", 0.0, WRITTEN):
+        tokenizer_files = tokenizer, source.config.context_length
+        folder.write_model(out, theirs, config, card, tokenizer_files, check)
     return verified[0]
 
 
@@ -87,17 +86,6 @@ def exclusive_folder(out: Path) -> Iterator[None]:
             with suppress(OSError):
                 path.rmdir()
         raise
-
-
-def _progress(total: int, show: Show) -> Callable[[str, int], None]:
-    done = 0
-
-    def tick(what: str, size: int) -> None:
-        nonlocal done
-        done += size
-        show(what, done / total)
-
-    return tick
 
 
 def require_new_folder(source: Path, out: Path) -> None:
@@ -127,21 +115,6 @@ def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
     known: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
     return others | known | {"dtype": name, "torch_dtype": name}
-
-
-def _copy_tokenizers(source: Path, staged: Path) -> None:
-    """Copy the tokenizer's original files, too."""
-    for path in original_files(source):
-        (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
-
-
-def _card(source: Source, verified: Verification, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of the result's card: the source's own, and how the result was made."""
-    card = {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
-    converted = {"format": source.format, "notes": list(source.assumed), **facts, "verified": verified.card()}
-    earlier = {"before": card["converted"]} if "converted" in card else {}
-    known = {"family": source.family, "context_length": source.config.context_length, "changes": []}
-    return known | card | {"converted": converted | earlier}
 
 
 def read_name_table(path: Path) -> dict[str, str]:

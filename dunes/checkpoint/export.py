@@ -19,18 +19,19 @@ from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
 from dunes.checkpoint.folder import (
     LoadedModel,
-    check_vocabulary,
+    inherited,
     load_decoder,
     load_tokenizer,
     open_verified_source,
     readable_folder,
+    require_described,
 )
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.model_folder import named_folder
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import UnmergedLogits, Verification, distance, model_logits
+from dunes.checkpoint.verify import Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
 from dunes.files import atomic
 from dunes.parts import Decoder
@@ -42,20 +43,6 @@ Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0
 """Allowed distance between original and quantized base with the adapter, as a multiple of their distance without
 it. Both should be about equal (tests/test_merge.py) unless the adapter depends on quantization errors."""
-NOT_INHERITED = (
-    "files",
-    "format",
-    "dunes",
-    "adapter",
-    "base",
-    "family",
-    "config",
-    "structure",
-    "changes",
-    "history",
-    "masked",
-)
-"""Keys of a card that the card of a changed model does not inherit."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +88,7 @@ class Report:
 
 
 def export(
-    folder: Path,
-    out: Path,
-    into: Into | None = None,
-    dtype: torch.dtype | None = None,
-    any_base: bool = False,
+    folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
 ) -> Report:
     """Merge the active adapter of the model in `folder`, dequantize it, and write `out` with its tokenizer.
 
@@ -169,8 +152,7 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
 
 def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     source = open_verified_source(folder)
-    check_vocabulary(source, tokenizer := load_tokenizer(source.folder))
-    return source.architecture, source.weights(), tokenizer
+    return source.architecture, source.weights(), load_tokenizer(source)
 
 
 def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
@@ -179,9 +161,7 @@ def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     dtype = next(augment.base_model(loaded.model).parameters()).dtype
     dequantize(loaded.model)
     _merge_active(loaded.model, dtype)
-    described = checkpoint.hf_config_of(loaded.model, loaded.context_length)
-    if isinstance(described, str):
-        raise ValueError(f"{folder}: llama.cpp does not know this model: {described}")
+    described = require_described(loaded.model, loaded.context_length, folder, "llama.cpp")
     return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
 
 
@@ -193,20 +173,18 @@ def _write_plain(
     distances: tuple[float, float] | None,
 ) -> Report:
     folder, out = folders
-    before = UnmergedLogits.of(model, folder, loaded.context_length, dtype)
+    verify = merge_check(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
     errors = _merge_active(model, dtype)
-    if isinstance(reason := checkpoint.hf_config_of(model, loaded.context_length), str):
-        raise ValueError(f"{folder}: no Hugging Face config describes this model: {reason}")
+    require_described(model, loaded.context_length, folder)
     reports: list[Report] = []
 
     def check(staged: Path) -> dict[str, Any]:
         moved, allowed = distances or (None, None)
-        verified = before.verify(open_source(staged))
-        reports.append(Report(errors, verified, moved, allowed, len(masked_places(model))))
+        reports.append(Report(errors, verify(open_source(staged)), moved, allowed, len(masked_places(model))))
         return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
 
-    facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
+    facts = inherited(loaded.card)
     facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
     checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context_length, facts, check)
     return reports[0]
@@ -229,14 +207,8 @@ def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
     request = {"adapter": named_folder(folder).name, "dtype": str(dtype).removeprefix("torch.")}
-    return {
-        "name": "merge",
-        "version": 1,
-        "request": request,
-        "places": places,
-        "dequantized": quantized,
-        "new": [],
-    }
+    change = {"name": "merge", "version": 1, "request": request, "places": places}
+    return change | {"dequantized": quantized, "new": []}
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, float]:

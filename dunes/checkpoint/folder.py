@@ -25,12 +25,11 @@ from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, require_model_folder
 from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed, track_reads
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
 from dunes.files.staging import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES
-from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
@@ -42,7 +41,13 @@ MAX_RETRIES = 10
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
 """The card's key of the places whose zeros stay while they are trained."""
+NOT_INHERITED = (
+    *("files", "format", "dunes", "adapter", "base", "family", "config", "structure", "changes", "history"),
+    MASKED,
+)
+"""Keys of a card that the card of a changed model does not inherit."""
 T = TypeVar("T")
+Check = Callable[[Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ def save(
     tokenizer: Tokenizer | None = None,
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
-    check: Callable[[Path], Mapping[str, Any]] = lambda staged: {},
+    check: Check = lambda staged: {},
     *,
     architecture: Architecture | None = None,
 ) -> None:
@@ -119,20 +124,49 @@ def save(
             "function that builds it, Architecture.of_function(build), then checkpoint.load(folder, build=build)"
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
+    config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+    # `known` first for its place in the file, and last because facts must not override it.
+    length = {} if context_length is None else {"context_length": context_length}
+    card = {**known, **length, "changes": [], **facts, **known}
+    write_model(folder, weights, config, card, (tokenizer, context_length), check)
+
+
+def write_model(
+    folder: Path,
+    weights: Weights,
+    config: Mapping[str, Any] | None,
+    card: Mapping[str, Any],
+    tokenizer: tuple[Tokenizer | None, int | None] = (None, None),
+    check: Check = lambda staged: {},
+) -> None:
+    """Write a model folder atomically; `tokenizer` comes with its context length.
+
+    What `check` returns for the staged folder is added to the card; if it raises, nothing is left.
+    """
     size = sum(w.nbytes for w in weights.values())
 
     def fill(staged: Path) -> None:
         write_tensors(staged, track_reads(weights, advance(size)))
-        ids = write_tokenizer(staged, tokenizer, context_length)
-        config = settings | ids | {"dtype": dtype, "torch_dtype": dtype}
-        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        # `known` first for its place in the file, and last because facts must not override it.
-        length = {} if context_length is None else {"context_length": context_length}
-        card = {**known, **length, "changes": [], **facts, **known}
+        write_tokenizer(staged, *tokenizer)
+        if config is not None:
+            (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (staged / CARD).write_text(json.dumps({"files": {}, **card}))  # for `check`, which may load the folder
         write_card(staged, {**card, **check(staged)})
 
     write_files(folder, fill, size)
+
+
+def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a card that are true of the model after a change, too."""
+    return {key: value for key, value in card.items() if key not in NOT_INHERITED}
+
+
+def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
+    """The family and config of the model of `folder`. Raises ValueError if there is none."""
+    if isinstance(described := hf_config_of(model, context_length), str):
+        refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
+        raise ValueError(f"{folder}: {refusal} this model: {described}")
+    return described
 
 
 def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
@@ -148,10 +182,8 @@ def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
-    family, state = FAMILIES[described.family], in_memory(model.state_dict())
-    conversions, unknown = to_theirs(family.NAMES, state)
-    assert not unknown, "a family has a name for each of its weights"
-    return {"family": described.family}, family.to_hf(described.config), renamed(conversions, state)
+    family, weights = FAMILIES[described.family], in_memory(model.state_dict())
+    return {"family": described.family}, family.to_hf(described.config), hf_weights(family.NAMES, weights)
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
@@ -230,11 +262,7 @@ def _remove_old(folder: Path, ready: Path) -> None:
     new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
     old = _card_files(folder) if CARD in new else set()
     if SINGLE in new or (INDEX in new and CARD in new):
-        old |= {
-            INDEX,
-            SINGLE,
-            *(f.name for f in folder.glob("model-*-of-*.safetensors")),
-        }
+        old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
     elif INDEX in new:  # without a card, it is unknown which of its shards were moved already
         old |= {SINGLE}
     for name in old - new:
@@ -253,20 +281,25 @@ def _card_files(folder: Path) -> set[str]:
         return set()
 
 
-def write_tokenizer(
-    folder: Path, tokenizer: Tokenizer | None, context_length: int | None
-) -> dict[str, int | None]:
-    """Write a tokenizer, if any, and its config files; returns the special token ids for config.json."""
+def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
+    """The special token ids for config.json."""
     if tokenizer is None:
         return {}
-    tokenizer.save(folder)
     names = tokenizer.special_tokens_map
-    ids = {
+    return {
         f"{n}_token_id": tokenizer.token_id(names[k]) if (k := f"{n}_token") in names else None
         for n in SPECIAL_TOKENS
     }
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: int | None) -> None:
+    """Write a tokenizer, if any, and its config files."""
+    if tokenizer is None:
+        return
+    tokenizer.save(folder)
+    names = tokenizer.special_tokens_map
     configs = {
-        "generation_config.json": {k: v for k, v in ids.items() if v is not None},
+        "generation_config.json": {k: v for k, v in special_ids(tokenizer).items() if v is not None},
         "tokenizer_config.json": names
         | {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -278,7 +311,6 @@ def write_tokenizer(
     for name, content in configs.items():
         if name not in tokenizer.extra_files:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    return ids
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
@@ -314,18 +346,23 @@ def load_source(source: Source, device: torch.device | str) -> LoadedModel:
 
     Warns if there is no tokenizer, and about special ids that are above the vocabulary.
     """
-    context_length, tokenizer = source.context_length, load_tokenizer(source.folder)
-    check_vocabulary(source, tokenizer)
+    context_length, tokenizer = source.context_length, load_tokenizer(source)
     model = load_decoder(source).to(device).eval()
     return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer in a folder; None, with a warning, if there is none."""
-    if Tokenizer.find_file(folder) is not None:
-        return Tokenizer.load(folder)
-    warnings.warn(f"{folder}: no tokenizer.json, tokenizer.model or tekken.json; tokenizer is None", stacklevel=2)
-    return None
+def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
+    """The tokenizer for a model, in another folder if given; None, with a warning, if there is none.
+
+    Raises ValueError as `check_vocabulary`.
+    """
+    folder = folder or source.folder
+    tokenizer = None if Tokenizer.find_file(folder) is None else Tokenizer.load(folder)
+    if tokenizer is None:
+        files = "tokenizer.json, tokenizer.model or tekken.json"
+        warnings.warn(f"{folder}: no {files}; tokenizer is None", stacklevel=2)
+    check_vocabulary(source, tokenizer)
+    return tokenizer
 
 
 def load_decoder(source: Source) -> Decoder:

@@ -16,7 +16,6 @@ from dunes.checkpoint.architecture import Build
 from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
 from dunes.checkpoint.folder import (
     LoadedModel,
-    check_vocabulary,
     load_decoder,
     load_source,
     load_tokenizer,
@@ -72,10 +71,7 @@ def load(
 
 
 def load_with_tokenizer(
-    folder: Path | str,
-    device: torch.device | str = "cpu",
-    any_base: bool = False,
-    adapters: Sequence[Path] = (),
+    folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False, adapters: Sequence[Path] = ()
 ) -> LoadedModel:
     """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
@@ -131,8 +127,7 @@ def base_folder(folder: Path) -> Path:
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card = verified_card(folder)
     source = open_verified_source(base_folder(folder))
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
-    check_vocabulary(source, tokenizer)
+    tokenizer = load_tokenizer(source, tokenizer_folder(folder))
     context_length = context_length_of(card, folder, source.expected, source.context_length)
     model = load_decoder(source)
     changes = prepare_base(model, [folder, *others], any_base)
@@ -214,7 +209,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     lines = list(_adapter_lines(folder))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
-        check_vocabulary(source, load_tokenizer(tokenizer_folder(folder)))
+        load_tokenizer(source, tokenizer_folder(folder))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         lines.append(f"base check  {_comparison(folder, values)}")
         reason = None

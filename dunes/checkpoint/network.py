@@ -18,15 +18,12 @@ from dunes.checkpoint.folder import (
     read_consistently,
     readable_folder,
     verified_card,
-    write_card,
-    write_files,
+    write_model,
 )
 from dunes.checkpoint.source import own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
-from dunes.checkpoint.weights.lazy_tensor import Weights, track_reads
-from dunes.checkpoint.weights.safetensors_writer import write_tensors
+from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.files.trust import trust_cards
-from dunes.progress import advance
 
 
 def is_network(folder: Path | str) -> bool:
@@ -59,13 +56,7 @@ def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] 
     network with parameters without a shape or without values, or of a dtype that safetensors does not know.
     """
     known, weights = architectures.describe_weights(tree.uncompiled(model))
-    size = sum(w.nbytes for w in weights.values())
-
-    def fill(staged: Path) -> None:
-        write_tensors(staged, track_reads(weights, advance(size)))
-        write_card(staged, {**(facts or {}), **known})
-
-    write_files(Path(folder), fill, size)
+    write_model(Path(folder), weights, None, {**(facts or {}), **known})
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:

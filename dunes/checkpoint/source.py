@@ -16,12 +16,12 @@ from dunes.checkpoint.formats import bitsandbytes, compressed_tensors, gguf, nat
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
 from dunes.checkpoint.weights import header, pickle_file
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
 from dunes.files import json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
 from dunes.models import FAMILIES, family_of, weight_names
 from dunes.models.meta import build_on_meta, weight_counts
-from dunes.models.names import Names, match_indices, substitute, to_theirs
+from dunes.models.names import Names, match_indices, substitute
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
@@ -181,11 +181,7 @@ def _naming_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
 
 
-def open_source(
-    folder: Path,
-    renames: Mapping[str, str] | None = None,
-    build: Build | None = None,
-) -> Source:
+def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
     """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
 
     `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
@@ -323,8 +319,7 @@ def _open_native(folder: Path) -> Source:
     unnamed._check_size(w for s in shards for w in s.values())
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
-    conversions, _ = to_theirs(names, expected)
-    shapes = {key: tensor.shape for key, tensor in renamed(conversions, expected).items()}
+    shapes = {key: tensor.shape for key, tensor in hf_weights(names, expected).items()}
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
 
 

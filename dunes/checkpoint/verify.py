@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
+from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.formats import native
-from dunes.checkpoint.source import Source
+from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.models.meta import build_on_meta
@@ -70,19 +71,18 @@ class Verification:
         )
 
 
-def verify(
-    source: Source, result: Source, dtype: torch.dtype | None = None, tick: Tick = lambda size: None
-) -> Verification:
+def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verification:
     """Compare two models; the result's weights were rounded to `dtype` if that is given.
 
-    `tick` is called with the bytes of each tensor after its use. Raises ValueError if they differ by more than
-    reordered operations or rounding explain.
+    Raises ValueError if they differ by more than reordered operations or rounding explain.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
-    after, plain = source_logits(result, tick), source_logits(source, tick)
-    before = plain if dtype is None else source_logits(replace(source, files=cast(source.files, dtype)), tick)
-    return _compare(source.folder, plain, before, after, dtype)
+    rounded = [] if dtype is None else [replace(source, files=cast(source.files, dtype))]
+    compared = [result, source, *rounded]
+    tick = advance(sum(w.nbytes for s in compared for w in s.files.values()))
+    after, plain, *before = (source_logits(s, tick) for s in compared)
+    return _compare(source.folder, plain, (before or [plain])[0], after, dtype)
 
 
 def _compare(
@@ -106,31 +106,31 @@ def _compare(
     return verification
 
 
-@dataclass(frozen=True, eq=False)
-class UnmergedLogits:
-    """Logits of a model with an adapter: unmerged, merged in float32, and merged and rounded to `dtype`."""
+def check_written(
+    staged: Path, out: Path, expected: Tensor, context_length: int, origin: str, limit: float = EXACT
+) -> float:
+    """How far the logits of the model that was written for `out` are from these, which `origin` has.
 
-    folder: Path
-    dtype: torch.dtype
-    plain: Tensor
-    exact: Tensor
-    rounded: Tensor
+    Raises ValueError if that is more than the limit.
+    """
+    difference = distance(expected, model_logits(load_decoder(open_source(staged)), context_length))
+    if not difference <= limit:
+        raise ValueError(f"{out}: the written model differs by {difference:.1e} from {origin}")
+    return difference
 
-    @classmethod
-    def of(cls, model: Decoder, folder: Path, context_length: int, dtype: torch.dtype) -> "UnmergedLogits":
-        exact = model_logits(model, context_length, torch.float32)
-        rounded = exact if dtype == torch.float32 else model_logits(model, context_length, dtype)
-        return cls(folder, dtype, model_logits(model, context_length), exact, rounded)
 
-    def verify(self, result: Source) -> Verification:
-        """Compare with the merged model in a folder.
+def merge_check(
+    model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
+) -> Callable[[Source], Verification]:
+    """A function that compares a folder's model with this one, merged and rounded to `dtype`.
 
-        Raises ValueError if merging or the written model differs by more than reordered operations or rounding
-        explain.
-        """
-        merging = float((self.exact - self.plain).abs().max())
-        dtype = None if self.dtype == torch.float32 else self.dtype
-        return _compare(self.folder, self.plain, self.rounded, source_logits(result), dtype, merging)
+    It raises ValueError if merging or the written model differs by more than reordered operations or rounding
+    explain.
+    """
+    plain, exact = (model_logits(model, context_length, merged) for merged in (None, torch.float32))
+    merging, rounded_to = float((exact - plain).abs().max()), None if dtype == torch.float32 else dtype
+    rounded = exact if rounded_to is None else model_logits(model, context_length, dtype)
+    return lambda result: _compare(folder, plain, rounded, source_logits(result), rounded_to, merging)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -221,8 +221,8 @@ def _make_lazy(model: nn.Module, weights: Weights) -> None:
                 tensor.release()
 
 
-class _LazyLinear(nn.Module):
-    """A linear layer whose weights are in a file."""
+class _Lazy(nn.Module):
+    """A module whose weights are in a file."""
 
     keeps_zeros = False
 
@@ -230,6 +230,8 @@ class _LazyLinear(nn.Module):
         super().__init__()
         self.lazy = parameters
 
+
+class _LazyLinear(_Lazy):
     @property
     def bias(self) -> Tensor | None:
         return self.lazy["bias"].read().float() if "bias" in self.lazy else None
@@ -246,14 +248,10 @@ class _LazyLinear(nn.Module):
         return y
 
 
-class _LazyEmbedding(nn.Module):
-    """An embedding whose vectors are in a file."""
-
-    keeps_zeros = False
-
-    def __init__(self, parameters: Weights) -> None:
-        super().__init__()
-        self.lazy, self.num_embeddings = parameters, parameters["weight"].shape[0]
+class _LazyEmbedding(_Lazy):
+    @property
+    def num_embeddings(self) -> int:
+        return self.lazy["weight"].shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         vectors = self.lazy["weight"].read()[ids].float()

@@ -20,14 +20,12 @@ from dunes.augment.quantization import BY_GROUP, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
-from dunes.checkpoint.export import NOT_INHERITED
-from dunes.checkpoint.folder import LoadedModel, load_decoder, readable_folder
+from dunes.checkpoint.folder import LoadedModel, inherited, readable_folder
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.model_folder import UNFINISHED
-from dunes.checkpoint.source import open_source
 from dunes.checkpoint.trained_text import trained_text
-from dunes.checkpoint.verify import EXACT, distance, model_logits
+from dunes.checkpoint.verify import check_written, distance, model_logits
 from dunes.checkpoint.weights import header
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_writer import write_file
@@ -265,12 +263,9 @@ def _write(
     compared: Comparison | str | None = None
 
     def check(staged: Path) -> dict[str, Any]:
-        model = load_decoder(open_source(staged))
         nonlocal compared
         with step(show, "comparing", COMPARING, MEASURING):
-            written = model_logits(model, loaded.context_length)
-        if not (difference := distance(expected, written)) <= EXACT:
-            raise ValueError(f"{out}: the written model differs by {difference:.1e} from the one in memory")
+            difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
         result = {"augmented": {**facts, "verified": difference}}
         if compare is None:
             return result
@@ -313,12 +308,11 @@ def describe_form(loaded: LoadedModel) -> str:
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
     """Save a loaded model that was changed since; the card inherits what the change does not concern."""
-    facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
+    facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
-        loaded.model, out, loaded.tokenizer, loaded.context_length, facts | {"changes": history(loaded)}, check,
-        architecture=architecture,
-    )  # fmt: skip
+        loaded.model, out, loaded.tokenizer, loaded.context_length, facts, check, architecture=architecture
+    )
 
 
 def history(loaded: LoadedModel) -> list[Any]:

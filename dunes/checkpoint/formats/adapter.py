@@ -147,7 +147,7 @@ def save_adapter(
     config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
     config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
-    weights = in_memory({PREFIX + k: w for k, w in _all_peft_keys(factors, adapter_base)})
+    weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
     card: dict[str, Any] = {
         "adapter": name,
@@ -222,14 +222,21 @@ def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
     return list({target_of[module].weight: target_of[module] for module in modules}.values())
 
 
-def _peft_keys(target: Target, f: Factors, base: AdapterBase, inner: bool) -> dict[str, Tensor]:
-    path = target.path
-    if target.stacked:
-        path = target.parent + (".base_layer" if inner else "")
-    if is_embedding(base.modules[target.modules[0]]):
-        return {f"{path}.lora_embedding_A": f.A, f"{path}.lora_embedding_B": f.B}
-    keys = {f"{path}.lora_A.weight": f.A, f"{path}.lora_B.weight": f.B}
-    return keys if f.magnitude is None else keys | {f"{path}.lora_magnitude_vector": f.magnitude}
+def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the file by name."""
+    # PEFT nests the parameters of a module: the last is the outermost.
+    stacked = {target for target, _ in factors if target.stacked}
+    outermost = {t.parent: t for t in base.targets.values() if t in stacked}
+    for target, f in factors:
+        path = target.path
+        if target.stacked:
+            path = target.parent + ("" if target == outermost[target.parent] else ".base_layer")
+        parts = {"lora_A.weight": f.A, "lora_B.weight": f.B}
+        if is_embedding(base.modules[target.modules[0]]):
+            parts = {"lora_embedding_A": f.A, "lora_embedding_B": f.B}
+        elif f.magnitude is not None:
+            parts["lora_magnitude_vector"] = f.magnitude
+        yield from ((f"{path}.{part}", tensor) for part, tensor in parts.items())
 
 
 def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
@@ -325,6 +332,8 @@ class PeftConfig:
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
         """The same from the file's contents."""
         _refuse_unsupported(path, config)
+        dropout = config.get("lora_dropout") or 0.0
+        is_rate = type(dropout) is float and 0 <= dropout < 1
         return cls(
             path,
             _positive_number(path, "r", config.get("r", 8), int),
@@ -333,7 +342,7 @@ class PeftConfig:
             _read_patterns(path, "alpha_pattern", config, int, float),
             _read_flag(path, "use_rslora", config),
             _read_flag(path, "use_dora", config),
-            _read_dropout(path, config),
+            _require(is_rate, path, "lora_dropout", dropout, "a number from 0 to below 1"),
             _target_modules(config),
         )
 
@@ -354,26 +363,10 @@ class PeftConfig:
 
 
 IGNORED_SETTINGS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "fan_in_fan_out",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "target_parameters",
-    "task_type",
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+    *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
+    *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
+    *("runtime_config", "target_modules", "target_parameters", "task_type"),
 }
 """Training settings, and those that follow from the names and shapes of the tensors."""
 MAX_NUMBER = 1e9
@@ -405,29 +398,26 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
-    if type(value) not in types or not 0 < value < MAX_NUMBER:
-        raise ValueError(f"{path}: {key} is {quote(value)}; expected a positive number; download the file again")
+def _require(valid: bool, path: Path, key: str, value: Any, expected: str) -> Any:
+    """The value of a setting. Raises ValueError unless it is valid."""
+    if not valid:
+        raise ValueError(f"{path}: {key} is {quote(value)}; expected {expected}")
     return value
 
 
+def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
+    valid = type(value) in types and 0 < value < MAX_NUMBER
+    return _require(valid, path, key, value, "a positive number; download the file again")
+
+
 def _read_flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
-    if (value := config.get(key) or False) not in (True, False):
-        raise ValueError(f"{path}: {key} is {quote(value)}; expected true or false")
-    return bool(value)
-
-
-def _read_dropout(path: Path, config: Mapping[str, Any]) -> float:
-    rate = config.get("lora_dropout") or 0.0
-    if type(rate) is not float or not 0 <= rate < 1:
-        raise ValueError(f"{path}: lora_dropout is {quote(rate)}; expected a number from 0 to below 1")
-    return rate
+    value = config.get(key) or False
+    return bool(_require(value in (True, False), path, key, value, "true or false"))
 
 
 def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
-    patterns = config.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{path}: {key} is {quote(patterns)}; expected an object")
+    patterns: dict[str, Any] = config.get(key) or {}
+    _require(isinstance(patterns, dict), path, key, patterns, "an object")
     for pattern, value in patterns.items():
         _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
         # An untrusted expression must not take exponential time.
@@ -635,12 +625,3 @@ def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -
         adapter.B.copy_(f.B)
         if adapter.magnitude is not None and f.magnitude is not None:
             adapter.magnitude.copy_(f.magnitude)
-
-
-def _all_peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    # PEFT nests the parameters of a module: the last is the outermost.
-    stacked = {target for target, _ in factors if target.stacked}
-    outermost = {t.parent: t for t in base.targets.values() if t in stacked}
-    for target, f in factors:
-        inner = target.stacked and target != outermost[target.parent]
-        yield from _peft_keys(target, f, base, inner).items()

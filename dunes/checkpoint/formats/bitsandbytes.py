@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.augment.change import float_dtype
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 
 STATE = ".quant_state.bitsandbytes__"
 MAX_STATE = 1 << 16
@@ -87,11 +87,7 @@ def _dense(parts: Weights, state: Mapping[str, Any], origin: str) -> LazyTensor:
         whole = _scaled(values[".quant_map"], codes, scale, state["blocksize"])
         return whole.view(rows, columns).to(state["dtype"])
 
-    def release() -> None:
-        for tensor in parts.values():
-            tensor.release()
-
-    return LazyTensor((rows, columns), state["dtype"], origin, read, release)
+    return computed((rows, columns), state["dtype"], origin, read, parts.values())
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:

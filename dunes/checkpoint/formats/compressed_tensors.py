@@ -19,7 +19,7 @@ from torch import Tensor
 from dunes.augment.group_int import GroupInt, pack, unpack
 from dunes.augment.quantization import Int8
 from dunes.augment.quantized import Grid, Quantized, Steps
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 
 NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
@@ -127,12 +127,8 @@ def _dense_rows(codes: LazyTensor, scale: LazyTensor | None) -> LazyTensor:
     if scale is None or len(codes.shape) != 2 or scale.shape != (codes.shape[0], 1):
         raise ValueError(f"{codes.origin}: its scales do not fit int8 by row; download the file again")
 
-    def release() -> None:
-        codes.release()
-        scale.release()
-
     read = lambda: (codes.read().float() * scale.read().float()).to(scale.dtype)
-    return LazyTensor(codes.shape, scale.dtype, codes.origin, read, release)
+    return computed(codes.shape, scale.dtype, codes.origin, read, (codes, scale))
 
 
 def _dense(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
@@ -157,8 +153,4 @@ def _dense(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
         whole = (codes.view(rows, groups, -1) - steps.zero[..., None]) * steps.scale[..., None]
         return whole.flatten(1).to(scale.dtype)
 
-    def release() -> None:
-        for tensor in parts.values():
-            tensor.release()
-
-    return LazyTensor((rows, columns), scale.dtype, origin, read, release)
+    return computed((rows, columns), scale.dtype, origin, read, parts.values())

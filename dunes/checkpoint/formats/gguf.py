@@ -19,12 +19,12 @@ from torch import Tensor
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.formats.native import to_halves
 from dunes.checkpoint.weights.header import check_name, quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory, renamed
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory, renamed
 from dunes.checkpoint.weights.mapped_file import MappedFile, shape_error
 from dunes.extra import extra
 from dunes.models import FAMILIES, config_values
 from dunes.models.config_values import quotient
-from dunes.models.names import Names, identity, name, to_ours, to_theirs
+from dunes.models.names import Names, identity, name, to_ours
 from dunes.models.rope import scaling_to_hf, yarn_scale
 from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
 from dunes.text import Tokenizer
@@ -89,9 +89,7 @@ def write(
     package, kind = extra("gguf", "gguf"), TYPES[dtype]
     fields, weights = _fields(model, tokenizer), {**weights, **_frequencies(model)}
     names = [*weight_names(model), name(FREQUENCIES, FREQUENCIES)]
-    conversions, unknown = to_theirs(names, weights)
-    assert not unknown, "a family has a name for each of its weights"
-    theirs = renamed(conversions, weights)
+    theirs = hf_weights(names, weights)
     numbers = {key: package.GGMLQuantizationType[_type(key, t.shape, kind)] for key, t in theirs.items()}
     with closing(package.GGUFWriter(path, ARCHITECTURES[model.family])) as writer:
         writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])

@@ -1,32 +1,26 @@
 """Write a quantized model as a Hugging Face folder whose weights stay packed, in compressed-tensors' form."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.convert import exclusive_folder, require_new_folder
-from dunes.checkpoint.export import NOT_INHERITED
 from dunes.checkpoint.folder import (
     hf_parts,
-    load_decoder,
+    inherited,
     readable_folder,
-    write_card,
-    write_files,
-    write_tokenizer,
+    require_described,
+    special_ids,
+    write_model,
 )
 from dunes.checkpoint.formats import compressed_tensors
-from dunes.checkpoint.model_folder import CONFIG
-from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import EXACT, distance, model_logits
+from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
-from dunes.checkpoint.weights.safetensors_writer import write_tensors
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -57,36 +51,30 @@ def export_packed(folder: Path, out: Path) -> str:
     packed = {name: compressed_tensors.layer_tensors(layer, name) for name, layer in layers.items()}
     expected = model_logits(model, length)
     dequantize(model)
-    if isinstance(described := checkpoint.hf_config_of(model, length), str):
-        raise ValueError(f"{folder}: no Hugging Face config describes this model: {described}")
+    described = require_described(model, length, folder)
     known, settings, weights = hf_parts(model, described)
     names = _their_names(model, described, packed)
     files = _files(weights, names, packed)
     theirs = {names[name].removesuffix(".weight"): layer for name, layer in layers.items()}
-    quantization = compressed_tensors.quantization_config(theirs)
-    asymmetric = any("weight_zero_point" in tensors for tensors in packed.values())
-    size = sum(t.nbytes for t in files.values())
     dtype = str(next(iter(layers.values())).dtype).removeprefix("torch.")
-    lines: list[str] = []
+    config = settings | special_ids(loaded.tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+    config |= {"quantization_config": compressed_tensors.quantization_config(theirs)}
+    card = {**inherited(loaded.card), **known, "context_length": length, "changes": []}
+    verified: list[float] = []
 
-    def fill(staged: Path) -> None:
-        write_tensors(staged, files)
-        config = settings | write_tokenizer(staged, loaded.tokenizer, length)
-        config |= {"dtype": dtype, "torch_dtype": dtype, "quantization_config": quantization}
-        (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        facts = {k: v for k, v in loaded.card.items() if k not in NOT_INHERITED}
-        card = {**facts, **known, "context_length": length, "changes": []}
-        (staged / "dunes.json").write_text(json.dumps(card))
-        difference = _compare(staged, expected, length, dtype, out)
-        write_card(staged, card | {"packed": {"layers": len(layers), "verified": difference}})
-        lines.append(
-            f"{plural(len(layers), 'layer')} packed, {format_bytes(size)} of tensors; read back, logits differ by "
-            f"{difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
-        )
+    def check(staged: Path) -> dict[str, Any]:
+        limit = EXACT if dtype == "float32" else ROUNDED
+        verified.append(check_written(staged, out, expected, length, "that in the folder", limit))
+        return {"packed": {"layers": len(layers), "verified": verified[0]}}
 
     with exclusive_folder(out):
-        write_files(out, fill, size)
-    return lines[0]
+        write_model(out, files, config, card, (loaded.tokenizer, length), check)
+    asymmetric = any("weight_zero_point" in tensors for tensors in packed.values())
+    size = format_bytes(sum(t.nbytes for t in files.values()))
+    return (
+        f"{plural(len(layers), 'layer')} packed, {size} of tensors; read back, logits differ by {verified[0]:.1e} "
+        f"(relative norm){ZERO_POINTS * asymmetric}"
+    )
 
 
 def _their_names(model: Decoder, described: Architecture, packed: Any) -> dict[str, str]:
@@ -110,11 +98,3 @@ def _files(weights: dict[str, LazyTensor], names: dict[str, str], packed: dict[s
         prefix = names[place].removesuffix("weight")
         files |= in_memory({prefix + key: tensor for key, tensor in tensors.items()})
     return files
-
-
-def _compare(staged: Path, expected: Tensor, length: int, dtype: str, out: Path) -> float:
-    """How far the logits of the written model are. Raises ValueError if that is too far."""
-    difference = distance(expected, model_logits(load_decoder(open_source(staged)), length))
-    if not difference <= (EXACT if dtype == "float32" else ROUNDED):
-        raise ValueError(f"{out}: the written model differs by {difference:.1e} from that in the folder")
-    return difference

@@ -1,6 +1,6 @@
 """Tensors whose shape and dtype are known before their values are read, such as those of a file with a header."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dunes.models.names import Conversion
+from dunes.models.names import Conversion, Names, to_theirs
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,34 @@ def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, La
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
+def hf_weights(names: Names, weights: Weights) -> dict[str, LazyTensor]:
+    """A model's tensors by their names and in their layout in the files of others, by a table with all of them."""
+    conversions, unknown = to_theirs(names, weights)
+    assert not unknown, "a family has a name for each of its weights"
+    return renamed(conversions, weights)
+
+
 def combine(make: Callable[[list[Tensor]], Tensor], sources: Sequence[LazyTensor]) -> LazyTensor:
     """The tensor that `make` computes from these when it is read."""
     shape = tuple(make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
-    origin = ", ".join(s.origin for s in sources)
+    origin, dtype = ", ".join(s.origin for s in sources), sources[0].dtype
+    return computed(shape, dtype, origin, lambda: make([s.read() for s in sources]).contiguous(), sources)
 
-    def read() -> Tensor:
-        return make([s.read() for s in sources]).contiguous()
+
+def computed(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    origin: str,
+    read: Callable[[], Tensor],
+    sources: Collection[LazyTensor],
+) -> LazyTensor:
+    """The tensor that `read` computes from these, which are released together."""
 
     def release() -> None:
         for source in sources:
             source.release()
 
-    return LazyTensor(shape, sources[0].dtype, origin, read, release)
+    return LazyTensor(shape, dtype, origin, read, release)
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:

@@ -93,10 +93,7 @@ class MappedFile:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             # Linux refuses a private writable mapping larger than memory unless no memory is reserved for it.
             return mmap.mmap(
-                file.fileno(),
-                0,
-                flags=mmap.MAP_PRIVATE | _NORESERVE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                file.fileno(), 0, flags=mmap.MAP_PRIVATE | _NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
 
 

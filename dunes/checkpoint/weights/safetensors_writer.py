@@ -50,11 +50,8 @@ def write_file(path: Path, weights: Weights) -> None:
     end = 0
     for key in order:
         begin, end = end, end + weights[key].nbytes
-        entries[key] = {
-            "dtype": CODES[weights[key].dtype],
-            "shape": list(weights[key].shape),
-            "data_offsets": [begin, end],
-        }
+        dtype, shape = CODES[weights[key].dtype], list(weights[key].shape)
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with atomic.add_path_to_errors(path), path.open("wb") as file:
