@@ -115,7 +115,7 @@ class Worker:
 
     def _waits(self, task: Task) -> bool:
         """True for a text whose model has no room for it yet."""
-        with suppress(Refused):  # an unknown model; who begins the text is told
+        with suppress(Refused):  # an unknown model, which beginning the text refuses
             return self._models.find(task.request.model).is_full
         return False
 
