@@ -375,7 +375,7 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     with pytest.raises(Refused, match="64 requests") as refused:
         running.worker.submit(LineRequest("a"), lambda event: None)
     assert (refused.value.status, refused.value.retry) == (503, 1)
-    monkeypatch.setattr(running.models.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(running.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
     go.set()
     assert eventually(lambda: not running.worker._lines)
     got = []
@@ -403,7 +403,7 @@ def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
 
 
 def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
-    model = running.models.served["run"]
+    model = running.served["run"]
     before = Batch.__dict__["_read_piece"]
 
     def broken(self, place):
@@ -432,7 +432,7 @@ class Gone:
 
 def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Gone())
-    monkeypatch.setattr(running.models.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(running.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
     got = []
     running.worker.submit(LineRequest("a"), got.append)
     assert eventually(lambda: got)
@@ -763,7 +763,7 @@ def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(tmp_path):
     assert train(toy(folder, complete=True, vocab_size=330, context_length=96), out, display()[0]) == 0
     running = Running([out], 0.0, (), lambda line: None)
     try:
-        model = running.models.served["run"]
+        model = running.served["run"]
 
         def shown(before):
             return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
@@ -795,7 +795,7 @@ def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_pa
     lines = []
     running = Running([copy], 0.0, (), lines.append)
     try:
-        model = running.models.served["run"]
+        model = running.served["run"]
         assert "still" in lines[0] or "in training" in lines[0]
         ask_line = lambda: running.worker.call(lambda: model.lines(LineRequest(BEFORE), lambda: False)).result(20)
         assert ask_line()[0].text.startswith("ue_3")
@@ -937,7 +937,7 @@ def copied(run, programs, tmp_path):
 
 
 def shown_by(running, before):
-    model = running.models.served["run"]
+    model = running.served["run"]
     return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
 
 
@@ -947,7 +947,7 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
     said = []
     running = Running([out], 0.0, (), said.append)
     try:
-        model, events, done = running.models.served["run"], [], threading.Event()
+        model, events, done = running.served["run"], [], threading.Event()
 
         def emit(event):
             events.append(event)
@@ -1001,7 +1001,7 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         assert "thing" not in shown_by(running, "x = quite_another_")
         (folder / "module_1.py").rename(folder / "renamed.py")
         text = (folder / "renamed.py").read_text()
-        files = running.models.served["run"].now.files
+        files = running.served["run"].now.files
         assert eventually(lambda: files.find(text, "") == "renamed.py")
     finally:
         running.close()
@@ -1022,10 +1022,10 @@ def test_a_client_that_never_reads_frees_the_model(running, monkeypatch):
 
     headers = [(b"host", b"localhost"), (b"content-length", b"%d" % len(body))]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-    application = app.Server(running.models, running.worker).app()
+    application = app.Server(running).app()
     asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
     assert sent == ["http.response.start", "http.response.body", "http.response.body"]
-    assert eventually(lambda: not running.models.served["run"].now.batch.active)
+    assert eventually(lambda: not running.served["run"].now.batch.active)
 
 
 def test_open_files_that_change_together_are_all_copied_from(running):
@@ -1050,8 +1050,8 @@ def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
     running = Running([out], 0.0, (), lambda line: None)
     try:
         assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1)", 60)
-        assert "module_2.py" not in running.models.served["run"].now.files.names
-        completer = running.models.served["run"].now.completer
+        assert "module_2.py" not in running.served["run"].now.files.names
+        completer = running.served["run"].now.completer
         names = lambda: {n for n, text in completer._open.texts.items() if text}
         assert eventually(lambda: {f"large_{i}.py" for i in range(12)} <= names(), 60)
     finally:
@@ -1082,7 +1082,7 @@ def test_a_small_change_among_many_open_files_is_indexed_alone(run):
 def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(running):
     import weakref
 
-    model = running.models.served["run"]
+    model = running.served["run"]
     old, request = weakref.ref(model.now.loaded.model), TextRequest("a", 3, made_for=object())
     running.worker.call(model.reload).result(60)
     assert eventually(lambda: old() is None, 5)

@@ -86,9 +86,9 @@ def serve(
             each.close()
         raise
     place = url(host, sockets[0].getsockname()[1])
-    folders = [] if key else [model.folder for model in running.models.served.values()]
+    folders = [] if key else [model.folder for model in running.served.values()]
     try:
-        app = Server(running.models, running.worker).app([host, *allow_host], key)
+        app = Server(running).app([host, *allow_host], key)
         with listening(folders) as own:
             run(app, [*sockets, *own], partial(_announce, running, models[0], place))
     finally:
@@ -99,7 +99,7 @@ def serve(
 def _announce(running: "Running", model: str, place: str) -> None:
     from dunes.serve.editors import EDITORS
 
-    names = ", ".join(name for each in running.models.served.values() for name in each.names)
+    names = ", ".join(name for each in running.served.values() for name in each.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
     print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
@@ -135,7 +135,8 @@ def lsp(
     from dunes import __version__
     from dunes.serve.handshake import shake_hands
 
-    streams = shake_hands(sys.stdin.buffer, sys.stdout.buffer, __version__)
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    first = shake_hands(stdin, stdout, __version__)
     from dunes.serve.lsp import start
 
     def load() -> "Running":
@@ -143,7 +144,7 @@ def lsp(
 
         return Running([folder], acceptance, (), _say, not no_follow)
 
-    start(partial(copy_context().run, load), *streams)  # what is trusted, in another thread, too
+    start(partial(copy_context().run, load), stdin, stdout, *first)  # what is trusted, in another thread, too
     return 0
 
 

@@ -1,6 +1,7 @@
 """Texts that are generated side by side: one token of each in turn, and long prompts in pieces."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -24,27 +25,24 @@ ROWS = 16
 """Texts side by side at most; others wait."""
 
 
+@dataclass(eq=False)
 class Row:
     """A text that is generated. `emit` is called with its parts, and at last with the answer."""
 
-    def __init__(
-        self,
-        asked: TextRequest,
-        request: Request,
-        tokenizer: Tokenizer,
-        emit: Callable[[Event], None],
-        is_cancelled: Callable[[], bool],
-        errors: Sequence[Exception] = (),
-    ) -> None:
-        self.errors = errors
-        """What its own sampling raised."""
-        self.asked, self.request, self.emit, self.is_cancelled = asked, request, emit, is_cancelled
-        self.tokenizer, self.start = tokenizer, perf_counter()
-        self.answer = Answer(prompt_tokens=len(request.prompt))
-        self.pieces: Iterator[None] | None = None
-        self.ready = False
-        """True once all of the prompt but its last token is in the cache."""
-        self._decode, self._pending, self._offset = DecodeStream(tokenizer), "", 0
+    asked: TextRequest
+    request: Request
+    tokenizer: Tokenizer
+    emit: Callable[[Event], None]
+    is_cancelled: Callable[[], bool]
+    errors: Sequence[Exception] = ()
+    """What its own sampling raised."""
+    pieces: Iterator[None] | None = None
+    ready: bool = False
+    """True once all of the prompt but its last token is in the cache."""
+
+    def __post_init__(self) -> None:
+        self.start, self.answer = perf_counter(), Answer(prompt_tokens=len(self.request.prompt))
+        self._decode, self._pending, self._offset = DecodeStream(self.tokenizer), "", 0
 
     def push(self, token: Token) -> None:
         """Emit the text that a token completes, up to a string to stop at or what may become one."""
@@ -166,7 +164,7 @@ class Batch:
             top_k=asked.top_k or None,
             top_p=asked.top_p if asked.top_p < 1 else None,
             min_p=asked.min_p or None,
-            penalty=asked.penalty,
+            penalty=asked.repeat_penalty,
             seed=asked.seed,
         ).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = asked.logprobs or 0
@@ -180,8 +178,9 @@ class Batch:
         if not asked.max_tokens:
             row.finish()
             return
-        place = self._free_place()
-        self.rows[place] = row
+        if None not in self.rows:
+            self._resize(2 * len(self.rows))
+        self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
         """Emit the prompt, with its tokens where log-probabilities are wanted; the first one has none."""
@@ -196,13 +195,13 @@ class Batch:
 
     def advance(self) -> None:
         """Read a piece of a prompt, and generate the next token of each text whose prompt is read."""
-        for place, row in enumerate(self.rows):
-            if row is not None and row.is_cancelled():
-                self._release(place)
+        self.rows = [None if row is None or row.is_cancelled() else row for row in self.rows]
         waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
         try:
             if waiting:
                 self._read_piece(waiting[0])
+            # The iterator of tokens has this very list.
+            self._requests[:] = [row.request if row is not None and row.ready else None for row in self.rows]
             if any(self._requests):
                 self._next_tokens()
         except Exception as error:
@@ -214,17 +213,17 @@ class Batch:
         """End all texts with an error, and forget what the cache has."""
         self._tokens = iter(())
         self._cache = self._new_cache(len(self.rows))
-        for place, row in enumerate(self.rows):
-            self._release(place)
-            if row is not None:
-                row.emit(error)
+        rows, self.rows = self.rows, [None] * len(self.rows)
+        for row in filter(None, rows):
+            row.emit(error)
 
     def _next_tokens(self) -> None:
         if len(self._cache.ids) == 1:
             self._cache.step = self._find_step()
         tokens = next(self._tokens, None)
         if tokens is None:
-            self._tokens = self._generate()
+            model, room = self.loaded.model, self.loaded.context_length
+            self._tokens = generate_all(model, self._requests, context_length=room, cache=self._cache)
             tokens = next(self._tokens, None)
         for place, token in enumerate(tokens or ()):
             current = self.rows[place]
@@ -233,14 +232,10 @@ class Batch:
         for place, current in enumerate(self.rows):
             if current is not None and current.errors:
                 current.emit(current.errors[0])
-                self._release(place)
+                self.rows[place] = None
             elif current is not None and current.ready and not current.request.unfinished:
                 current.finish()
-                self._release(place)
-
-    def _generate(self) -> Iterator[list[Token | None]]:
-        context_length = self.loaded.context_length
-        return generate_all(self.loaded.model, self._requests, context_length=context_length, cache=self._cache)
+                self.rows[place] = None
 
     def _read_piece(self, place: int) -> None:
         """Read the next piece of a prompt."""
@@ -253,16 +248,7 @@ class Batch:
         if row.pieces is None:
             row.answer.cached_tokens = common_length(cache.ids[place], ids, 1)
             row.pieces = self._reader.read(cache, place, ids)
-        if next(row.pieces, "read") is not None:
-            row.ready, self._requests[place] = True, row.request
-
-    def _free_place(self) -> int:
-        if None not in self.rows:
-            self._resize(2 * len(self.rows))
-        return self.rows.index(None)
-
-    def _release(self, place: int) -> None:
-        self.rows[place] = self._requests[place] = None
+        row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
         """Go on with so many rows; what the cache has of the first ones stays."""
@@ -275,8 +261,7 @@ class Batch:
             index = torch.tensor([*range(kept), *[0] * (count - kept)], dtype=torch.long, device=device)
             self._cache.cache, self._cache.vocab = old.cache.select_rows(index), old.vocab
         self._cache.ids[:kept], self._cache.adapters[:kept] = old.ids[:kept], old.adapters[:kept]
-        more = [None] * (count - kept)
-        self.rows, self._requests = [*self.rows[:kept], *more], [*self._requests[:kept], *more]
+        self.rows, self._requests = [*self.rows[:kept], *[None] * (count - kept)], [None] * count
         self._tokens = iter(())
 
     def _new_cache(self, rows: int) -> PrefixCache:

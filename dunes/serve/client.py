@@ -7,10 +7,11 @@ import http.client
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from dunes.files.staging import cache_home
 
@@ -32,21 +33,30 @@ class _SocketConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
+def exchange(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
+) -> tuple[int, bytes]:
+    """The status and the bytes of a reply on a connection of its own; without a body, it is a GET."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        connection.request("GET" if data is None else "POST", path, data, headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> str | None:
     """The rest of a line by a running server of this folder; None if there is none."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
-        connection = _SocketConnection(socket_file(folder))
-        try:
-            content = json.dumps(body | {"model": folder.resolve().name}).encode()
-            connection.request("POST", "/suggest", content, {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            if reply.status == 200:
-                return str(json.loads(reply.read())["suggestions"][0]["text"])
-        finally:
-            connection.close()
+        body["model"] = folder.resolve().name
+        status, data = exchange(_SocketConnection(socket_file(folder)), "/suggest", body)
+        if status == 200:
+            return str(json.loads(data)["suggestions"][0]["text"])
     return None
 
 

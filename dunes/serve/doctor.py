@@ -8,30 +8,20 @@ from time import perf_counter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-TIMEOUT = 10.0
+from dunes.serve.client import TIMEOUT, exchange
+
 BEFORE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return "
 AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
-class Reply(NamedTuple):
-    """The status and the bytes of a reply, and the seconds until it was there."""
-
-    status: int
-    data: bytes
-    seconds: float
-
-    def json(self) -> Any:
-        """The content. Raises ValueError where it is no JSON."""
-        return json.loads(self.data)
-
-
 class Check(NamedTuple):
-    """A client's request: where it is sent, what, and what the client shows of the reply, or a ValueError."""
+    """A client's request: where it is sent, what, and what the client shows of the reply's bytes, or a
+    ValueError."""
 
     client: str
     path: str
     body: Mapping[str, Any] | None
-    shown: Callable[[Reply], str]
+    shown: Callable[[bytes], str]
 
 
 class Line(NamedTuple):
@@ -42,58 +32,49 @@ class Line(NamedTuple):
     problem: str
 
 
-def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> Reply:
-    """A request's reply. Raises OSError where nothing listens, ValueError for an address that is none."""
+def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
+    """A reply's status and bytes. Raises OSError where nothing listens, ValueError for an address that is none."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection, start = kind(parts.hostname, parts.port, timeout=TIMEOUT), perf_counter()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        data = None if body is None else json.dumps(body).encode()
-        connection.request("GET" if data is None else "POST", path, data, headers)
-        reply = connection.getresponse()
-        return Reply(reply.status, reply.read(), perf_counter() - start)
+        return exchange(kind(parts.hostname, parts.port, timeout=TIMEOUT), path, body, key)
     except http.client.HTTPException as error:
         raise ValueError(f"{address}{path}: no HTTP reply ({type(error).__name__})") from None
-    finally:
-        connection.close()
 
 
-def _vim(reply: Reply) -> str:
+def _vim(data: bytes) -> str:
     # llama.vim looks for this in the bytes before it parses them, and wants one line.
-    if not re.search(rb'"content"\s*:"', reply.data) or b"\n" in reply.data.strip():
+    if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():
         raise ValueError('the reply has no `"content":"` on a single line, so llama.vim drops it')
-    content = reply.json()
+    return _vscode(data)
+
+
+def _vscode(data: bytes) -> str:
+    content = json.loads(data)
     return str((content[0] if isinstance(content, list) else content)["content"])
 
 
-def _vscode(reply: Reply) -> str:
-    content = reply.json()
-    return str((content[0] if isinstance(content, list) else content)["content"])
-
-
-def _zed(reply: Reply) -> str:
-    content = reply.json()
+def _zed(data: bytes) -> str:
+    content = json.loads(data)
     missing = [name for name in ("id", "object", "created", "model", "choices", "usage") if name not in content]
-    missing += [
-        f"usage.{n}" for n in ("prompt_tokens", "completion_tokens", "total_tokens") if n not in content["usage"]
-    ]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    missing += [f"usage.{name}" for name in counts if name not in content["usage"]]
     if missing:
         raise ValueError(f"the reply lacks {', '.join(missing)}, so Zed drops it")
     return str(content["choices"][0]["text"])
 
 
-def _events(reply: Reply) -> str:
-    lines = [line[6:] for line in reply.data.decode().splitlines() if line.startswith("data: ")]
+def _events(data: bytes) -> str:
+    lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
     if lines[-1:] != ["[DONE]"]:
         raise ValueError("the stream does not end with data: [DONE]")
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 
 
-def _ollama(reply: Reply) -> str:
-    lines = [json.loads(line) for line in reply.data.splitlines()]
+def _ollama(data: bytes) -> str:
+    lines = [json.loads(line) for line in data.splitlines()]
     if not lines[-1]["done"]:
         raise ValueError("the stream does not end with done")
     return "".join(line["response"] for line in lines)
@@ -124,40 +105,39 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     Raises ValueError where no server answers.
     """
     try:
-        health = ask(address, "/health", key=key)
+        status, data = ask(address, "/health", key=key)
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ValueError(
             f"{address}: no server answers ({reason.lower()}); start one: dunes serve runs/project"
         ) from None
-    if health.status != 200:
-        yield Line("server", "", f"status {health.status}: {_message(health)}")
-        if health.status in (401, 403):
+    if status != 200:
+        yield Line("server", "", f"status {status}: {_message(data)}")
+        if status in (401, 403):
             return
-    models = ask(address, "/v1/models", key=key)
+    _, data = ask(address, "/v1/models", key=key)
     try:
-        names = [model["id"] for model in models.json()["data"]]
+        names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{address}: /v1/models is not what a model server says") from None
     yield Line("server", f"serves {', '.join(names)}", "" if names else "it has no model")
     for check in checks(before, after, names[0] if names else ""):
-        yield _line(check, ask(address, check.path, check.body, key))
+        start = perf_counter()
+        status, data = ask(address, check.path, check.body, key)
+        milliseconds = 1e3 * (perf_counter() - start)
+        try:
+            text = check.shown(data) if status == 200 else ""
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            yield Line(check.client, "", str(error) or type(error).__name__)
+            continue
+        shown = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
+        problem = "" if status == 200 else f"status {status}: {_message(data)}"
+        yield Line(check.client, f"{shown} after {milliseconds:.0f} ms", problem)
 
 
-def _line(check: Check, reply: Reply) -> Line:
-    if reply.status != 200:
-        return Line(check.client, "", f"status {reply.status}: {_message(reply)}")
+def _message(data: bytes) -> str:
     try:
-        text = check.shown(reply)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return Line(check.client, "", str(error) or type(error).__name__)
-    shown = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
-    return Line(check.client, f"{shown} after {1e3 * reply.seconds:.0f} ms", "")
-
-
-def _message(reply: Reply) -> str:
-    try:
-        error = reply.json()["error"]
+        error = json.loads(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, LookupError, TypeError):
-        return reply.data[:100].decode(errors="replace")
+        return data[:100].decode(errors="replace")

@@ -15,17 +15,11 @@ def config(editor: str, address: str, model: str) -> str:
     """The lines for an editor's settings; `model` is the folder, absolute."""
     # JSON's strings are TOML's, too.
     escaped = model.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
-    lua = f"'{escaped}'"
-    return _LINES[editor].format(
-        address=address, lua=lua, toml=json.dumps(model, ensure_ascii=False), vim=_vim(address)
-    )
-
-
-def _vim(address: str) -> str:
-    """llama.vim needs no setting for its own default address."""
-    if address == "http://127.0.0.1:8012":
-        return ""
-    return f"let g:llama_config = {{'endpoint_fim': '{address}/infill'}}\n"
+    lua, toml = f"'{escaped}'", json.dumps(model, ensure_ascii=False)
+    # llama.vim needs no setting for its own default address.
+    is_default = address == "http://127.0.0.1:8012"
+    vim = "" if is_default else f"let g:llama_config = {{'endpoint_fim': '{address}/infill'}}\n"
+    return _LINES[editor].format(address=address, lua=lua, toml=toml, vim=vim)
 
 
 _LINES = {

@@ -2,32 +2,43 @@
 
 import json
 import math
+import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from importlib.resources import files
+from types import UnionType
+from typing import Any, TypeVar
 
 from dunes.text.lines import valid_text
+from dunes.text.templates import Conversation, Turn
 
 BODY = 4 << 20
 """Bytes of a request at most."""
 TEXT, PATH, STOPS, STOP, CHOICES, FILES = BODY, 4_096, 64, 1_000, 4, 64
 """Characters of a text and of a path, strings to stop at, characters of one of them, choices, and open files, at
 most."""
+ENDLESS = 4096
+"""New tokens of an answer at most, if the client asks for no limit or for more."""
+OPEN = 256_000
+"""Characters of open files that a request may bring along; the last ones count."""
+SEEDS = 2**64 - 1
+REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
+"""What the reference server says and this one has not: neutral settings, and properties."""
+KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
+    503: "unavailable_error",
+}  # fmt: skip
+"""The reference server's names for what is refused with a status; others are invalid requests."""
 Number = TypeVar("Number", int, float)
 
 
 class Refused(Exception):
-    """A request that is answered with this status and message; `kind` is the reference server's name for it."""
+    """A request that is answered with this status and message."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", retry: int = 0) -> None:
+    def __init__(self, status: int, message: str, kind: str = "", retry: int = 0) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.retry = status, message, kind, retry
-
-
-class Message(NamedTuple):
-    """A message of a chat."""
-
-    role: str
-    content: str
+        self.status, self.message, self.retry = status, message, retry
+        kind = kind or KINDS.get(status, "invalid_request_error")
+        self.content = {"code": status, "message": message, "type": kind}
 
 
 def parse(data: bytes) -> "Fields":
@@ -79,7 +90,7 @@ class Fields:
 
     def path(self, *names: str) -> str:
         """The path of a file in the first of these fields that has one."""
-        name = next((name for name in names if self.has(name)), names[0])
+        name = next(filter(self.has, names), names[0])
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
             raise self.refused(name, f"no path: at most {PATH} characters, none of them NUL")
@@ -91,31 +102,32 @@ class Fields:
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
         """A whole number between these bounds."""
-        value = self.body.get(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refused(name, f"{_kind(value)}; expected a whole number")
-        return self._bounded(name, value, low, high)
+        value = self._value(name, int | float, "a whole number", default)
+        if value % 1:
+            raise self.refused(name, "a number; expected a whole number")
+        return self._bounded(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number between these bounds."""
-        value = self.body.get(name)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refused(name, f"{_kind(value)}; expected a number")
+        value: float = self._value(name, int | float, "a number", default)
         return self._bounded(name, value, low, high)
+
+    def limit(self, name: str, default: int = -1) -> int:
+        """The number of new tokens: the server's own limit for -1 and for more than that."""
+        count = self.integer(name, default, -2, 2**63)
+        return ENDLESS if count < 0 else min(count, ENDLESS)
+
+    def seed(self, name: str = "seed") -> int:
+        """The seed of a request; one that differs from call to call if there is none, or -1."""
+        seed = self.integer(name, -1, -(2**63), SEEDS)
+        return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
         """A string or a list of strings to stop at, without empty ones."""
-        value = self.body.get(name)
-        values = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or len(values) > STOPS:
-            found = f"{len(values)} strings" if isinstance(values, list) else _kind(values)
-            raise self.refused(name, f"{found}; expected a string, or a list of at most {STOPS}")
+        value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
+        values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
+        if len(values) > STOPS:
+            raise self.refused(name, f"{len(values)} strings; expected {expected}")
         for stop in values:
             if not isinstance(stop, str) or len(stop) > STOP:
                 raise self.refused(name, f"not a string of at most {STOP} characters: {str(stop)[:20]!a}")
@@ -140,30 +152,45 @@ class Fields:
         """An object; one without fields if it is missing."""
         return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
 
-    def messages(self, name: str = "messages") -> tuple[Message, ...]:
-        """The messages of a chat: strings, or lists of parts of type text."""
+    def messages(self, name: str = "messages") -> Conversation:
+        """The messages of a chat, whose contents are strings, or lists of parts of type text."""
         found = self.objects(name, 4096)
         if not found:
             raise self.refused(name, "missing; expected a list of messages")
-        return tuple(Message(m.text("role", None), m.content()) for m in found)
+        return tuple(Turn(m.text("role", None), m._content()) for m in found)
 
-    def content(self) -> str:
-        """The content of a message."""
+    def _content(self) -> str:
         if isinstance(self.body.get("content"), list):
             return "".join(part.text("text", None) for part in self.objects("content", 1024))
         return self.text("content")
+
+    def open_files(self, name: str) -> list[tuple[str, str]]:
+        """The names and texts of other files: the last ones, of which there is room for."""
+        files, room = list[tuple[str, str]](), OPEN
+        for file in reversed([(each.path("filename"), each.text("text")) for each in self.objects(name, FILES)]):
+            room -= len(file[1])
+            if room >= 0:
+                files.insert(0, file)
+        return files
+
+    def refuse_unsupported(self, *names: str) -> None:
+        """Refuse a field whose effect a client would miss, unless its value is the one without effect."""
+        for name in names:
+            value = self.body.get(name)
+            if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
+                raise self.refused(name, "not supported by this server; leave it out")
 
     def refused(self, name: str, why: str) -> Refused:
         """The refusal of a field."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
-    def _value(self, name: str, kind: type, expected: str, default: Any) -> Any:
+    def _value(self, name: str, kind: type | UnionType, expected: str, default: Any) -> Any:
         value = self.body.get(name)
         if value is None:
             value = default
         if value is None:
             raise Refused(400, f"key '{self.place}{name}' not found")
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise self.refused(name, f"{_kind(value)}; expected {expected}")
         return value
 

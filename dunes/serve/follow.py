@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 
 from dunes.completion.completer import training_sources
@@ -33,21 +34,17 @@ class Follower(threading.Thread):
     """
 
     def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
-        super().__init__(name="dunes-follow", daemon=True)
+        # The context has what is trusted.
+        super().__init__(target=partial(copy_context().run, self._run), name="dunes-follow", daemon=True)
         self.model, self.worker, self._say, self._said = model, worker, say, ""
         self._known: dict[Path, Stamp] = {}
         self._folders: dict[Path, int] = {}
         self._files: dict[Path, str] = {}
         self._wait, self._left, self._failed, self._follow_links = PERIOD, 0.0, "", False
-        self._context = copy_context()
-        """What is trusted."""
         self._ended = threading.Event()
 
-    def run(self) -> None:
-        """Look at the files until it is closed."""
-        self._context.run(self._run)
-
     def _run(self) -> None:
+        """Look at the files until it is closed."""
         self._guarded(self._begin)
         while not self._ended.wait(PERIOD):
             self._guarded(self.look)
@@ -55,7 +52,7 @@ class Follower(threading.Thread):
     def look(self) -> None:
         """Take in what has changed since the last look."""
         self._load_again()
-        if self._has_come_or_gone():
+        if not self._folders or any(file_time(path) != time for path, time in self._folders.items()):
             self._walk()
         self._take_in([path for path in self._files if self._stamp(path) != self._known.get(path)])
 
@@ -105,9 +102,6 @@ class Follower(threading.Thread):
             self._left, self._wait, self._failed = 0.0, PERIOD, ""
             self._begin()
 
-    def _has_come_or_gone(self) -> bool:
-        return not self._folders or any(file_time(path) != time for path, time in self._folders.items())
-
     def _walk(self) -> None:
         """Find the files of the sources, and their folders; files that are gone leave the index."""
         sources, self._follow_links = training_sources(self.model.folder)
@@ -116,14 +110,11 @@ class Follower(threading.Thread):
             return
         walk = Walk(sources, self._follow_links)
         files = {file.path: header_name(file.name) for file in walk.files() if self._stamp(file.path)}
-        gone = [path for path in self._files if path not in files]
-        self._folders = walk.folders
-        names = {self._files[path] for path in gone} - {*files.values()}
-        self._files = files
-        for path in gone:
-            self._known.pop(path, None)
-        if names:
-            self.model.take_in(self.worker, dict.fromkeys(names))
+        gone = {*self._files.values()} - {*files.values()}
+        self._files, self._folders = files, walk.folders
+        self._known = {path: stamp for path, stamp in self._known.items() if path in files}
+        if gone:
+            self.model.take_in(self.worker, dict.fromkeys(gone))
 
     def _stamp(self, path: Path) -> Stamp | None:
         """The time and the size of a regular file; None for what is none, as a link that is not followed."""

@@ -4,6 +4,7 @@ The library then reads the same message; what it answers is dropped. `capabiliti
 """
 
 import json
+import re
 from typing import Any, BinaryIO
 
 TRIGGERS = " .(,=:<\"'"
@@ -25,76 +26,31 @@ def capabilities(encoding: str) -> dict[str, Any]:
     }
 
 
-class _Input:
-    """A stream with bytes before it."""
-
-    def __init__(self, first: bytes, stream: BinaryIO) -> None:
-        self._first, self._stream = first, stream
-
-    def readline(self) -> bytes:
-        """The next line."""
-        if not self._first:
-            return self._stream.readline()
-        line, end, self._first = self._first.partition(b"\n")
-        return line + end
-
-    def read(self, count: int) -> bytes:
-        """The next bytes."""
-        if not self._first:
-            return self._stream.read(count)
-        part, self._first = self._first[:count], self._first[count:]
-        return part
-
-
-class _Output:
-    """A stream without the first answer to a request."""
-
-    def __init__(self, stream: BinaryIO, answered: Any) -> None:
-        self._stream, self._answered = stream, [answered]
-
-    def write(self, data: bytes) -> None:
-        """Write a message, but the one that was answered."""
-        content = json.loads(data.partition(b"\r\n\r\n")[2]) if self._answered else {}
-        if self._answered and "method" not in content and content.get("id") == self._answered[0]:
-            self._answered.clear()
-        else:
-            self._stream.write(data)
-
-    def flush(self) -> None:
-        """Flush the stream."""
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Close the stream."""
-        self._stream.close()
-
-
 def message(content: dict[str, Any]) -> bytes:
     """A message as it is sent."""
     data = json.dumps(content, separators=(",", ":")).encode()
     return b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
-def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[Any, Any]:
-    """Answer the first message if it is `initialize`; the streams on which the library goes on."""
+def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
+    """Answer the first message if it is `initialize`; the message as the library has to read it, and whether it is
+    answered."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line
-    lengths = (each for each in head.splitlines() if each.lower().startswith(b"content-length:"))
-    length = next(lengths, b":0").split(b":")[1]
-    body = stdin.read(int(length)) if length.strip().isdigit() else b""
+    length = re.search(rb"(?im)^content-length:\s*(\d+)\s*$", head)
+    body = stdin.read(int(length[1])) if length else b""
     try:
         content = json.loads(body)
-        params = content["params"]
-        offered = (params["capabilities"].get("general") or {}).get("positionEncodings") or ["utf-16"]
+        client = content["params"]["capabilities"]
+        general = client.get("general") or {}
+        encoding = "utf-8" if "utf-8" in (general.get("positionEncodings") or ()) else "utf-16"
         if content["method"] != "initialize" or "id" not in content:
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):
-        return _Input(head + line + body, stdin), stdout
-    encoding = "utf-8" if "utf-8" in offered else "utf-16"
+        return body, False
     result = {"capabilities": capabilities(encoding), "serverInfo": {"name": "dunes", "version": version}}
     stdout.write(message({"id": content["id"], "jsonrpc": "2.0", "result": result}))
     stdout.flush()
-    params["capabilities"] |= {"general": {**(params["capabilities"].get("general") or {})}}
-    params["capabilities"]["general"]["positionEncodings"] = [encoding]
-    return _Input(message(content), stdin), _Output(stdout, content["id"])
+    client["general"] = {**general, "positionEncodings": [encoding]}
+    return json.dumps(content).encode(), True

@@ -5,7 +5,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h11
@@ -50,31 +50,6 @@ class DeadlineProtocol(H11Protocol):
             self._deadline = self.loop.call_later(RECEIPT, self.transport.abort)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which says when it is ready, and ends with a status instead of by a signal."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], object]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals in the loop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop, number)
-        yield
-
-    def _stop(self, number: int) -> None:
-        self.force_exit = self.should_exit  # the second one ends it at once
-        self.should_exit = True
-
-
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
     """Listening sockets. Raises ValueError for a port that is taken, and an unknown host."""
     opened: list[socket.socket] = []
@@ -108,5 +83,17 @@ def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], obje
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
-    config = uvicorn.Config(app, **options)
-    asyncio.run(_Server(config, ready).serve(sockets=[*sockets]))
+    asyncio.run(_serve(uvicorn.Server(uvicorn.Config(app, **options)), [*sockets], ready))
+
+
+async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Callable[[], object]) -> None:
+    def stop() -> None:
+        server.force_exit = server.should_exit  # the second signal ends it at once
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    # uvicorn's own way ends the process by the signal instead of with a status.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+    ready()  # the sockets listen
+    await server.serve(sockets)

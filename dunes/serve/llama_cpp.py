@@ -4,104 +4,69 @@ https://github.com/ggml-org/llama.cpp/tree/master/tools/server; what its README 
 not what it does: it stands before the cursor.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-from dunes.serve.asked import (
-    PROMPTS,
-    REFERENCE,
+from dunes import __version__
+from dunes.serve import ollama
+from dunes.serve.fields import CHOICES, ENDLESS, REFERENCE, Fields
+from dunes.serve.requests import (
+    Answer,
+    Answers,
     Asked,
+    Facts,
+    LineRequest,
+    Named,
     Protocol,
-    asked,
-    choice_count,
-    choices,
-    line_or_text,
-    open_files,
-    refuse_unsupported,
-    seed_of,
-    token_limit,
+    Request,
+    Settings,
+    TextRequest,
+    line_or_texts,
+    named,
+    prompts,
+    read_text,
 )
-from dunes.serve.fields import Fields
-from dunes.serve.requests import ENDLESS, Answer, LineRequest, Request, TextRequest, TokenText, named
 
+SETTINGS: Settings = {
+    "temperature": (0.8, 0, 1e4),
+    "top_k": (40, -1, 2**31),
+    "top_p": (0.95, 0, 1),
+    "min_p": (0.05, 0, 1),
+    "repeat_penalty": (1.0, 1e-3, 1e3),
+}
 NEUTRAL = (
     "grammar", "logit_bias", "ignore_eos", "lora", "presence_penalty", "frequency_penalty", "typical_p",
     "mirostat", "dynatemp_range", "top_n_sigma", "xtc_probability", "dry_multiplier",
 )  # fmt: skip
 """Settings that would change a text, and are refused unless they are neutral."""
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
+PROBS = "completion_probabilities"
 
 
 def read_infill(fields: Fields) -> Asked:
     """The rest of a line. With `n_predict` 0, which warms up other servers, none."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
-    after, limit = fields.text("input_suffix", None), token_limit(fields, "n_predict")
-    count, stop, files = choice_count(fields, "n_cmpl"), fields.stops(), open_files(fields, "input_extra")
+    after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
+    count, stop = fields.integer("n_cmpl", 1, 1, CHOICES), fields.stops()
+    files, name = fields.open_files("input_extra"), named(fields.path("filename", "path"))
     fields.items("response_fields", 256)
-    name = fields.path("filename", "path")
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
-    return asked(fields, [named(request)] if limit else [], "")
+    return Asked(fields, [request] if limit else [])
 
 
 def read_completion(fields: Fields) -> Asked:
     """Texts after prompts, or the rest of a line where a prompt spells it."""
-    text = text_request(fields)
-    requests: list[Request] = []
-    count = choice_count(fields, "n_cmpl")
+    fields.refuse_unsupported("json_schema", *NEUTRAL)
+    text = read_text(fields, SETTINGS, "n_predict", logprobs=fields.integer("n_probs", 0, 0, 100) or None)
+    count = fields.integer("n_cmpl", 1, 1, CHOICES)
     fields.items("response_fields", 256)
-    for prompt in prompts(fields):
-        if isinstance(prompt, str) and text.logprobs is None:
-            requests += line_or_text(text, prompt, None, count)
-        else:
-            requests += choices(replace(text, prompt=prompt), count)
-    return asked(fields, requests, "")
+    return Asked(fields, [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)])
 
 
-def text_request(fields: Fields) -> TextRequest:
-    """The settings of a text."""
-    refuse_unsupported(fields, "json_schema", *NEUTRAL)
-    top = fields.integer("n_probs", 0, 0, 100)
-    return TextRequest(
-        "",
-        token_limit(fields, "n_predict"),
-        fields.number("temperature", 0.8, 0, 1e4),
-        fields.integer("top_k", 40, -1, 2**31) if fields.integer("top_k", 40, -1, 2**31) > 0 else 0,
-        fields.number("top_p", 0.95, 0, 1) or 1e-6,
-        fields.number("min_p", 0.05, 0, 1),
-        fields.number("repeat_penalty", 1.0, 1e-3, 1e3),
-        seed_of(fields),
-        fields.stops(),
-        logprobs=top or None,
-        model=fields.text("model"),
-    )
-
-
-def prompts(fields: Fields) -> list[str | list[int]]:
-    """The prompts of a body: a text, ids, or several of either."""
-    value = fields.body.get("prompt")
-    if isinstance(value, str):
-        return [fields.text("prompt", None)]
-    if not isinstance(value, list):
-        return [fields.text("prompt", None)]  # refuses it
-    if value and all(_is_id(item) for item in value):
-        return [value]
-    if not 1 <= len(value) <= PROMPTS:
-        raise fields.refused("prompt", f"{len(value)} prompts; expected 1 to {PROMPTS}")
-    for item in value:
-        if not isinstance(item, str) and not (isinstance(item, list) and item and all(map(_is_id, item))):
-            raise fields.refused("prompt", "expected a string, token ids, or a list of these")
-    return [Fields({"prompt": item}).text("prompt") if isinstance(item, str) else item for item in value]
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> Any:
+def write(request: Asked, answers: Answers, streams: bool) -> Any:
     """An object for one answer or a part of it, a list for several, and where several were asked for."""
     body = request.fields.body
-    replies = [(write_reply if a.reason else write_part)(request, i, a) for i, a in answers.items()]
+    replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, ended = replies[0], any(answer.reason for answer in answers.values())
         cleared = ("content", "tokens", PROBS) if ended else ()  # the parts had them
@@ -110,8 +75,8 @@ def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> Any:
     return replies if several or len(replies) > 1 else replies[0]
 
 
-def write_reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The object of an answer, or of it the fields that are asked for."""
+def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
+    """The object of an answer, or of it the fields that are asked for: a slash leads into an object."""
     body = request.fields.body
     reply = {
         "index": index,
@@ -129,79 +94,52 @@ def write_reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
         "stop_type": REASONS.get(answer.reason, "none"),
         "stopping_word": answer.stopped_at,
         "tokens_cached": answer.cached_tokens,
-        "timings": timings(answer),
+        "timings": _timings(answer),
     }
     if body.get("n_probs"):
-        reply[PROBS] = [probabilities(token) for token in answer.tokens]
-    wanted = request.fields.items("response_fields", 256)
-    return flat_fields(reply, [name for name in wanted if isinstance(name, str)]) if wanted else reply
+        reply[PROBS] = [token.entry(True) for token in answer.tokens]
+    if not (wanted := request.fields.items("response_fields", 256)):
+        return reply
+    found = {name: _field(reply, name) for name in wanted if isinstance(name, str)}
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def flat_fields(reply: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """The fields of these names, in which a slash leads into an object; unknown ones are left out."""
-    flat: dict[str, Any] = {}
-    for name in wanted:
-        value: Any = reply
-        for part in name.split("/"):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            flat[name] = value
-    return flat
+def _field(reply: Any, name: str) -> Any:
+    """The value under a name in which a slash leads into an object; None if there is none."""
+    for part in name.split("/"):
+        reply = reply.get(part) if isinstance(reply, Mapping) else None
+    return reply
 
 
-def write_part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
+def _part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
     """A part of a stream."""
     chunk: dict[str, Any] = {"index": index, "content": part.text, "tokens": part.ids}
     chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
     if part.tokens and request.fields.body.get("n_probs"):
-        chunk[PROBS] = [probabilities(token) for token in part.tokens]
+        chunk[PROBS] = [token.entry(True) for token in part.tokens]
     return chunk
 
 
-def probabilities(token: TokenText) -> dict[str, Any]:
-    """A token with its log-probability and those of the most probable ones."""
-
-    def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
-        return {"id": id, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
-
-    top = [entry(*alternative) for alternative in token.top]
-    return entry(token.id, token.data, token.logprob) | {"top_logprobs": top}
-
-
-def timings(answer: Answer) -> dict[str, Any]:
+def _timings(answer: Answer) -> dict[str, Any]:
     """Tokens and milliseconds of the prompt, and of what follows."""
     read, new = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
     prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
     more = max(0.0, 1e3 * answer.seconds - prompt)
-    return {
-        "cache_n": answer.cached_tokens,
-        "prompt_n": read,
-        "prompt_ms": prompt,
-        "prompt_per_token_ms": _per(prompt, read),
-        "prompt_per_second": _per(1e3 * read, prompt),
-        "predicted_n": new,
-        "predicted_ms": more,
-        "predicted_per_token_ms": _per(more, new),
-        "predicted_per_second": _per(1e3 * new, more),
-    }
-
-
-def _per(part: float, count: float) -> float:
-    return part / count if count else 0.0
+    timings: dict[str, Any] = {"cache_n": answer.cached_tokens}
+    for name, count, time in (("prompt", read, prompt), ("predicted", new, more)):
+        timings |= {f"{name}_n": count, f"{name}_ms": time}
+        timings[f"{name}_per_token_ms"] = time / count if count else 0.0
+        timings[f"{name}_per_second"] = 1e3 * count / time if time else 0.0
+    return timings
 
 
 def settings(request: Request | None) -> dict[str, Any]:
     """The settings of a request under the reference server's names; what is not ours has its neutral value."""
-    text = request if isinstance(request, TextRequest) else TextRequest("", temperature=0.0, seed=0)
+    text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
-    known: dict[str, Any] = REFERENCE["settings"]
-    return known | {
+    return REFERENCE["settings"] | {
         "seed": text.seed,
-        "temperature": text.temperature,
-        "top_k": text.top_k,
-        "top_p": text.top_p,
-        "min_p": text.min_p,
-        "repeat_penalty": text.penalty,
+        **{name: getattr(text, name) for name in SETTINGS},
         "stop": list(request.stop) if request else [],
         "max_tokens": limit,
         "n_predict": limit,
@@ -210,7 +148,50 @@ def settings(request: Request | None) -> dict[str, Any]:
     }
 
 
-PROBS = "completion_probabilities"
+def health(models: Named) -> dict[str, Any]:
+    """The reference server's /health, with what Tabby's clients read."""
+    version = dict.fromkeys(("build_date", "build_timestamp", "git_sha", "git_describe"), "")
+    device = {"device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1, "cuda_devices": []}
+    return {"status": "ok", "model": models[0][0], **device, "version": version}
+
+
+def list_models(models: Named) -> dict[str, Any]:
+    """OpenAI's /v1/models, with what clients of Ollama read."""
+    return {"object": "list", "data": [_entry(*model) for model in models], **ollama.tags(models)}
+
+
+def _entry(name: str, facts: Facts) -> dict[str, Any]:
+    named = {"n_vocab": "vocab", "n_ctx": "context_length", "n_ctx_train": "context_length", "n_embd": "dim"}
+    named |= {"n_params": "parameters", "size": "size", "ftype": "dtype"}
+    return {
+        "id": name,
+        "aliases": [name],
+        "tags": [],
+        "object": "model",
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "created": facts["created"],
+        "owned_by": "dunes",
+        "meta": {"vocab_type": 2, **{key: facts[name] for key, name in named.items()}},
+    }
+
+
+def props(models: Named) -> dict[str, Any]:
+    """The reference server's /props; llama.vscode reads the context length."""
+    name, facts = models[0]
+    return REFERENCE["props"] | {
+        "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
+        "model_alias": name,
+        "model_ftype": facts["dtype"],
+        "model_path": facts["folder"],
+        "bos_token": facts["bos"],
+        "eos_token": facts["eos"],
+        "build_info": f"dunes-{__version__}",
+    }
+
+
+def slots(models: Named) -> list[dict[str, Any]]:
+    """The reference server's /slots: one, which is free between two requests."""
+    return [REFERENCE["slot"] | {"n_ctx": models[0][1]["context_length"], "params": settings(None)}]
 
 
 INFILL = Protocol(read_infill, write, "sse-bare")

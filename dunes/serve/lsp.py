@@ -5,15 +5,19 @@ waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3
 """
 
 import asyncio
+import io
+import json
+import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types
+from pygls.io_ import StdoutWriter
 from pygls.lsp.server import LanguageServer
 
 from dunes import __version__
@@ -23,130 +27,162 @@ from dunes.units import plural
 if TYPE_CHECKING:
     from dunes.serve.requests import Answer, Event
     from dunes.serve.running import Running
-    from dunes.serve.worker import Task
 
 ITEMS = 3
 """Suggestions at most."""
 IDLE = 0.5
 """Seconds without a change after which an open file is indexed for the completion of others."""
+COMMAND = types.Command("accepted", ACCEPTED)
 
 
-@dataclass
-class _State:
-    """The model once it is loaded, and the newest request."""
-
-    load: Callable[[], "Running"]
-    running: "Running | None" = None
-    failed: str = ""
-    newest: "Task | None" = None
-    asked: int = 0
-    accepted: int = 0
-    is_closed: bool = False
-    timers: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
+def start(
+    load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
+) -> None:
+    """Speak on these streams until the editor ends it, from its first message on; `load` loads the model, in
+    another thread."""
+    server = Server(load)
+    server.protocol.set_writer(StdoutWriter(io.BytesIO() if is_answered else stdout))
+    with suppress(Exception):  # what is no message is passed over, as the library does
+        server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
+    server.start_io(stdin, stdout)
 
 
-def start(load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO) -> None:
-    """Speak on these streams until the editor ends it; `load` loads the model, in another thread."""
-    build(load).start_io(stdin, stdout)
+class Server(LanguageServer):
+    """The server, with the model once it is loaded, and the newest request."""
 
+    def __init__(self, load: Callable[[], "Running"]) -> None:
+        super().__init__("dunes", __version__)
+        self._load = load
+        self._running: Running | None = None
+        self._newest: asyncio.Future[Event] | None = None
+        self._failed, self._accepted, self._is_closed = "", 0, False
+        self._timers = dict[str, asyncio.TimerHandle]()
+        # The library notes on a function that it is a feature, which a method cannot take.
+        self.feature(types.INITIALIZED)(partial(self._begin))
+        self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._change))
+        self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
+        self.feature(types.TEXT_DOCUMENT_DID_CLOSE)(partial(self._close))
+        self.feature(types.SHUTDOWN)(partial(self._shut_down))
+        self.command(ACCEPTED)(partial(self._count))
+        inline, plain = types.InlineCompletionOptions(), types.CompletionOptions(trigger_characters=[*TRIGGERS])
+        self.feature(types.TEXT_DOCUMENT_INLINE_COMPLETION, inline)(partial(self._complete_inline))
+        self.feature(types.TEXT_DOCUMENT_COMPLETION, plain)(partial(self._complete))
 
-def build(load: Callable[[], "Running"]) -> LanguageServer:
-    """The server, before it speaks."""
-    server = LanguageServer("dunes", __version__)
-    state = _State(load)
-    _add_life(server, state)
-    _add_completion(server, state)
-    return server
+    def _begin(self, params: types.InitializedParams) -> None:
+        threading.Thread(target=self._load_model, daemon=True, name="dunes-load").start()
 
+    def _load_model(self) -> None:
+        try:
+            self._running = self._load()
+        except Exception as error:
+            self._failed = " ".join(str(error).split()) or type(error).__name__
+            message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {self._failed}")
+            with suppress(Exception):
+                self.window_show_message(message)
 
-def _add_life(server: LanguageServer, state: _State) -> None:
-    @server.feature(types.INITIALIZED)
-    def initialized(params: types.InitializedParams) -> None:
-        threading.Thread(target=_load, args=(server, state), daemon=True, name="dunes-load").start()
+    def _change(self, params: types.DidOpenTextDocumentParams | types.DidChangeTextDocumentParams) -> None:
+        self._index_later(params.text_document.uri)
 
-    @server.feature(types.TEXT_DOCUMENT_DID_OPEN)
-    def opened(params: types.DidOpenTextDocumentParams) -> None:
-        _index_later(server, state, params.text_document.uri)
-
-    @server.feature(types.TEXT_DOCUMENT_DID_CHANGE)
-    def changed(params: types.DidChangeTextDocumentParams) -> None:
-        _index_later(server, state, params.text_document.uri)
-
-    @server.feature(types.TEXT_DOCUMENT_DID_CLOSE)
-    def closed(params: types.DidCloseTextDocumentParams) -> None:
-        if timer := state.timers.pop(params.text_document.uri, None):
+    def _close(self, params: types.DidCloseTextDocumentParams) -> None:
+        if timer := self._timers.pop(params.text_document.uri, None):
             timer.cancel()
-        _take_in(state, params.text_document.uri, None)
+        self._take_in(params.text_document.uri, None)
 
-    @server.feature(types.SHUTDOWN)
-    def shutdown(params: Any) -> None:
-        state.is_closed = True
-        message = f"dunes: {plural(state.accepted, 'suggestion')} accepted"
-        server.window_log_message(types.LogMessageParams(types.MessageType.Info, message))
-        if state.running:
-            state.running.close()
+    def _shut_down(self, params: Any) -> None:
+        self._is_closed = True
+        self._log(types.MessageType.Info, f"{plural(self._accepted, 'suggestion')} accepted")
+        if self._running:
+            self._running.close()
 
-    @server.command(ACCEPTED)
-    def accepted(*_: Any) -> None:
+    def _count(self, *_: Any) -> None:
         """Editors execute it after an acceptance; how many there were is said at the end."""
-        state.accepted += 1
+        self._accepted += 1
 
+    def _index_later(self, uri: str) -> None:
+        """Index a file once it has not changed for a while: other files copy from it."""
+        if timer := self._timers.get(uri):
+            timer.cancel()
+        self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)
 
-def _load(server: LanguageServer, state: _State) -> None:
-    try:
-        state.running = state.load()
-    except Exception as error:
-        state.failed = " ".join(str(error).split()) or type(error).__name__
-        message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {state.failed}")
-        with suppress(Exception):
-            server.window_show_message(message)
+    def _index(self, uri: str) -> None:
+        if self._running is None:
+            self._index_later(uri)
+            return
+        self._timers.pop(uri, None)
+        if uri in self.workspace.text_documents:
+            self._take_in(uri, self.workspace.text_documents[uri].source)
 
+    def _take_in(self, uri: str, text: str | None) -> None:
+        """Let other files copy from this text; None for what is saved."""
 
-def _index_later(server: LanguageServer, state: _State, uri: str) -> None:
-    """Index a file once it has not changed for a while: other files copy from it."""
-    if timer := state.timers.get(uri):
-        timer.cancel()
-    loop = asyncio.get_running_loop()
-    state.timers[uri] = loop.call_later(IDLE, _index, server, state, uri)
+        def work() -> None:
+            if running is not None:
+                path, found = _path(uri), text
+                with suppress(OSError, UnicodeDecodeError, ValueError):
+                    found = Path(path).read_text(encoding="utf-8") if text is None else text
+                running.take_in(path, found)
 
+        running = self._running
+        threading.Thread(target=work, daemon=True, name="dunes-index").start()
 
-def _index(server: LanguageServer, state: _State, uri: str) -> None:
-    if state.running is None:
-        _index_later(server, state, uri)
-        return
-    state.timers.pop(uri, None)
-    if uri in server.workspace.text_documents:
-        _take_in(state, uri, server.workspace.text_documents[uri].source)
+    def _log(self, kind: types.MessageType, message: str) -> None:
+        """Write a line into the editor's log."""
+        self.window_log_message(types.LogMessageParams(kind, f"dunes: {message}"))
 
+    def _around(self, uri: str, position: types.Position) -> tuple[str, str] | None:
+        """The text of an open file before and after a position; None for another file."""
+        if uri not in self.workspace.text_documents:
+            return None
+        document = self.workspace.text_documents[uri]
+        offset = document.offset_at_position(position)
+        return document.source[:offset], document.source[offset:]
 
-def _take_in(state: _State, uri: str, text: str | None) -> None:
-    """Let other files copy from this text; None for what is saved."""
+    async def _answers(self, uri: str, position: types.Position) -> list["Answer"]:
+        """The suggestions at a position. A newer request ends an older one, also one that waits for the model."""
+        if self._newest is not None and not self._newest.done():
+            self._newest.set_result([])
+        loop = asyncio.get_running_loop()
+        result = self._newest = loop.create_future()
+        while self._running is None:
+            await asyncio.sleep(0.05)
+            if self._failed or result.done():
+                return []
+        texts = self._around(uri, position)
+        if self._is_closed or texts is None:
+            return []
+        from dunes.serve.requests import LineRequest
 
-    def work() -> None:
-        if running is not None:
-            path, found = _path(uri), text
-            with suppress(OSError, UnicodeDecodeError, ValueError):
-                found = Path(path).read_text(encoding="utf-8") if text is None else text
-            running.take_in(path, found)
+        def take(event: "Event") -> None:
+            if not result.done():
+                result.set_result(event)
 
-    running = state.running
-    threading.Thread(target=work, daemon=True, name="dunes-index").start()
+        def emit(event: "Event") -> None:
+            with suppress(RuntimeError):  # the editor has gone
+                loop.call_soon_threadsafe(take, event)
 
+        request = LineRequest(*texts, _path(uri), alternatives=ITEMS)
+        task = self._running.worker.submit(request, emit)
+        try:
+            event = await result
+        finally:
+            task.cancel()
+        if isinstance(event, Exception):
+            self._log(types.MessageType.Error, str(event))
+            return []
+        return [answer for answer in event if answer.text]
 
-def _add_completion(server: LanguageServer, state: _State) -> None:
-    @server.feature(types.TEXT_DOCUMENT_INLINE_COMPLETION, types.InlineCompletionOptions())
-    async def inline(params: types.InlineCompletionParams) -> types.InlineCompletionList:
-        answers = await _answers(server, state, params.text_document.uri, params.position)
+    async def _complete_inline(self, params: types.InlineCompletionParams) -> types.InlineCompletionList:
+        answers = await self._answers(params.text_document.uri, params.position)
         here = types.Range(params.position, params.position)
-        command = types.Command("accepted", ACCEPTED)
-        items = [types.InlineCompletionItem(a.text, range=here, command=command) for a in answers]
-        return types.InlineCompletionList(items)
+        return types.InlineCompletionList(
+            [types.InlineCompletionItem(a.text, range=here, command=COMMAND) for a in answers]
+        )
 
-    @server.feature(types.TEXT_DOCUMENT_COMPLETION, types.CompletionOptions(trigger_characters=[*TRIGGERS]))
-    async def completion(params: types.CompletionParams) -> types.CompletionList:
-        answers = await _answers(server, state, params.text_document.uri, params.position)
+    async def _complete(self, params: types.CompletionParams) -> types.CompletionList:
+        answers = await self._answers(params.text_document.uri, params.position)
         here = types.Range(params.position, params.position)
-        word = _word_before(server, params.text_document.uri, params.position)
+        before, _ = self._around(params.text_document.uri, params.position) or ("", "")
+        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter by it
         items = [
             types.CompletionItem(
                 label=(word + a.text).strip(),
@@ -155,61 +191,11 @@ def _add_completion(server: LanguageServer, state: _State) -> None:
                 filter_text=word + a.text,
                 sort_text=f"{i}",
                 text_edit=types.TextEdit(here, a.text),
-                command=types.Command("accepted", ACCEPTED),
+                command=COMMAND,
             )
             for i, a in enumerate(answers)
         ]
         return types.CompletionList(is_incomplete=True, items=items)
-
-
-def _word_before(server: LanguageServer, uri: str, position: types.Position) -> str:
-    """The part of a word before the cursor, which editors filter by."""
-    if uri not in server.workspace.text_documents:
-        return ""
-    document = server.workspace.text_documents[uri]
-    before: str = document.source[: document.offset_at_position(position)]
-    start = len(before)
-    while start and (before[start - 1].isalnum() or before[start - 1] == "_"):
-        start -= 1
-    return before[start:]
-
-
-async def _answers(server: LanguageServer, state: _State, uri: str, position: types.Position) -> list["Answer"]:
-    """The suggestions at a position. A newer request ends an older one, also one that waits for the model."""
-    number = state.asked = state.asked + 1
-    if state.newest is not None:
-        state.newest.cancel()
-    while state.running is None:
-        await asyncio.sleep(0.05)
-        if state.failed or state.asked != number:
-            return []
-    if state.is_closed or uri not in server.workspace.text_documents:
-        return []
-    from dunes.serve.requests import LineRequest
-
-    document = server.workspace.text_documents[uri]
-    offset = document.offset_at_position(position)
-    before, after = document.source[:offset], document.source[offset:]
-    request = LineRequest(before, after, _path(uri), (), ITEMS)
-    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def emit(event: "Event") -> None:
-        with suppress(RuntimeError):  # the editor has gone
-            loop.call_soon_threadsafe(lambda: None if result.done() else result.set_result(event))
-
-    task = state.newest = state.running.worker.submit(request, emit)
-    try:
-        while not result.done():
-            await asyncio.wait([result], timeout=0.25)
-            if task.is_cancelled():
-                return []
-        event = result.result()
-    finally:
-        task.cancel()
-    if isinstance(event, Exception):
-        server.window_log_message(types.LogMessageParams(types.MessageType.Error, f"dunes: {event}"))
-        return []
-    return [answer for answer in event if answer.text]
 
 
 def _path(uri: str) -> str:

@@ -1,29 +1,37 @@
-"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities, and Mistral's path for filling in.
+"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities, Mistral's path for filling in, and
+Tabby's request, which has OpenAI's path.
 
-https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim
+https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim,
+https://tabby.tabbyml.com/api
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from dunes.serve.asked import (
+from dunes.serve.fields import CHOICES, FILES, Fields
+from dunes.serve.requests import (
+    Answer,
+    Answers,
     Asked,
+    LineRequest,
     Protocol,
-    asked,
-    choice_count,
+    Settings,
+    TokenText,
     choices,
-    line_or_text,
-    refuse_unsupported,
-    seed_of,
-    token_limit,
+    line_or_texts,
+    prompts,
+    read_text,
 )
-from dunes.serve.fields import Fields
-from dunes.serve.llama_cpp import prompts
-from dunes.serve.requests import Answer, Request, TextRequest, TokenText
 
-REASONS = {"stop": "stop", "length": "length", "word": "stop"}
+SETTINGS: Settings = {
+    "temperature": (1.0, 0, 1e4),
+    "top_k": (0, 0, 2**31),
+    "top_p": (1.0, 0, 1),
+    "min_p": (0.0, 0, 1),
+}
+UNSUPPORTED = ("logit_bias", "presence_penalty", "frequency_penalty")
+REASONS = {"stop": "stop", "length": "length", "word": "stop", "": None}
 DEFAULT_TOKENS = 16
 """New tokens of a text if the request does not say: as with OpenAI."""
 LOGPROBS = 20
@@ -32,92 +40,62 @@ LOGPROBS = 20
 
 def read_completions(fields: Fields) -> Asked:
     """Texts after prompts; the rest of a line where there is a suffix, or a prompt spells one."""
-    count, after = choice_count(fields), fields.text("suffix") if fields.has("suffix") else None
-    text = _text_request(fields, "max_tokens", DEFAULT_TOKENS)
-    if fields.has("logprobs"):
-        text = replace(text, logprobs=fields.integer("logprobs", 0, 0, LOGPROBS))
-    text = replace(text, echo=fields.flag("echo"))
-    requests: list[Request] = []
-    for prompt in prompts(fields):
-        if not isinstance(prompt, str) or (after is None and (text.echo or text.logprobs is not None)):
-            requests += choices(replace(text, prompt=prompt), count)
-        else:
-            requests += line_or_text(text, prompt, after, count)
-    fields.object("stream_options").flag("include_usage")
-    return asked(fields, requests, "cmpl-")
+    fields.refuse_unsupported(*UNSUPPORTED)
+    count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
+    logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
+    echo = fields.flag("echo")
+    text = read_text(fields, SETTINGS, "max_tokens", DEFAULT_TOKENS, logprobs=logprobs, echo=echo)
+    requests = [request for prompt in prompts(fields) for request in line_or_texts(text, prompt, after, count)]
+    _wants_usage(fields)
+    return Asked(fields, requests, "cmpl-")
 
 
 def read_chat(fields: Fields) -> Asked:
     """A model's next turn in a chat."""
-    refuse_unsupported(fields, "tools", "functions", "response_format")
-    limit = "max_completion_tokens" if fields.has("max_completion_tokens") else "max_tokens"
-    fields.object("stream_options").flag("include_usage")
-    if not fields.has(limit) and fields.has("n_predict"):
-        limit = "n_predict"
-    text = _text_request(fields, limit, -1)
-    if fields.flag("logprobs"):
-        text = replace(text, logprobs=fields.integer("top_logprobs", 0, 0, LOGPROBS))
-    return asked(fields, choices(replace(text, messages=fields.messages()), choice_count(fields)), "chatcmpl-")
+    fields.refuse_unsupported("tools", "functions", "response_format", *UNSUPPORTED)
+    limit = next(filter(fields.has, ("max_completion_tokens", "max_tokens", "n_predict")), "max_tokens")
+    _wants_usage(fields)
+    logprobs = fields.integer("top_logprobs", 0, 0, LOGPROBS) if fields.flag("logprobs") else None
+    text = read_text(fields, SETTINGS, limit, logprobs=logprobs, messages=fields.messages())
+    return Asked(fields, choices(text, fields.integer("n", 1, 1, CHOICES)), "chatcmpl-")
 
 
 def read_mistral(fields: Fields) -> Asked:
     """The rest of a line between a prompt and a suffix."""
-    text = replace(_text_request(fields, "max_tokens", -1), seed=seed_of(fields, "random_seed"))
-    request = line_or_text(text, fields.text("prompt", None), fields.text("suffix"))
-    return asked(fields, request, "fim-")
+    fields.refuse_unsupported(*UNSUPPORTED)
+    text = read_text(fields, SETTINGS, "max_tokens", seed=fields.seed("random_seed"))
+    return Asked(fields, line_or_texts(text, fields.text("prompt", None), fields.text("suffix")), "fim-")
 
 
-def _text_request(fields: Fields, limit: str, default: int) -> TextRequest:
-    refuse_unsupported(fields, "logit_bias", "presence_penalty", "frequency_penalty")
-    return TextRequest(
-        "",
-        token_limit(fields, limit, default),
-        fields.number("temperature", 1.0, 0, 1e4),
-        fields.integer("top_k", 0, 0, 2**31),
-        fields.number("top_p", 1.0, 0, 1) or 1e-6,
-        fields.number("min_p", 0.0, 0, 1),
-        seed=seed_of(fields),
-        stop=fields.stops(),
-        model=fields.text("model"),
-    )
+def _wants_usage(fields: Fields) -> bool:
+    """Whether a stream ends with its usage."""
+    return fields.object("stream_options").flag("include_usage")
 
 
-Write = Callable[[Asked, Mapping[int, Answer], bool], Any]
-Choice = Callable[[Asked, Answer, bool], dict[str, Any]]
+def _protocol(
+    read: Callable[[Fields], Asked], kind: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
+) -> Protocol:
+    """What answers with choices in objects of a kind; in a stream in chunks, the last one without text."""
 
+    def reply(request: Asked, kind: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
+        head = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
+        return {**head, "system_fingerprint": "dunes", "choices": choices, **usage}
 
-def _writer(kind: str, chunk: str, choice: Choice) -> Write:
-    """What writes choices in objects of a kind; in a stream in chunks, the last one without text."""
-
-    def write(request: Asked, answers: Mapping[int, Answer], streams: bool) -> dict[str, Any]:
+    def write(request: Asked, answers: Answers, streams: bool) -> Any:
         listed = []
         for i, answer in answers.items():
             shown = Answer(reason=answer.reason) if streams and answer.reason else answer
-            reason = REASONS[answer.reason] if answer.reason else None
-            listed.append({"index": i, **choice(request, shown, streams), "finish_reason": reason})
-        if streams:
-            return _object(request, chunk, listed)
-        return _object(request, kind, listed) | usage(answers)
+            written = choice(request, shown, streams)
+            listed.append({"index": i, **written, "finish_reason": REASONS[answer.reason]})
+        return reply(request, chunk, listed, {}) if streams else reply(request, kind, listed, usage(answers))
 
-    return write
+    def end(request: Asked, answers: Answers) -> Sequence[Any]:
+        return [reply(request, chunk, [], usage(answers))] if _wants_usage(request.fields) else []
 
-
-def _end(chunk: str) -> Callable[[Asked, Mapping[int, Answer]], Sequence[Any]]:
-    """What writes the usage at the end of a stream, where it is asked for."""
-
-    def end(request: Asked, answers: Mapping[int, Answer]) -> Sequence[Any]:
-        wanted = request.fields.object("stream_options").flag("include_usage")
-        return [_object(request, chunk, []) | usage(answers)] if wanted else []
-
-    return end
+    return Protocol(read, write, end=end)
 
 
-def _object(request: Asked, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
-    head = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
-    return head | {"system_fingerprint": "dunes", "choices": choices}
-
-
-def usage(answers: Mapping[int, Answer]) -> dict[str, dict[str, int]]:
+def usage(answers: Answers) -> dict[str, dict[str, int]]:
     """The tokens of a request; its prompts count once for each choice."""
     read, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
     return {"usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}}
@@ -129,7 +107,7 @@ def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
     return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens, answer.offset) if wanted else None}
 
 
-def legacy_logprobs(tokens: Sequence[TokenText], offset: int = 0) -> dict[str, Any]:
+def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
     """The log-probabilities of tokens as lists, `offset` characters into a text, whose first one has none."""
     tops = [
         None if token.logprob is None else {data.decode(errors="replace"): p for _, data, p in token.top}
@@ -146,22 +124,27 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int = 0) -> dict[str, A
 def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
     """The message of a choice; in a stream what it grows by."""
     message = {} if streams and answer.reason else {"role": "assistant", "content": answer.text}
-    logprobs = {"content": [chat_logprob(token) for token in answer.tokens]} if answer.tokens else None
+    logprobs = {"content": [token.entry(False) for token in answer.tokens]} if answer.tokens else None
     return {"delta" if streams else "message": message, "logprobs": logprobs}
 
 
-def chat_logprob(token: TokenText) -> dict[str, Any]:
-    """A token with its log-probability and those of the most probable ones."""
+def read_tabby(fields: Fields) -> Asked:
+    """The rest of a line in a file."""
+    parts = fields.object("segments")
+    others = (*parts.objects("declarations", FILES), *parts.objects("relevant_snippets_from_changed_files", FILES))
+    files = [(other.text("filepath"), other.text("body")) for other in others]
+    line = LineRequest(parts.text("prefix"), parts.text("suffix"), parts.path("filepath"), files)
+    return Asked(fields, [line], "cmpl-", False)
 
-    def entry(data: bytes, logprob: float | None) -> dict[str, Any]:
-        return {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
 
-    return entry(token.data, token.logprob) | {"top_logprobs": [entry(data, p) for _, data, p in token.top]}
+def write_tabby(request: Asked, answers: Answers, streams: bool) -> Any:
+    """The best suggestion; none if it is empty."""
+    text = answers[0].text
+    return {"id": request.id, "choices": [{"index": 0, "text": text}] if text else []}
 
 
 CHUNK = "chat.completion.chunk"
-write_chat, end_chat = _writer("chat.completion", CHUNK, chat_choice), _end(CHUNK)
-write_text, end_text = _writer("text_completion", "text_completion", text_choice), _end("text_completion")
-COMPLETIONS = Protocol(read_completions, write_text, end=end_text)
-CHAT = Protocol(read_chat, write_chat, end=end_chat)
-MISTRAL = Protocol(read_mistral, write_chat, end=end_chat)
+COMPLETIONS = _protocol(read_completions, "text_completion", "text_completion", text_choice)
+CHAT = _protocol(read_chat, "chat.completion", CHUNK, chat_choice)
+MISTRAL = _protocol(read_mistral, "chat.completion", CHUNK, chat_choice)
+TABBY = Protocol(read_tabby, write_tabby)

@@ -1,14 +1,18 @@
 """What a server is asked for, whatever the protocol, and what it answers."""
 
 import re
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from dunes.data.document import NamedText
+from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
+from dunes.text.templates import Turn
 
-ENDLESS = 4096
-"""New tokens of an answer at most, if the client asks for no limit or for more."""
+PROMPTS = 48
+"""Choices of all prompts of one request at most, so that others find room in the queue."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -47,17 +51,17 @@ class TextRequest:
     """The text after a prompt: a text, or the ids of one. `logprobs` alternatives of each token are wanted, none
     without log-probabilities; with `echo`, those of the prompt, too."""
 
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
     temperature: float = 0.8
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
-    penalty: float = 1.0
+    repeat_penalty: float = 1.0
     seed: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
-    messages: Sequence[tuple[str, str]] = ()
+    messages: Sequence[Turn] = ()
     made_for: object = None
     """The batch of the model whose ids the prompt has, if it was made here."""
     logprobs: int | None = None
@@ -80,6 +84,16 @@ class TokenText(NamedTuple):
     def text(self) -> str:
         """The token's text; U+FFFD for a part of a character."""
         return self.data.decode(errors="replace")
+
+    def entry(self, has_id: bool) -> dict[str, Any]:
+        """The token with its log-probability and those of the most probable ones, as clients read it."""
+
+        def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
+            shown = {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+            return {"id": id, **shown} if has_id else shown
+
+        top = [entry(*alternative) for alternative in self.top]
+        return entry(self.id, self.data, self.logprob) | {"top_logprobs": top}
 
 
 @dataclass
@@ -104,8 +118,101 @@ class Answer:
     explained: dict[str, Any] = field(default_factory=dict)
 
 
+Facts = Mapping[str, Any]
+Named = Sequence[tuple[str, Facts]]
+"""The names of models and of their adapters, with their facts."""
 Event = Answer | list[Answer] | Exception
 """What comes of a request: parts of a text and its answer, the answers of a line, or an error."""
+Answers = Mapping[int, Answer]
+"""Answers, or parts of them, by the index of their choice."""
+
+
+class Asked:
+    """What a body asks for: a line with alternatives, or texts, each of which is a choice of the reply, with an id
+    that begins with a prefix. Raises Refused for too many."""
+
+    def __init__(
+        self, fields: Fields, requests: Sequence[Request], prefix: str = "", stream: bool | None = None
+    ) -> None:
+        self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
+        self.stream = fields.flag("stream") if stream is None else stream
+        self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
+        if len(requests) > PROMPTS:
+            raise fields.refused("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
+
+
+class Protocol(NamedTuple):
+    """A path's way of reading a body, and of writing answers: all at once, or in a stream a part or the end of
+    one. `end` follows the answers of a stream."""
+
+    read: Callable[[Fields], Asked]
+    write: Callable[[Asked, Answers, bool], Any]
+    form: str = "sse"
+    """How a stream is written: sse, with `data: [DONE]` at its end, sse-bare without, or ndjson."""
+    end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
+
+
+Settings = Mapping[str, tuple[float, float, float]]
+"""The numbers that change a text, by their field, which is also TextRequest's: the default, and the range."""
+
+
+def read_text(
+    fields: Fields, settings: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
+) -> TextRequest:
+    """A text with more attributes and the settings in these fields, or in an object of theirs; `tokens` is the
+    number of new ones where there is no `limit`."""
+    options, found = options or fields, dict[str, Any]()
+    for name, (default, low, high) in settings.items():
+        read: Any = options.integer if isinstance(default, int) else options.number
+        found[name] = read(name, default, low, high)
+    found |= {"top_k": max(0, found["top_k"]), "top_p": found["top_p"] or 1e-6}
+    found |= {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
+    return TextRequest(**found | {"model": fields.text("model")} | more)
+
+
+def choices(request: TextRequest, count: int) -> list[Request]:
+    """As many requests, each with a seed of its own."""
+    return [replace(request, seed=(request.seed + i) % (SEEDS + 1)) for i in range(count)]
+
+
+def line_or_texts(
+    text: TextRequest, prompt: str | Sequence[int], after: str | None = None, count: int = 1
+) -> list[Request]:
+    """The line that is asked for if there is text behind the cursor, or the prompt spells it; else texts.
+
+    Nothing for a line of no tokens.
+    """
+    line, has_tokens = None, text.echo or text.logprobs is not None
+    if isinstance(prompt, str) and after is not None:
+        line = LineRequest(prompt, after)
+    elif isinstance(prompt, str) and not has_tokens:
+        line = fill_in_the_middle(prompt)
+    if line is None:
+        return choices(replace(text, prompt=prompt), count)
+    if has_tokens:
+        raise Refused(400, "log-probabilities and echo are not supported for the rest of a line; leave them out")
+    limit = text.max_tokens if text.max_tokens < ENDLESS else None
+    if limit == 0:
+        return []
+    return [replace(line, alternatives=count, max_tokens=limit, stop=text.stop, model=text.model)]
+
+
+def prompts(fields: Fields) -> list[str | list[int]]:
+    """The prompts of a body: a text, ids, or several of either."""
+    value = fields.body.get("prompt")
+    if not isinstance(value, list):
+        return [fields.text("prompt", None)]
+    if _are_ids(value):
+        return [value]
+    if not 1 <= len(value) <= PROMPTS:
+        raise fields.refused("prompt", f"{len(value)} prompts; expected 1 to {PROMPTS}")
+    if not all(isinstance(item, str) or _are_ids(item) for item in value):
+        raise fields.refused("prompt", "expected a string, token ids, or a list of these")
+    return [Fields({"prompt": item}).text("prompt") if isinstance(item, str) else item for item in value]
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def fill_in_the_middle(prompt: str) -> LineRequest | None:
@@ -119,7 +226,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
             parts = {m: prompt[places[m] + len(m) : end] for m, end in zip(marks, ends, strict=True)}
             name, files = _files(prompt[: places[marks[0]]])
             before = HINTS.sub("", parts[prefix] + parts.get(middle, ""))
-            return named(LineRequest(before, parts[suffix], name, files))
+            return LineRequest(before, parts[suffix], named(name), files)
     return None
 
 
@@ -130,6 +237,6 @@ def _files(head: str) -> tuple[str, Sequence[NamedText]]:
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)
 
 
-def named(request: LineRequest) -> LineRequest:
-    """The request without a name that names nothing."""
-    return replace(request, name="") if request.name == UNNAMED else request
+def named(name: str) -> str:
+    """The name of a file; empty for one that names nothing."""
+    return "" if name == UNNAMED else name

@@ -1,13 +1,16 @@
-"""Models in their worker, with what follows their files, for the HTTP server and the language server."""
+"""The models that are served, by name, in their worker, with what follows their files."""
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
+from dunes import checkpoint, measure
+from dunes.checkpoint.loading import is_adapter
+from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
-from dunes.serve.requests import LineRequest
-from dunes.serve.served import Models
+from dunes.serve.requests import LineRequest, Named
+from dunes.serve.served import ServedModel
 from dunes.serve.worker import Worker
 
 
@@ -22,24 +25,56 @@ class Running:
         say: Callable[[str], object] = print,
         follows: bool = True,
     ) -> None:
-        models: list[Models] = []
-        self.worker = Worker(lambda name: models[0].find(name), lambda: models[0].served if models else {})
+        if adapters and len(folders) > 1:
+            raise ValueError("--adapter goes with a single model; name one")
+        if wrong := [path for path in adapters if not is_adapter(path)]:
+            raise ValueError(f"{wrong[0]}: not an adapter's folder")
+        measure.keep_freed_memory()
+        names = [folder.resolve().name for folder in folders]
+        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ValueError(f"two models are named {twice[0]!r}; rename one of the folders")
+        self.served, self._followers = dict[str, ServedModel](), list[Follower]()
+        self.worker = Worker(self)
+
+        def load() -> dict[str, ServedModel]:
+            places = (checkpoint.locate_model(str(folder)).folder for folder in folders)
+            return {n: ServedModel(p, n, acceptance, adapters, say) for n, p in zip(names, places, strict=True)}
+
         try:
-            load = partial(copy_context().run, Models, folders, acceptance, adapters, say)  # what is trusted
-            models.append(self.worker.call(load).result())
+            # The context has what is trusted.
+            self.served = self.worker.call(partial(copy_context().run, load)).result()
         except BaseException:
             self.worker.close()
             raise
-        self.models = models[0]
-        self._warm_up()
-        served = self.models.served.values()
-        self._followers = [Follower(model, self.worker, say) for model in served] if follows else []
+        for model in self.served.values():
+            # A line takes longer the first time.
+            warm_up = partial(model.lines, LineRequest("def main(\nmai", max_tokens=4), lambda: False)
+            self.worker.call(warm_up).exception()
+        if follows:
+            self._followers = [Follower(model, self.worker, say) for model in self.served.values()]
         for follower in self._followers:
             follower.start()
 
+    def named(self, name: str) -> Named:
+        """The facts of the model of this name, of all for an empty one, by their names and those of adapters."""
+        models = [self.find(name)] if name else self.served.values()
+        named = [(each, model.now.facts) for model in models for each in model.names]
+        return [each for each in named if each[0] == name] or named
+
+    def find(self, name: str) -> ServedModel:
+        """The model of this name or with this adapter; the only one for any name, the first for an empty one.
+
+        Raises Refused for an unknown name.
+        """
+        for model in self.served.values():
+            if not name or name in model.names or len(self.served) == 1:
+                return model
+        listed = ", ".join(n for model in self.served.values() for n in model.names)
+        raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
+
     def take_in(self, path: str, text: str | None) -> None:
         """Complete lines of other files with this text of an open file, in all models."""
-        for model in self.models.served.values():
+        for model in self.served.values():
             model.take_in(self.worker, {model.name_of(path): text})
 
     def close(self) -> None:
@@ -47,9 +82,3 @@ class Running:
         for follower in self._followers:
             follower.close()
         self.worker.close()
-
-    def _warm_up(self) -> None:
-        """Complete a line once, which takes longer the first time."""
-        request = LineRequest("def main(\nmai", "", "", (), 1, 4)
-        for model in self.models.served.values():
-            self.worker.call(lambda model=model: model.lines(request, lambda: False)).exception()  # type: ignore[misc]

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -17,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dunes import checkpoint, measure
+from dunes import measure
 from dunes.augment import lora
-from dunes.checkpoint.loading import is_adapter
+from dunes.checkpoint import LoadedModel
 from dunes.completion.completer import (
     CopyCompleter,
     FolderCompleter,
@@ -32,13 +34,14 @@ from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
 from dunes.generate.packages import step_source
 from dunes.inference.chat import NONE, ChatModel, load_chat_engine
+from dunes.runs.run import read_config
+from dunes.runs.train_config import TrainConfig
+from dunes.serve import ollama
 from dunes.serve.batch import Batch
-from dunes.serve.describe import Named, describe_model
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Answer, Event, LineRequest, TextRequest
+from dunes.serve.requests import Answer, Event, Facts, LineRequest, TextRequest
 from dunes.serve.worker import Worker
 from dunes.text.lines import split_lines
-from dunes.text.templates import Turn
 from dunes.units import plural
 
 SHORT = 3
@@ -81,6 +84,11 @@ class LoadedFolder:
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
+    def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
+        """Complete lines with these texts of files, and what the completer made of them."""
+        self.completer.use(files)
+        self.files.update(texts)
+
 
 def take_out_of_file(model: nn.Module) -> None:
     """Copy weights that lie in a mapped file into memory: a file that is cut short would end the process."""
@@ -93,6 +101,35 @@ def take_out_of_file(model: nn.Module) -> None:
                 copies[address] = storage.clone()
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(copies[address], *place)
+
+
+def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
+    """The facts of a model that was written at these times; most of one in training are zero."""
+    written = max(stamp) / 1e9
+    facts: dict[str, Any] = {
+        "modified_at": ollama.written(datetime.fromtimestamp(written, UTC)),
+        "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
+        "created": int(written),
+        "family": "dunes",
+        "folder": str(folder),
+    }
+    facts |= dict.fromkeys(("parameters", "size", "context_length", "vocab", "dim"), 0)
+    facts |= dict.fromkeys(("dtype", "bos", "eos"), "")
+    if loaded is None:
+        config = read_config(folder, TrainConfig)
+        return facts | {"context_length": config.context_length if config else 0}
+    tokenizer, parameters = loaded.require_tokenizer(), [*loaded.model.parameters()]
+    return facts | {
+        "family": str(loaded.card.get("family") or "dunes"),
+        "parameters": sum(p.numel() for p in parameters),
+        "size": sum(p.numel() * p.element_size() for p in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "context_length": loaded.context_length,
+        "vocab": tokenizer.vocab,
+        "dim": parameters[0].shape[-1],
+        "eos": tokenizer.inner.id_to_token(tokenizer.eos) or "",
+        "bos": "".join(tokenizer.inner.id_to_token(i) or "" for i in tokenizer.bos),
+    }
 
 
 class ServedModel:
@@ -110,21 +147,13 @@ class ServedModel:
         adapters: Sequence[Path] = (),
         say: Callable[[str], object] = print,
     ) -> None:
-        self.folder, self.name, self.acceptance, self._adapters, self._say = (
-            folder,
-            name,
-            acceptance,
-            adapters,
-            say,
-        )
-        self._context = copy_context()
+        self.folder, self.name, self.acceptance, self._say = folder, name, acceptance, say
+        load = partial(LoadedFolder, folder, name, adapters, say)
+        self._load: Callable[[], LoadedFolder] = partial(copy_context().run, load)
         self._texts: dict[str, str | None] = {}
         self._pending: dict[str, str | None] = {}
         self._adding, self._changing, self._ending = Lock(), Lock(), list[Batch]()
         self.now = self._load()
-
-    def _load(self) -> LoadedFolder:
-        return self._context.run(LoadedFolder, self.folder, self.name, self._adapters, self._say)
 
     def reload(self) -> None:
         """Load the folder again: its training may have ended. Texts that were begun go on with the old model.
@@ -136,7 +165,7 @@ class ServedModel:
             self._ending.append(self.now.batch)
         indexed = dict(new.completer.training_files)
         self._texts = {name: text for name, text in self._texts.items() if indexed.get(name) != text}
-        _use(new, new.completer.with_texts(self._texts), self._texts)
+        new.use(new.completer.with_texts(self._texts), self._texts)
         self.now = new
         if copied and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
@@ -162,7 +191,7 @@ class ServedModel:
         """Use these files, unless they were indexed for a model that has been replaced."""
         if completer is self.now.completer:
             self._texts |= texts
-            _use(self.now, files, texts)
+            self.now.use(files, texts)
         return completer is self.now.completer
 
     @property
@@ -217,7 +246,7 @@ class ServedModel:
         """Begin to generate a text. Raises Refused for a prompt that the model cannot read."""
         batch = self.require_batch()
         if asked.made_for not in (None, batch):
-            raise Refused(503, "the model was loaded again meanwhile", "unavailable_error", retry=1)
+            raise Refused(503, "the model was loaded again meanwhile", retry=1)
         batch.add(asked, emit, is_cancelled)
 
     def advance(self) -> bool:
@@ -236,7 +265,7 @@ class ServedModel:
     def require_batch(self) -> Batch:
         """What generates texts. Raises Refused while the model is in training."""
         if self.now.batch is None:
-            raise Refused(503, "the model is in training; it completes lines by copying", "unavailable_error", 30)
+            raise Refused(503, "the model is in training; it completes lines by copying", retry=30)
         return self.now.batch
 
     def with_prompt(self, asked: TextRequest) -> TextRequest:
@@ -247,16 +276,11 @@ class ServedModel:
         batch, chats = self.require_batch(), self.now.chats
         chat = chats.get(asked.model, chats[self.name])
         try:
-            ids = chat.encode(tuple(Turn(role, text) for role, text in asked.messages))
+            ids = chat.encode(tuple(asked.messages))
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(asked, prompt=ids, stop_ids=(stop,), made_for=batch)
         except ValueError as error:
             raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
-
-
-def _use(folder: LoadedFolder, files: Any, texts: Mapping[str, str | None]) -> None:
-    folder.completer.use(files)
-    folder.files.update(texts)
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
@@ -280,43 +304,6 @@ def file_time(path: Path) -> int:
         return 0
 
 
-class Models:
-    """The models that are served, by name."""
-
-    def __init__(
-        self, folders: Sequence[Path], acceptance: float, adapters: Sequence[Path], say: Callable[[str], object]
-    ) -> None:
-        if adapters and len(folders) > 1:
-            raise ValueError("--adapter goes with a single model; name one")
-        if wrong := [path for path in adapters if not is_adapter(path)]:
-            raise ValueError(f"{wrong[0]}: not an adapter's folder")
-        measure.keep_freed_memory()
-        names = [folder.resolve().name for folder in folders]
-        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            raise ValueError(f"two models are named {twice[0]!r}; rename one of the folders")
-        self.served = {
-            name: ServedModel(checkpoint.locate_model(str(folder)).folder, name, acceptance, adapters, say)
-            for name, folder in zip(names, folders, strict=True)
-        }
-
-    def named(self, name: str) -> Named:
-        """The facts of the model of this name, of all for an empty one, by their names and those of adapters."""
-        models = [self.find(name)] if name else self.served.values()
-        named = [(each, model.now.facts) for model in models for each in model.names]
-        return [each for each in named if each[0] == name] or named
-
-    def find(self, name: str) -> ServedModel:
-        """The model of this name or with this adapter; the only one for any name, the first for an empty one.
-
-        Raises Refused for an unknown name.
-        """
-        for model in self.served.values():
-            if not name or name in model.names or len(self.served) == 1:
-                return model
-        listed = ", ".join(n for model in self.served.values() for n in model.names)
-        raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}", "not_found_error")
-
-
 LINES, LENGTH = 400, 8
 """Lines of a text, the nearest to the cursor first, that are looked up; their least length without indentation."""
 FEWEST, SHARE = 3, 0.5
@@ -329,7 +316,6 @@ class FileFinder:
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        self._by_number: list[str] = []
         # How many files have a line, and the sum of their numbers: with one file, that is its number.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
@@ -342,7 +328,7 @@ class FileFinder:
     def update(self, texts: Mapping[str, str | None]) -> None:
         """From now on the files have these texts; None for those that are gone."""
         for name, text in texts.items():
-            number = self._number(name)
+            number = self._numbers.setdefault(name, len(self._numbers))
             for key in self._lines.pop(name, ()):
                 count, total = self._owners[key]
                 self._owners[key] = count - 1, total - number
@@ -362,13 +348,7 @@ class FileFinder:
         if not owners:
             return ""
         number, count = owners.most_common(1)[0]
-        return self._by_number[number] if count >= FEWEST and count >= SHARE * owners.total() else ""
-
-    def _number(self, name: str) -> int:
-        if name not in self._numbers:
-            self._numbers[name] = len(self._by_number)
-            self._by_number.append(name)
-        return self._numbers[name]
+        return [*self._numbers][number] if count >= FEWEST and count >= SHARE * owners.total() else ""
 
 
 def _keys(lines: Iterable[str]) -> Iterable[int]:

@@ -7,18 +7,18 @@ completed between two tokens of the texts that are generated.
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dunes.completion.protocol import Cancelled
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Event, LineRequest, Request, TextRequest
+from dunes.serve.requests import Event, LineRequest, Request
 
 if TYPE_CHECKING:
-    from dunes.serve.served import ServedModel
+    from dunes.serve.running import Running
 
 QUEUE = 64
 """Requests that may wait."""
@@ -29,29 +29,22 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request for a model. `emit` gets its pieces and its answer, or an error, from the worker's thread."""
+    """A request for a model. `emit` gets its pieces and its answer, or an error, from the worker's thread; once it
+    is cancelled, nothing is emitted any more."""
 
     request: Request
     emit: Callable[[Event], None]
-    _cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def cancel(self) -> None:
-        """End the work on it; nothing is emitted any more, or Cancelled."""
-        self._cancelled.set()
-
-    def is_cancelled(self) -> bool:
-        """True once nobody waits for it."""
-        return self._cancelled.is_set()
+    def __post_init__(self) -> None:
+        cancelled = threading.Event()
+        self.cancel, self.is_cancelled = cancelled.set, cancelled.is_set
 
 
 class Worker:
-    """Completes lines and generates texts with models, in a thread of its own. `find(name)` gives the model of a
-    request, and is called in that thread."""
+    """Completes lines and generates texts with models, in a thread of its own."""
 
-    def __init__(
-        self, find: Callable[[str], "ServedModel"], models: Callable[[], Mapping[str, "ServedModel"]]
-    ) -> None:
-        self._find, self._models = find, models
+    def __init__(self, models: "Running") -> None:
+        self._models = models
         self._lines, self._texts = deque[Task](), deque[Task]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._wake, self._is_closed = threading.Condition(), False
@@ -65,9 +58,9 @@ class Worker:
         task = Task(request, emit)
         with self._wake:
             if self._is_closed:
-                raise Refused(503, "the server is shutting down", "unavailable_error", retry=1)
+                raise Refused(503, "the server is shutting down", retry=1)
             if sum(not waiting.is_cancelled() for waiting in (*self._lines, *self._texts)) >= QUEUE:
-                raise Refused(503, f"{QUEUE} requests are waiting", "unavailable_error", retry=1)
+                raise Refused(503, f"{QUEUE} requests are waiting", retry=1)
             (self._lines if isinstance(request, LineRequest) else self._texts).append(task)
             self._wake.notify()
         return task
@@ -104,7 +97,7 @@ class Worker:
     def _do_next(self) -> bool:
         """Do one thing; False if there is nothing to do."""
         if self._lines:
-            self._complete(self._lines.popleft())
+            self._work_on(self._lines.popleft())
             return True
         if self._calls:
             work, result = self._calls.popleft()
@@ -114,44 +107,33 @@ class Worker:
                 except Exception as error:
                     result.set_exception(error)
             return True
-        if any(task.is_cancelled() for task in self._texts):
-            with self._wake:
-                self._texts = deque(task for task in self._texts if not task.is_cancelled())
-        while self._texts and self._begin_text():
-            pass
-        return sum(model.advance() for model in self._models().values()) > 0  # each goes on
+        with self._wake:
+            self._texts = deque(task for task in self._texts if not task.is_cancelled())
+        while self._texts and not self._waits(self._texts[0]):
+            self._work_on(self._texts.popleft())
+        return sum(model.advance() for model in self._models.served.values()) > 0  # each goes on
 
-    def _begin_text(self) -> bool:
-        """Begin to generate the first text that waits; False if it has to."""
-        task = self._texts[0]
-        try:
-            model = self._find(task.request.model)
-            if model.is_full and not task.is_cancelled():
-                return False
-            self._texts.popleft()
-            if not task.is_cancelled():
-                assert isinstance(task.request, TextRequest)
-                model.add(task.request, task.emit, task.is_cancelled)
-        except Exception as error:
-            if self._texts and self._texts[0] is task:
-                self._texts.popleft()
-            task.emit(_shown(error))
-        return True
+    def _waits(self, task: Task) -> bool:
+        """True for a text whose model has no room for it yet."""
+        with suppress(Refused):  # an unknown model, which beginning the text refuses
+            return self._models.find(task.request.model).is_full
+        return False
 
-    def _complete(self, task: Task) -> None:
+    def _work_on(self, task: Task) -> None:
+        """Complete a line, or begin to generate a text; an error is emitted, and ends nothing."""
+        request = task.request
         try:
-            if not task.is_cancelled():
-                assert isinstance(task.request, LineRequest)
-                task.emit(self._find(task.request.model).lines(task.request, task.is_cancelled))
+            if task.is_cancelled():
+                return
+            model = self._models.find(request.model)
+            if isinstance(request, LineRequest):
+                task.emit(model.lines(request, task.is_cancelled))
+            else:
+                model.add(request, task.emit, task.is_cancelled)
         except Cancelled:
             pass
         except Exception as error:
-            task.emit(_shown(error))
-
-
-def _shown(error: Exception) -> Exception:
-    """The error, with its traceback on standard error unless it is the request's own."""
-    if not isinstance(error, Refused):
-        with suppress(OSError, ValueError):  # nobody may read it
-            traceback.print_exception(error)
-    return error
+            if not isinstance(error, Refused):
+                with suppress(OSError, ValueError):  # nobody may read it
+                    traceback.print_exception(error)
+            task.emit(error)
