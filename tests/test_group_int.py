@@ -23,6 +23,7 @@ from dunes.checkpoint.export import export
 from dunes.models import llama
 from dunes.ops import int4_linear
 from dunes.runs.augment import augment_folder
+from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 
@@ -257,9 +258,8 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
 
 def test_a_model_is_shaped_without_numbers():
     model = build()
-    note = Change.of(
-        json.loads(json.dumps(quantize(model, kind="int3", override=["blocks.0.attn.*=int8"]).record()))
-    )
+    record = quantize(model, kind="int3", override=["blocks.0.attn.*=int8"]).record()
+    note = Change.of(json.loads(json.dumps(record)))
     with torch.device("meta"):
         other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
     shape(other, note)
@@ -300,10 +300,8 @@ def test_changes_of_several_kinds_follow_each_other():
     quantize(two, kind="int4", override=["blocks.0.**=int8"])
     assert torch.equal(one(IDS), two(IDS))
     for request in ({}, {"where": "blocks.0.attn.q"}):
-        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q: already quantized"):
-            quantize(one, kind="int8", **request)
-    with pytest.raises(ValueError, match=r"blocks\.0\.attn\.q: already quantized"):
-        quantize(one, where=["blocks.1.**", "blocks.0.attn.q"])
+        refuses(r"blocks\.0\.attn\.q: already quantized", quantize, one, kind="int8", **request)
+    refuses(r"blocks\.0\.attn\.q: already quantized", quantize, one, where=["blocks.1.**", "blocks.0.attn.q"])
 
 
 @pytest.mark.parametrize(
@@ -323,8 +321,7 @@ def test_changes_of_several_kinds_follow_each_other():
 def test_requests_that_mean_nothing_are_refused(request_, message):
     model = build()
     before = model(IDS)
-    with pytest.raises(ValueError, match=message):
-        quantize(model, **request_)
+    refuses(message, quantize, model, **request_)
     assert torch.equal(model(IDS), before)
 
 
@@ -332,8 +329,7 @@ def test_requests_that_mean_nothing_are_refused(request_, message):
 def test_weights_that_are_not_finite_are_refused(kind):
     model = build()
     model.blocks[1].attn.k.weight.data[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.k: not all weights are finite"):
-        quantize(model, kind=kind)
+    refuses(r"blocks\.1\.attn\.k: not all weights are finite", quantize, model, kind=kind)
     assert isinstance(model.blocks[0].attn.q, nn.Linear)
 
 
@@ -351,9 +347,8 @@ def test_records_of_before_are_made_and_read():
 def test_a_folder_becomes_plain_again(tmp_path):
     transformers = pytest.importorskip("transformers")
     checkpoint.save(build(), tmp_path / "dense", None, 32)
-    lines = augment_folder(
-        tmp_path / "dense", tmp_path / "small", "quantize", kind="int4", override=["blocks.1.**=int8"]
-    )
+    mixed = {"kind": "int4", "override": ["blocks.1.**=int8"]}
+    lines = augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", **mixed)
     assert "int4 in groups of 64, rounded to nearest; int8 at 7 places" in lines
     export(tmp_path / "small", tmp_path / "plain")
     model = checkpoint.load(tmp_path / "small").model

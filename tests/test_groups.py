@@ -242,15 +242,10 @@ class Contrastive(nn.Module):
 def test_a_parameter_in_no_group_is_named_once_counted_and_cleared():
     model, twin, loss = build(), build(), Contrastive()
     trainer = Trainer(model, train.sgd(model[:2], 0.1), loss, clip=0.5)
-    other = Trainer(
-        twin,
-        torch.optim.SGD(
-            [{"params": [*twin[:2].parameters()]}, {"params": [*twin[2].parameters()], "lr": 0.0}], 0.1
-        ),
-        lambda model, batch: ((model(batch) * other_temperature - 1).square().sum(), len(batch)),
-        clip=0.5,
-    )
     other_temperature = nn.Parameter(torch.tensor(2.0))
+    scaled = lambda model, batch: ((model(batch) * other_temperature - 1).square().sum(), len(batch))
+    groups = [{"params": [*twin[:2].parameters()]}, {"params": [*twin[2].parameters()], "lr": 0.0}]
+    other = Trainer(twin, torch.optim.SGD(groups, 0.1), scaled, clip=0.5)
     other.optimizer.add_param_group({"params": [other_temperature], "lr": 0.0})
     with pytest.warns(UserWarning, match="2.weight, 2.bias, loss.temperature: trainable") as caught:
         norms = [step.grad_norm for step in trainer.run(BATCHES)]
@@ -264,11 +259,8 @@ def test_a_parameter_in_no_group_is_named_once_counted_and_cleared():
 def test_a_skipped_step_restores_the_buffers_of_a_loss():
     model, loss = build(), Contrastive()
     trainer = Trainer(model, torch.optim.SGD([*model.parameters(), *loss.parameters()], 0.1), loss)
-    assert [s.skipped for s in trainer.run([BATCHES[0], BATCHES[1] * math.nan, BATCHES[2]])] == [
-        False,
-        True,
-        False,
-    ]
+    steps = trainer.run([BATCHES[0], BATCHES[1] * math.nan, BATCHES[2]])
+    assert [s.skipped for s in steps] == [False, True, False]
     assert loss.calls == 2
 
 

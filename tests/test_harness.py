@@ -14,6 +14,7 @@ import yaml
 from conftest import display, toy
 from dunes.evaluate.tasks import run_tasks
 from dunes.runs.train import train
+from refusal import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
@@ -21,6 +22,7 @@ LIMIT = 1e-4
 CONTEXT = 48
 LIKELIEST = string.ascii_letters + string.digits + " \n_().,:=*+"  # one of them is
 LONG = "".join(f"def task_{i}(value, limit={i}):\n    return value * {i} + limit\n\n" for i in range(9))
+GREEDY = {"do_sample": False, "temperature": 1}
 
 TASKS = {
     "choices": {
@@ -41,12 +43,7 @@ TASKS = {
         "output_type": "generate_until",
         "doc_to_text": "{{text}}",
         "doc_to_target": "{{rest}}",
-        "generation_kwargs": {
-            "until": ["\n\n", "limit)"],
-            "max_gen_toks": 20,
-            "do_sample": False,
-            "temperature": 1,
-        },
+        "generation_kwargs": GREEDY | {"until": ["\n\n", "limit)"], "max_gen_toks": 20},
         "metric_list": [{"metric": "exact_match"}],
     },
     "words": {
@@ -105,23 +102,13 @@ def tasks(tmp_path):
 def write_task(folder, name, words, documents):
     (folder / f"{name}.json").write_text("\n".join(map(json.dumps, documents)))
     data = {"data_files": {"test": str(folder / f"{name}.json")}, "cache_dir": str(folder / "cache")}
-    words = {
-        "task": f"dunes_{name}",
-        "dataset_path": "json",
-        "dataset_kwargs": data,
-        "test_split": "test",
-        **words,
-    }
+    words = {"task": f"dunes_{name}", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test"} | words
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(words))
 
 
 def trained(code, folder, family="arcee", tokenizer="bpe"):
-    assert (
-        train(
-            toy(code, family=family, tokenizer=tokenizer, context_length=CONTEXT, steps=60), folder, display()[0]
-        )
-        == 0
-    )
+    config = toy(code, family=family, tokenizer=tokenizer, context_length=CONTEXT, steps=60)
+    assert train(config, folder, display()[0]) == 0
     return folder
 
 
@@ -175,9 +162,8 @@ def test_answers_and_metrics_are_those_of_the_hf_backend(family, tokenizer, firs
                     greedy.add(one[1])
                 largest, count = max(largest, abs(nats[0] - nats[1])), count + 1
         for metric, value in theirs["results"][name].items():
-            assert ours["results"][name][metric] == (
-                pytest.approx(value, rel=LIMIT) if isinstance(value, float) else value
-            )
+            want = pytest.approx(value, rel=LIMIT) if isinstance(value, float) else value
+            assert ours["results"][name][metric] == want
     print(f"{family}, {tokenizer}: {count} log-likelihoods differ by at most {largest:.1e} nats")
     assert largest <= LIMIT
     assert greedy == {True, False}
@@ -204,9 +190,8 @@ def test_the_command_prints_a_table_and_keeps_the_full_results(lm_eval, tasks, c
     assert done.returncode == 0, done.stderr
     full = json.loads(out.read_text())
     rows = [row.split() for row in done.stdout.splitlines()]
-    assert ["dunes_choices", "0", "5", "acc", f"{full['results']['dunes_choices']['acc,none']:.4f}"] in [
-        row[:5] for row in rows
-    ]
+    accuracy = f"{full['results']['dunes_choices']['acc,none']:.4f}"
+    assert ["dunes_choices", "0", "5", "acc", accuracy] in [row[:5] for row in rows]
     assert [row[0] for row in rows].count("dunes_texts") == 3
     assert len(full["samples"]["dunes_choices"]) == 5
     assert done.stdout.endswith(f"full results: {out}\n")
@@ -214,10 +199,7 @@ def test_the_command_prints_a_table_and_keeps_the_full_results(lm_eval, tasks, c
 
 
 def refused(*arguments, **options):
-    with pytest.raises(ValueError, match=r".") as error:
-        run_tasks(*arguments, display()[0], **options)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refuses(r".", run_tasks, *arguments, display()[0], **options)
 
 
 def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
@@ -242,13 +224,11 @@ def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
     long = [{"text": "x", "choices": [LONG, "y"], "right": 0}]
     assert "does not fit into the model's context length of 48" in changed("choices", long)
     writing = TASKS["lines"]["generation_kwargs"]
-    assert "48 new tokens leave no room in the context of 48" in changed(
-        "lines", generation_kwargs=writing | {"max_gen_toks": 48}
-    )
+    room = changed("lines", generation_kwargs=writing | {"max_gen_toks": 48})
+    assert "48 new tokens leave no room in the context of 48" in room
     assert "generation_kwargs has num_beams" in changed("lines", generation_kwargs=writing | {"num_beams": 2})
-    assert "do_sample without a temperature" in changed(
-        "lines", generation_kwargs={"do_sample": True, "until": "x", "max_gen_toks": 2}
-    )
+    drawn = changed("lines", generation_kwargs={"do_sample": True, "until": "x", "max_gen_toks": 2})
+    assert "do_sample without a temperature" in drawn
 
 
 def test_without_the_extra_its_name_is_told(monkeypatch, tmp_path):

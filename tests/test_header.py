@@ -16,6 +16,7 @@ from dunes import measure
 from dunes.checkpoint.weights import header
 from dunes.checkpoint.weights.mapped_file import MappedFile
 from dunes.files import json_file
+from refusal import refuses
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -108,8 +109,7 @@ def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
         save_file({"a": torch.ones(3)}, path)
         lazy = header.tensors(path)
         change()
-        with pytest.raises(ValueError, match=r"x: (changed while|no such file)"):
-            lazy["a"].read()
+        refuses(r"x: (changed while|no such file)", lazy["a"].read)
 
 
 def test_release_returns_pages(tmp_path):
@@ -159,8 +159,7 @@ def test_a_file_larger_than_memory_is_mapped(tmp_path):
 )
 def test_a_tensor_outside_of_the_file_is_refused(tmp_path, offset, shape, dtype, stride):
     (tmp_path / "x").write_bytes(bytes(64))
-    with pytest.raises(ValueError, match=r"x: a tensor"):
-        MappedFile(tmp_path / "x").tensor(offset, shape, dtype, stride)
+    refuses(r"x: a tensor", MappedFile(tmp_path / "x").tensor, offset, shape, dtype, stride)
 
 
 def test_strides_of_size_one_dimensions_are_ignored(tmp_path):
@@ -174,8 +173,7 @@ def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, tmp_path / "missing", Path("/dev/full")):
-        with pytest.raises(ValueError, match=r"not a regular file|no such file"):
-            header.tensors(path)
+        refuses(r"not a regular file|no such file", header.tensors, path)
 
 
 DEEP = b"[" * 100_000
@@ -243,21 +241,8 @@ BAD: dict[str, bytes] = {
     "100,001 tensors": pack(b"{" + b",".join(b'"%d":{}' % i for i in range(100_002)) + b"}"),
 }
 NAMES = [
-    *(
-        "",
-        "../../etc/passwd\0",
-        "a/b",
-        "/a",
-        "..",
-        "a..b",
-        "a\0",
-        "a\nb",
-        "a\x1b[2J",
-        "a\x7f",
-        "\u202eb",
-        "\ud800",
-    ),
-    *("a\\b", "x" * 513, "é" * 257, "\u2028"),
+    *("", "../../etc/passwd\0", "a/b", "/a", "..", "a..b", "a\0", "a\nb", "a\x1b[2J", "a\x7f", "\u202eb"),
+    *("a\\b", "x" * 513, "é" * 257, "\u2028", "\ud800"),
 ]
 BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES}
 
@@ -265,10 +250,8 @@ BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES
 def refused(path):
     """The line, the milliseconds and the growth of the most memory."""
     before, begin = measure.reset_peak_memory(CPU), time.perf_counter()
-    with pytest.raises(ValueError, match="refused") as caught:
-        header.tensors(path)
+    line = refuses("refused", header.tensors, path)
     took = 1e3 * (time.perf_counter() - begin)
-    line = str(caught.value)
     assert line.startswith(f"{path}: ")
     assert line.isprintable()
     assert len(line) < 600 + len(str(path))
@@ -318,28 +301,8 @@ def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypat
 
 
 ODD = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        1.0,
-        0.5,
-        1e308,
-        "",
-        "F32",
-        "I64",
-        "BOOL",
-        "x",
-        [],
-        {},
-        [[]],
-        [0],
-        [-1],
-        [True],
-    ),
+    *(None, True, False, 0, 1, -1, 1.0, 0.5, 1e308, "", "F32", "I64", "BOOL", "x"),
+    *([], {}, [[]], [0], [-1], [True]),
     *([1 << 63], [1 << 40, 1 << 40], [0, 1 << 62], [1] * 9, [0, 0], [4, 0], [0, 1 << 63], [0, 4, 8], ["0", "4"]),
     *({"a": 1}, {"dtype": "F32"}, entry(), entry(4, 8), "é" * 300, "\0", "..", 10**300, -(10**300), [0, 1e300]),
 ]
@@ -351,22 +314,15 @@ def mutant(chance, whole):
     text, data = whole[8 : 8 + length], whole[8 + length :]
     kind = chance.randrange(5)
     if kind == 0:
-        return (
-            struct.pack("<Q", chance.choice([0, 1, 7, length - 1, length + 1, 1 << chance.randrange(64)]))
-            + text
-            + data
-        )
+        size = chance.choice([0, 1, 7, length - 1, length + 1, 1 << chance.randrange(64)])
+        return struct.pack("<Q", size) + text + data
     if kind == 1:
         changed = bytearray(text)
         for _ in range(chance.randint(1, 3)):
             at, stop = sorted(chance.randrange(len(changed) + 1) for _ in range(2))
             piece = changed[at : min(stop, at + 20)]
-            new = (
-                bytes([chance.randrange(256)]),
-                b"",
-                piece * 2,
-                bytes(chance.choices(b'{}[]",:0123456789e-\\ntu', k=3)),
-            )
+            odd = bytes(chance.choices(b'{}[]",:0123456789e-\\ntu', k=3))
+            new = (bytes([chance.randrange(256)]), b"", piece * 2, odd)
             changed[at : at + chance.randrange(3)] = chance.choice(new)
         return pack(bytes(changed), data)
     if kind == 2:
@@ -391,9 +347,8 @@ def mutant(chance, whole):
 def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
     path, chance = tmp_path / "x", random.Random(0)
     made = {"a.weight": torch.ones(3, 5), "b": torch.ones(4, dtype=torch.bfloat16), "c": torch.zeros(0)}
-    save_file(
-        made | {"d": torch.ones(3, dtype=torch.bool), "e": torch.tensor(1)}, path, {"format": "pt", "x": "é"}
-    )
+    made |= {"d": torch.ones(3, dtype=torch.bool), "e": torch.tensor(1)}
+    save_file(made, path, {"format": "pt", "x": "é"})
     whole, worst, kept, lines = path.read_bytes(), 0.0, 0, set()
     before = measure.reset_peak_memory(CPU)
     for _ in range(5_000):

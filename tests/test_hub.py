@@ -126,14 +126,8 @@ def tiny(tmp_path_factory) -> Path:
 def site(tiny, tmp_path, monkeypatch):
     """A Hub with that folder and much else, and a machine that knows no other one."""
     files = {f.name: f.read_bytes() for f in tiny.iterdir()}
-    more = [
-        "README.md",
-        "modeling_tiny.py",
-        "tiny.gguf",
-        "onnx/model.onnx",
-        "onnx/config.json",
-        "pytorch_model.bin",
-    ]
+    more = ["README.md", "modeling_tiny.py", "tiny.gguf", "pytorch_model.bin"]
+    more += ["onnx/model.onnx", "onnx/config.json"]
     site = Hub(files | dict.fromkeys([*more, "model.fp16.safetensors", "consolidated.00.pth"], b"not for us"))
     threading.Thread(target=site.serve_forever, args=(0.02,), daemon=True).start()
     use(monkeypatch, site.address, tmp_path)
@@ -262,14 +256,11 @@ def test_damage_in_the_cache_is_found_by_verify_without_a_network_and_the_remedy
 
 
 SIGN = {"X-Error-Message": "Invalid credentials in Authorization header"}
+GATED = {"X-Error-Code": "GatedRepo"}
 REFUSALS = {
     "private": ("org/tiny", ("/api/", 401, {}), "HF_TOKEN"),
     "token": ("org/tiny", ("/api/", 401, SIGN), "401 .*; .* set HF_TOKEN"),
-    "gated": (
-        "org/tiny",
-        ("/resolve/", 403, {"X-Error-Code": "GatedRepo"}),
-        "gated.* conditions at http.*/org/tiny",
-    ),
+    "gated": ("org/tiny", ("/resolve/", 403, GATED), "gated.* conditions at http.*/org/tiny"),
     "forbidden": ("org/tiny", ("/resolve/", 403, {}), "403 .*; .* set HF_TOKEN .* hf auth login"),
     "missing": ("org/other", None, "org/other: no such folder, and the Hub refuses .*Repository Not Found"),
     "revision": ("org/tiny@v2", None, "refuses its 'v2' .*Revision Not Found"),
@@ -398,9 +389,8 @@ def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(s
     code = "import sys; from dunes.checkpoint import hub; print(hub.locate_model(sys.argv[1]).folder)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": site.address, "HF_HOME": str(tmp_path / "home")}
-    run = subprocess.run(
-        [sys.executable, "-c", code, "org/tiny"], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
+    command = [sys.executable, "-c", code, "org/tiny"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "home")
     assert run.stderr == ""
     assert all("/org/tiny/" in path for _, path in site.log), "no other question"

@@ -1,11 +1,9 @@
 """Files of one JSON object per line: damage by a full disk, a kill or an edit affects only the damaged line."""
 
 import errno
-import importlib.util
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +21,8 @@ from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from refusal import refuses
+from test_recipes import recipe
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
@@ -85,12 +85,8 @@ def test_damage_is_told_on_standard_error_where_nobody_listens(tmp_path, capsys)
 def test_a_line_ends_where_a_file_s_lines_do(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"a": "b\u2028c\x85\x0cd"}\r\n\n  \n{"e": 1}'.encode().replace(b"\x0c", b"\\f"))
-    assert [parse_line(text) for text in read_lines(path)] == [
-        {"a": "b\u2028c\x85\x0cd"},
-        None,
-        None,
-        {"e": 1},
-    ]
+    read = [parse_line(text) for text in read_lines(path)]
+    assert read == [{"a": "b\u2028c\x85\x0cd"}, None, None, {"e": 1}]
     assert read_records(path, "an object", warn=pytest.fail) == [{"a": "b\u2028c\x85\x0cd"}, {"e": 1}]
     assert read_lines(tmp_path / "nowhere.jsonl") == []
 
@@ -196,8 +192,7 @@ def test_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
     assert "metrics.jsonl, line 13: " in capsys.readouterr().err
     assert [*read_samples(folder / "samples.md")] == [5, 12]
     (folder / "metrics.jsonl").write_text(json.dumps(METRIC | {"loss": float("nan")}) + "\n")
-    with pytest.raises(ValueError, match="run: no run has a validation loss yet"):
-        plot((folder,), tmp_path / "pictures")
+    refuses("run: no run has a validation loss yet", plot, (folder,), tmp_path / "pictures")
 
 
 def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
@@ -225,13 +220,6 @@ def test_a_damaged_measurement_costs_itself_alone(tmp_path, capsys):
     words = capsys.readouterr().err
     assert f"{path}, line 2: " in words
     assert re.search(rf"{len(DAMAGED) + len(odd)} more", words)
-
-
-def recipe(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "recipes" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys):
@@ -272,8 +260,7 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
     assert self_instruct.read_seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"seeds\.jsonl, line 1: not UTF-8 at byte 20"):
-        self_instruct.read_seed_tasks(path)
+    refuses(r"seeds\.jsonl, line 1: not UTF-8 at byte 20", self_instruct.read_seed_tasks, path)
 
 
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
@@ -294,7 +281,6 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
     assert out.getvalue().count("saving the state failed") == 1
     assert checkpoint.latest_state(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
-    assert torch.isfinite(
-        checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]["norm.weight"]
-    ).all()
+    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
+    assert torch.isfinite(state["weights"]["norm.weight"]).all()
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0

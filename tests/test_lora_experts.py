@@ -37,6 +37,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import apply_method, unused_options
 from dunes.train import Trainer, adamw, next_token
 from dunes.train.loss import next_token_loss
+from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 CONFIG = LoraConfig(rank=3, alpha=6.0)
@@ -296,11 +297,8 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out(router):
         logits.append(F.linear(args[0], module.active_adapter.router).flatten(0, -2))
 
     adapted = [m for m in model.modules() if isinstance(m, Adapted)]
-    hooks = [
-        m.register_forward_pre_hook(watch)
-        for m in adapted
-        if getattr(m.active_adapter, "router", None) is not None
-    ]
+    routing = [m for m in adapted if getattr(m.active_adapter, "router", None) is not None]
+    hooks = [m.register_forward_pre_hook(watch) for m in routing]
     without = model(ids, targets=ids)[0]
     expected = torch.stack([0.5 * load_balance(x, 2) for x in logits]).mean()
     assert len(logits) == len(hooks) == {"linear": len(change.places), "shared": 4, "mlp": 2}[router]
@@ -353,15 +351,11 @@ def test_it_cannot_be_merged_or_written_for_others(tmp_path, router):
     model = build()
     checkpoint.save(model, tmp_path / "base", None, 32)
     apply_change(model, "lora-experts", rank=2, router=router)
-    with pytest.raises(ValueError, match=r"^blocks\.0\.\S+: 'default' is a mixture of LoRA experts"):
-        merge(model)
-    with pytest.raises(ValueError, match="PEFT has no layout"):
-        peft_factors(model)
-    with pytest.raises(ValueError, match="depends on the input"):
-        model.blocks[0].mlp.gate.dense()
+    refuses(r"^blocks\.0\.\S+: 'default' is a mixture of LoRA experts", merge, model)
+    refuses("PEFT has no layout", peft_factors, model)
+    refuses("depends on the input", model.blocks[0].mlp.gate.dense)
     augment_folder(tmp_path / "base", tmp_path / "out", "lora-experts", rank=2, router=router)
-    with pytest.raises(ValueError, match="depends on the input: it cannot be merged or exported"):
-        export(tmp_path / "out", tmp_path / "hf")
+    refuses("depends on the input: it cannot be merged or exported", export, tmp_path / "out", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -412,8 +406,7 @@ def test_a_record_from_before_there_were_other_routers_gives_the_same_model():
 def test_a_mistake_is_refused_before_anything_changes(request_, message):
     model = build("mixtral" if "experts" in message and "where" in request_ else "llama")
     before = [*model.state_dict()]
-    with pytest.raises(ValueError, match=message):
-        apply_change(model, "lora-experts", **request_)
+    refuses(message, apply_change, model, "lora-experts", **request_)
     assert [*model.state_dict()] == before
 
 

@@ -66,9 +66,8 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     monkeypatch.setattr(rates, "LONGEST", 0.0)
     busy, sampled = itertools.cycle([3.0, 5.0, 10.0, 4.0, 9.9, 2.0, 9.8]), []
-    kept = lambda samples: rates._kept(
-        "x", torch.device("cpu"), lambda: sampled.append(next(samples)) or sampled[-1]
-    )
+    sample = lambda samples: sampled.append(next(samples)) or sampled[-1]
+    kept = lambda samples: rates._kept("x", torch.device("cpu"), lambda: sample(samples))
     monkeypatch.setattr(rates, "_rates", {})
     monkeypatch.setattr(rates, "_unsure", set())
     monkeypatch.setattr(rates, "waits", dict)
@@ -175,10 +174,8 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
     """Threads are only watched where the user says nothing and the kernel tells how long they wait."""
 
     def chosen(**given):
-        code = (
-            "import os, pathlib, threading; pathlib.Path.exists = lambda path: {}; import dunes.cores as cores; "
-        )
-        code += "cores.share_cores(); print(threading.active_count(), "
+        code = "import os, pathlib, threading; pathlib.Path.exists = lambda path: {}; "
+        code += "import dunes.cores as cores; cores.share_cores(); print(threading.active_count(), "
         code += "os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
         unset = {k: v for k, v in os.environ.items() if k not in cores.OWN_CHOICE}
         command = [sys.executable, "-c", code.format(told)]

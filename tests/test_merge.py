@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from adapters import difference, trained
-from dunes import checkpoint
-from dunes.augment import Adapted, attach, dequantize, quantize
+from dunes import augment, checkpoint
+from dunes.augment import Adapted, Merged, attach, dequantize, detach, quantize
 from dunes.augment.adapted import Adapter
 from dunes.augment.quantization import Quantized
 from dunes.checkpoint import verify
@@ -19,6 +19,7 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
+from refusal import refuses
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
 
@@ -61,9 +62,8 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
         assert max(report.errors.values()) > 1e-5
     assert find_template(loaded.tokenizer, loaded.card) is get_template("chatml")
     assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
-    assert encode_prompt(get_template("chatml"), TALK, loaded.tokenizer) == encode_prompt(
-        get_template("chatml"), TALK, TOKENS
-    )
+    ids = encode_prompt(get_template("chatml"), TALK, loaded.tokenizer)
+    assert ids == encode_prompt(get_template("chatml"), TALK, TOKENS)
     card = json.loads((tmp_path / "out" / "dunes.json").read_text())
     assert card["changes"][-1]["name"] == "merge"
     assert card["verified"]["tolerance"] == EXACT
@@ -78,9 +78,8 @@ def qlora(folder, kind="nf4"):
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
     facts = {"changes": [note.record()]}
-    checkpoint.save_adapter(
-        ours, folder / "a", base=folder / "base", tokenizer=TOKENS, context_length=32, facts=facts
-    )
+    words = {"tokenizer": TOKENS, "context_length": 32, "facts": facts}
+    checkpoint.save_adapter(ours, folder / "a", base=folder / "base", **words)
     return ours
 
 
@@ -104,63 +103,48 @@ def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(ki
     base = checkpoint.load(tmp_path / "base").model
     assert torch.equal(other.blocks[0].mlp.up.weight, base.blocks[0].mlp.up.weight)
     assert len(report.lines()) == 4
-    assert re.fullmatch(
-        r"equal within rounding: \S+ relative, to the adapter on the original base", report.lines()[0]
-    )
+    pattern = r"equal within rounding: \S+ relative, to the adapter on the original base"
+    assert re.fullmatch(pattern, report.lines()[0])
 
 
 def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path, monkeypatch):
     qlora(tmp_path)
     monkeypatch.setattr("dunes.checkpoint.export.MAX_RATIO", 0.01)
-    with pytest.raises(ValueError, match="use --into dequantized; nothing was written"):
-        merge(tmp_path / "a", tmp_path / "out", "original")
+    refuses("use --into dequantized; nothing was written", merge, tmp_path / "a", tmp_path / "out", "original")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_that_makes_another_model_leaves_nothing(tmp_path, monkeypatch):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    right = Adapter.updated
-
-    def wrong(self, base, dtype=torch.float64):
-        return right(self, base, dtype) * 1.01
-
-    monkeypatch.setattr(Adapter, "updated", wrong)
-    with pytest.raises(ValueError, match=r"the result is another model: .*; nothing was written"):
-        merge(tmp_path / "a", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_was_written_is_read_again(tmp_path, monkeypatch):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    monkeypatch.setattr("dunes.checkpoint.export.augment.merge", lambda model, dtype: forgotten(model))
-    with pytest.raises(ValueError, match="the result is another model"):
-        merge(tmp_path / "a", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def forgotten(model):
+def forgotten(model, dtype):
     """A merge that merges nothing."""
-    from dunes.augment import Merged, detach
-
     detach(model)
     return Merged({"nowhere": 0.0}, {})
+
+
+WRONG = {
+    "another update": (Adapter, "updated", lambda self, *base, right=Adapter.updated: right(self, *base) * 1.01),
+    "no update": (augment, "merge", forgotten),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_merge_that_makes_another_model_leaves_nothing(wrong, tmp_path, monkeypatch):
+    _, ours = base_in(tmp_path / "base")
+    adapter_in(tmp_path / "a", ours, tmp_path / "base")
+    monkeypatch.setattr(*WRONG[wrong])
+    refuses(r"the result is another model: .*; nothing was written", merge, tmp_path / "a", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_merge_into_what_is_there_or_of_no_adapter_is_refused_first(tmp_path, monkeypatch):
     _, ours = base_in(tmp_path / "base")
     adapter_in(tmp_path / "a", ours, tmp_path / "base")
     monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded before it was refused"))
-    with pytest.raises(ValueError, match="nothing to merge"):
-        merge(tmp_path / "base", tmp_path / "out")
+    refuses("nothing to merge", merge, tmp_path / "base", tmp_path / "out")
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
-    with pytest.raises(ValueError, match="exists already"):
-        merge(tmp_path / "a", tmp_path / "there")
+    refuses("exists already", merge, tmp_path / "a", tmp_path / "there")
     for inside in ("a", "base"):
-        with pytest.raises(ValueError, match="must not contain each other"):
-            merge(tmp_path / "a", tmp_path / inside / "out")
+        refuses("must not contain each other", merge, tmp_path / "a", tmp_path / inside / "out")
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "mixtral"])
@@ -206,8 +190,7 @@ def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path, monkeypatch):
     infinite = torch.full_like(plain, torch.inf)
     monkeypatch.setattr(verify, "model_logits", lambda *model: plain if model[-1] is None else infinite)
     check = verify.merge_check(ours, tmp_path, 32, torch.float32)
-    with pytest.raises(ValueError, match="the result is another model"):
-        check(open_source(tmp_path / "base"))
+    refuses("the result is another model", check, open_source(tmp_path / "base"))
 
 
 def test_a_quantized_folder_has_no_original_weights(tmp_path):
@@ -217,13 +200,10 @@ def test_a_quantized_folder_has_no_original_weights(tmp_path):
     attach(loaded.model, rank=2)
     checkpoint.save_adapter(trained(loaded.model), tmp_path / "a", base=tmp_path / "small", tokenizer=TOKENS)
     for folder in ("a", "small"):
-        with pytest.raises(
-            ValueError, match=r"small: was saved without the original weights; use --into dequantized"
-        ):
-            merge(tmp_path / folder, tmp_path / "out", "original")
+        words = r"small: was saved without the original weights; use --into dequantized"
+        refuses(words, merge, tmp_path / folder, tmp_path / "out", "original")
         assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="leave out the table of names"):
-        open_source(tmp_path / "small", {"a": "model.norm.weight"})
+    refuses("leave out the table of names", open_source, tmp_path / "small", {"a": "model.norm.weight"})
     merge(tmp_path / "a", tmp_path / "out")
 
 
@@ -234,6 +214,6 @@ def test_an_adapter_does_not_go_where_a_foreign_model_would_hide_it(tmp_path):
     assert not (tmp_path / "base" / "config.json").exists()
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / "base" / name).write_text("theirs")
-    with pytest.raises(ValueError, match="contains a model that was not saved by dunes"):
-        checkpoint.save_adapter(ours, tmp_path / "base", tokenizer=TOKENS)
+    words = "contains a model that was not saved by dunes"
+    refuses(words, checkpoint.save_adapter, ours, tmp_path / "base", tokenizer=TOKENS)
     assert (tmp_path / "base" / "tokenizer.json").read_text() == "theirs"

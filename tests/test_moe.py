@@ -21,6 +21,7 @@ from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z
 from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss
+from refusal import refuses
 
 
 def moe(experts=5, dim=16, hidden=24, top_k=2, **options):
@@ -119,8 +120,7 @@ def test_renormalised_or_not():
     for renormalise in (True, False):
         _, weights = moe(renormalise=renormalise).route(logits)
         assert torch.allclose(weights.sum(-1), torch.ones(7)) == renormalise
-    with pytest.raises(ValueError, match="top_k is 3; expected 1 to 2"):
-        moe(experts=2, top_k=3)
+    refuses("top_k is 3; expected 1 to 2", moe, experts=2, top_k=3)
 
 
 def packed(model):
@@ -223,15 +223,12 @@ def test_shared_experts_get_every_token_and_are_added(monkeypatch):
     plain, grouped = (gradients(both, x, form, monkeypatch) for form in ("plain", "grouped"))
     assert max(float((a - b).abs().max()) for a, b in zip(plain, grouped, strict=True)) <= 1e-5
     assert all(p.grad.abs().max() > 0 for e in shared for p in e.parameters())
-    with pytest.raises(ValueError, match="the same expert occurs twice"):
-        mixture(16, [*model.experts], 2, shared=[model.experts[0]])
+    refuses("the same expert occurs twice", mixture, 16, [*model.experts], 2, shared=[model.experts[0]])
 
 
 def test_the_z_loss_is_that_of_the_paper_and_padding_does_not_count():
-    logits, real = (
-        torch.randn(6, 4, dtype=torch.float64, requires_grad=True),
-        torch.tensor([True] * 4 + [False] * 2),
-    )
+    logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    real = torch.tensor([True] * 4 + [False] * 2)
     want = logits[:4].exp().sum(-1).log().pow(2).mean()
     assert torch.allclose(router_z(logits[:4]), want, rtol=1e-12)
     padded = torch.cat([logits[:4], torch.full((2, 4), torch.nan)])
@@ -514,9 +511,8 @@ def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
     model(again[:, :7], cache=part)
     cache.write_rows(rows, part)
     assert cache.length.tolist() == [7, 20, 7]
-    assert cache.truncate(torch.tensor([3, 20, 6])).tolist() == [3, 20, 6], (
-        "nothing of their new text was overwritten"
-    )
+    kept = cache.truncate(torch.tensor([3, 20, 6])).tolist()
+    assert kept == [3, 20, 6], "nothing of their new text was overwritten"
     got = model(torch.stack([text[0, 23:30], text[1, 20:27], text[2, 26:33]]), cache=cache)
     assert (got[1] - want[1, 20:27]).abs().max() <= 1e-5
     for row, first in ((0, 3), (2, 6)):
@@ -525,10 +521,8 @@ def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
 
 @torch.no_grad()
 def test_a_rolling_cache_refuses_a_layer_that_sees_more():
-    with pytest.raises(ValueError, match="a layer attends to 6"):
-        windowed(6)(ids(), cache=RollingCache(2, 5))
-    with pytest.raises(ValueError, match="a layer attends to all"):
-        small("llama")(ids(), cache=RollingCache(2, 5))
+    refuses("a layer attends to 6", windowed(6), ids(), cache=RollingCache(2, 5))
+    refuses("a layer attends to all", small("llama"), ids(), cache=RollingCache(2, 5))
 
 
 def test_the_cache_for_a_model():

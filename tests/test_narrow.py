@@ -13,6 +13,7 @@ from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MoE
+from refusal import refuses
 from test_calibrate import IDS, model_of
 from test_prune import LONG, loss
 from test_prune_folders import without_measuring
@@ -52,9 +53,8 @@ def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, unev
 
     model, heads = build(), build().blocks[0].attn.q.out_features // build().blocks[0].attn.head_dim
     size = tree.count(model)
-    change = apply_change(
-        model, "narrow", ids=LONG[:8], heads=max(1, heads // 2), neurons=20, blocks=2, uneven=uneven
-    )
+    sizes = {"heads": max(1, heads // 2), "neurons": 20, "blocks": 2}
+    change = apply_change(model, "narrow", ids=LONG[:8], uneven=uneven, **sizes)
     assert tree.count(model) < 0.75 * size
     expected = silenced(build(), change)(IDS)
     assert (model(IDS) - expected).abs().max() < 1e-5
@@ -166,9 +166,8 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     print(printed)
     assert "keeps 40 neurons of each layer and 1 block" in printed
     assert "a plain Hugging Face folder: llama" in printed
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 0.8 * (
-        tmp_path / "base" / "model.safetensors"
-    ).stat().st_size
+    after, before = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "base"))
+    assert after < 0.8 * before
 
 
 def test_narrowed_models_learn_and_stay_in_their_mode():
@@ -198,8 +197,7 @@ def test_narrowed_models_learn_and_stay_in_their_mode():
 def test_requests_that_do_not_fit(request_, message):
     model = model_of("llama", heads=4, kv_heads=2, head_dim=8)
     before = {n: p.clone() for n, p in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message):
-        apply_change(model, "narrow", **{"ids": LONG, **request_})
+    refuses(message, apply_change, model, "narrow", **{"ids": LONG, **request_})
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
 
 
@@ -209,24 +207,17 @@ def test_other_layers_and_damaged_records_are_refused():
     adapted, quantized = model_of(), model_of()
     attach(adapted, where="blocks.*.mlp.down", rank=2)
     quantize(quantized, where="blocks.*.attn.k")
+    plain = "expected a plain linear layer: merge adapters"
     for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
-        with pytest.raises(ValueError, match="expected a plain linear layer: merge adapters"):
-            apply_change(other, "narrow", ids=LONG, **options)
+        refuses(plain, apply_change, other, "narrow", ids=LONG, **options)
     change = decide_change(model_of(), "narrow", ids=LONG, neurons=8)
     record = change.record()
-    for kept in (
-        {"neurons": [3, 1], "of": 96},
-        {"neurons": [96], "of": 96},
-        {"neurons": [1], "of": 95},
-        {"neurons": [], "of": 96},
-        {"neurons": ["a"], "of": 96},
-        {"limbs": [1], "of": 96},
-        {"of": 96},
-        {"neurons": [1], "groups": [1], "of": 96},
-    ):
+    damaged = [{"neurons": neurons, "of": 96} for neurons in ([3, 1], [96], [], ["a"])]
+    damaged += [{"neurons": [1], "of": 95}, {"limbs": [1], "of": 96}, {"of": 96}]
+    for kept in (*damaged, {"neurons": [1], "groups": [1], "of": 96}):
         model = model_of()
-        with pytest.raises(ValueError, match=r"has no such|is damaged"):
-            repeat_structure(model, Change.of({**record, "places": {**record["places"], "blocks.1.mlp": kept}}))
+        places = {**record["places"], "blocks.1.mlp": kept}
+        refuses(r"has no such|is damaged", repeat_structure, model, Change.of({**record, "places": places}))
         assert model.blocks[0].mlp.down.in_features == 96
 
 

@@ -7,16 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import (
-    attention,
-    cross_entropy,
-    float32_products,
-    gated,
-    int8_linear,
-    low_rank,
-    rms_norm,
-    rotary,
-)
+from dunes.ops import attention, cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
 from dunes.ops.float32_products import Float32Products
 from dunes.ops.gram import add_gram, mirror, plain_gram
 
@@ -168,9 +159,22 @@ def test_a_low_rank_change_of_what_needs_no_gradient_and_in_bfloat16():
     close(a.grad, exact, 0.02)
 
 
-def test_gated():
+ANGLE = torch.randn(2, 1, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("form", "shapes", "rest"),
+    [
+        (gated, [(5, 9), (5, 9)], ()),
+        (rotary, [(2, 3, 5, 8)], (ANGLE.cos(), ANGLE.sin())),
+        (rms_norm, [(3, 5, 16), (16,)], (1e-5,)),
+        (rms_norm, [(1, 16), (16,)], (1e-5,)),
+    ],
+)
+def test_gated_rotary_and_rms_norm(form, shapes, rest):
     torch.manual_seed(0)
-    both(gated.fused, gated.plain, [torch.randn(5, 9) * 3, torch.randn(5, 9)])
+    first, *others = (torch.randn(shape) for shape in shapes)
+    both(form.fused, form.plain, [first * 3, *others], *rest)
 
 
 def test_attention_drops_weights_only_when_told():
@@ -260,18 +264,6 @@ def test_cross_entropy_where_nothing_is_asked_is_zero():
     assert not x.grad.any()
 
 
-def test_rotary():
-    torch.manual_seed(0)
-    angle = torch.randn(2, 1, 5, 4)
-    both(rotary.fused, rotary.plain, [torch.randn(2, 3, 5, 8)], angle.cos(), angle.sin())
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 16), (1, 16)])
-def test_rms_norm(shape):
-    torch.manual_seed(0)
-    both(rms_norm.fused, rms_norm.plain, [torch.randn(shape) * 3, torch.randn(16)], 1e-5)
-
-
 def test_rms_norm_is_reduced_in_float32():
     x = torch.full((1, 1000), 300.0, dtype=torch.float16)  # the squares overflow float16
     assert torch.allclose(rms_norm.fused(x, torch.ones(1000), 1e-6).float(), torch.ones(1000), atol=1e-3)
@@ -303,12 +295,10 @@ def test_float32_products_take_arguments_by_name():
     q = torch.randn(1, 2, 200, 16).bfloat16()
     mask = torch.zeros(200, 200).bfloat16()
     with Float32Products():
-        products = (
-            F.linear(input=x, weight=weight, bias=bias),
-            F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=mask),
-        )
+        linear = F.linear(input=x, weight=weight, bias=bias)
+        attended = F.scaled_dot_product_attention(query=q, key=q, value=q, attn_mask=mask)
     exact = F.linear(x.float(), weight.float(), bias.float()), F.scaled_dot_product_attention(*[q.float()] * 3)
-    for product, expected in zip(products, exact, strict=True):
+    for product, expected in zip((linear, attended), exact, strict=True):
         assert torch.equal(product, expected.bfloat16())
 
 

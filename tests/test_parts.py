@@ -20,6 +20,8 @@ from dunes.parts import (
     Rotary,
 )
 from dunes.tree import watch
+from own_parts import Average
+from refusal import refuses
 
 VOCAB, CONTEXT = 61, 40
 
@@ -39,10 +41,8 @@ def windowed():
     """A decoder whose second layer sees four tokens only, with grouped heads."""
     torch.manual_seed(0)
     rotary = Rotary(8)
-    blocks = [
-        Block(RMSNorm(32), Attention(32, 4, 2, position=rotary, window=w), RMSNorm(32), GatedMLP(32, 48))
-        for w in (None, 4)
-    ]
+    attention = [Attention(32, 4, 2, position=rotary, window=window) for window in (None, 4)]
+    blocks = [Block(RMSNorm(32), attn, RMSNorm(32), GatedMLP(32, 48)) for attn in attention]
     return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), nn.Linear(32, VOCAB, bias=False)).eval()
 
 
@@ -64,9 +64,8 @@ def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(model):
     other = ids.clone()
     other[:, 9] = (other[:, 9] + 1) % VOCAB
     before, after = model(ids), model(other)
-    if any(
-        isinstance(m, MoE) for m in model.modules()
-    ):  # an expert's tokens lie in one matrix, of another size now
+    mixed = any(isinstance(m, MoE) for m in model.modules())
+    if mixed:  # an expert's tokens lie in one matrix, of another size now
         assert (before[:, :9] - after[:, :9]).abs().max() < 1e-5
     else:
         assert torch.equal(before[:, :9], after[:, :9])
@@ -134,8 +133,7 @@ def test_a_cache_that_is_too_small_says_so():
     cache = Cache(1, 8)
     model = windowed()
     model(tokens(1, 6), cache=cache)
-    with pytest.raises(ValueError, match="9 tokens do not fit into a cache of 8"):
-        model(tokens(1, 3), cache=cache)
+    refuses("9 tokens do not fit into a cache of 8", model, tokens(1, 3), cache=cache)
 
 
 @torch.no_grad()
@@ -175,32 +173,36 @@ def test_rotary_depends_on_distances_only():
 
     assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
     assert score(3, 1) != pytest.approx(score(4, 1), abs=1e-4)
-    with pytest.raises(ValueError, match="head_dim is 7; rotary positions need an even one"):
-        Rotary(7)
+    refuses("head_dim is 7; rotary positions need an even one", Rotary, 7)
 
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     attn = Attention(32, 4, dropout=0.5)
-    model = Decoder(
-        Embedding(VOCAB, 32, 40, 0.5), [Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)], RMSNorm(32)
-    )
+    block = Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)
+    model = Decoder(Embedding(VOCAB, 32, 40, 0.5), [block], RMSNorm(32))
     ids = tokens()
     assert not torch.equal(model.train()(ids), model(ids))
     assert torch.equal(model.eval()(ids), model(ids))
 
 
-def test_bfloat16_weights_do_train():
-    model = windowed().to(torch.bfloat16).train()
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+def learned(model, steps):
+    """The losses of so many steps on one batch."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
-    for _ in range(20):
+    for _ in range(steps):
         total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
         optimizer.zero_grad()
         (total / count).backward()
         optimizer.step()
         losses.append(float(total.detach() / count))
+    return losses
+
+
+def test_bfloat16_weights_do_train():
+    model = windowed().to(torch.bfloat16).train()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    losses = learned(model, 20)
     assert losses[-1] < losses[0] - 1
     assert not any(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
@@ -216,30 +218,12 @@ class SquaredReLU(nn.Module):
         return self.down(self.up(x).relu().square())
 
 
-class Average(nn.Module):
-    """A user's own attention: each token gets the mean of all before it."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.value = nn.Linear(dim, dim, bias=False)
-
-    def forward(self, x, ctx=None, layer=0):
-        return self.value(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
-
-
 @pytest.mark.parametrize("attention", [lambda: Attention(32, 4, position=Rotary(8)), lambda: Average(32)])
 def test_a_decoder_of_own_parts_learns(attention):
     torch.manual_seed(0)
     blocks = [Block(nn.LayerNorm(32), attention(), RMSNorm(32), SquaredReLU(32, 64)) for _ in range(2)]
     model = Decoder(Embedding(VOCAB, 32), blocks, nn.LayerNorm(32))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses = []
-    for _ in range(30):
-        total, count, _ = model(tokens()[:, :-1], targets=tokens()[:, 1:])
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
-        losses.append(float((total / count).detach()))
+    losses = learned(model, 30)
     assert losses[-1] < losses[0] / 2
 
 
@@ -285,17 +269,13 @@ def test_a_part_of_ones_own_adds_a_loss_beside_those_of_others():
 
 def test_targets_are_for_whole_texts():
     for other in ({"last": 1}, {"cache": Cache(4, 8)}):
-        with pytest.raises(ValueError, match="pass them without cache and last"):
-            windowed()(tokens(), targets=tokens(), **other)
+        refuses("pass them without cache and last", windowed(), tokens(), targets=tokens(), **other)
 
 
 def test_nonsense_is_refused():
-    with pytest.raises(ValueError, match="5 heads are no multiple of 2"):
-        Attention(40, 5, 2)
-    with pytest.raises(ValueError, match="at least 1, the token itself"):
-        Attention(32, 4, window=0)
+    refuses("5 heads are no multiple of 2", Attention, 40, 5, 2)
+    refuses("at least 1, the token itself", Attention, 32, 4, window=0)
     block = Block(RMSNorm(8), Attention(8, 2), RMSNorm(8), MLP(8, 8))
-    with pytest.raises(ValueError, match="same block occurs twice"):
-        Decoder(Embedding(5, 8), [block, block], RMSNorm(8))
+    refuses("same block occurs twice", Decoder, Embedding(5, 8), [block, block], RMSNorm(8))
     with pytest.raises(ValueError, match="only 4 positions were learned"):
         Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))(torch.zeros(1, 5, dtype=torch.long))

@@ -81,14 +81,10 @@ def test_means_are_of_what_lies_on_both_sides():
     assert centered_mean([0.0] * 10 + [21.0] + [0.0] * 10)[10] == 1.0
 
 
-def worse_and_worse(monkeypatch):
-    """Validation that is best at the first check."""
+def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
+    """Validation is best at the first check."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
-
-
-def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
-    worse_and_worse(monkeypatch)
     best = {}
     real_check = Run.check
 
@@ -115,11 +111,8 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
     loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
     assert f"saved: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
-    checks = [
-        [r["step"], r["validation_loss"]]
-        for r in read_metrics(tmp_path / "run" / "metrics.jsonl")
-        if r.get("validation_loss")
-    ]
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    checks = [[r["step"], r["validation_loss"]] for r in records if r.get("validation_loss")]
     assert lines(drawn[-1])["validation loss"] == checks
     assert [n for n, _ in checks] == [10, 25, 50, 60]
     before = (tmp_path / "run" / "samples.md").read_bytes()

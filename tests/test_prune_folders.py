@@ -18,8 +18,9 @@ from dunes.evaluate.score import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from refusal import refuses
 from test_finetune import asked, base, examples, finetuned, tokenizer
-from test_runs import stopping_at
+from test_runs import stop
 
 __all__ = ["base", "examples", "tokenizer"]  # fixtures
 IDS = torch.arange(60)[None]
@@ -85,8 +86,7 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
         ({"method": "magnitude"}, (text,), "with these options prune reads no text; omit --calibration"),
         ({"pattern": "2:3"}, (text,), "block is 128; expected a multiple of 3"),
     ):
-        with pytest.raises(ValueError, match=message):
-            prune(str(base), no, prune=Prune(**options), calibration=calibration)
+        refuses(message, prune, str(base), no, prune=Prune(**options), calibration=calibration)
     assert not no.exists()
 
 
@@ -109,10 +109,8 @@ def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("int4", "rtn")]
     assert weights[0] == weights[1]
     asked = re.escape(f"the text of the model's training is gone ({gone}); pass one with --calibration FILE")
-    with pytest.raises(ValueError, match=asked):
-        quantize_folder(folder, tmp_path / "out", **small, method="gptq")
-    with pytest.raises(ValueError, match=asked):
-        prune(str(folder), tmp_path / "out")
+    refuses(asked, quantize_folder, folder, tmp_path / "out", **small, method="gptq")
+    refuses(asked, prune, str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     lines = quantize_folder(folder, tmp_path / "gptq", **small, calibration=[text])
     assert lines[-1] == "method gptq, which reads the calibration text; --method rtn reads none"
@@ -121,9 +119,7 @@ def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_
 def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, code, tmp_path, monkeypatch):
     fixed = {"batch": 4, "context_length": 32, "steps": 4, "lr": 0.01, "dtype": "float32", "threads": 1}
     config = TrainConfig(sources=(str(code),), base=str(pruned), **fixed)
-    with monkeypatch.context() as patch:
-        stopping_at(2, patch)
-        assert train(config, tmp_path / "run", display()[0]) == 130
+    stop(config, tmp_path / "run", 2, monkeypatch)
     assert train(TrainConfig(), tmp_path / "run", display()[0], resume=True) == 0
     assert_same_zeros(pruned, tmp_path / "run")
     weights = [checkpoint.load(folder).model.blocks[0].attn.q.weight for folder in (pruned, tmp_path / "run")]

@@ -17,6 +17,7 @@ from dunes.augment.quantization import NF4, Int8, describe
 from dunes.augment.quantized import Grid
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from refusal import refuses
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
 GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]
@@ -124,17 +125,16 @@ def test_gptq_of_a_pruned_layer_is_the_least_squares_of_the_columns_around_its_z
 def test_choices_that_do_not_go_together_change_nothing(request_, message):
     model = model_of()
     before = model(IDS)
-    with pytest.raises(ValueError, match=message):
-        quantized(model, **{"kind": "int4", "method": "gptq", **request_})
+    refuses(message, quantized, model, **{"kind": "int4", "method": "gptq", **request_})
     assert torch.equal(model(IDS), before)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int3"])
 @pytest.mark.parametrize("method", ["awq", "hqq"])
 def test_methods_of_before_are_refused_with_those_that_there_are(kind, method):
+    words = f"kind {kind} has no method '{method}'; expected rtn, gptq$"
     for ids in ({}, {"ids": IDS}):
-        with pytest.raises(ValueError, match=f"kind {kind} has no method '{method}'; expected rtn, gptq$"):
-            decide_change(model_of(), "quantize", kind=kind, method=method, **ids)
+        refuses(words, decide_change, model_of(), "quantize", kind=kind, method=method, **ids)
 
 
 @pytest.mark.parametrize("kind", [{"kind": "int8"}, {"kind": "int4", "override": ["blocks.0.**=int8"]}])
@@ -143,8 +143,7 @@ def test_a_record_of_layers_that_round_their_inputs_is_refused_with_the_remedy(k
     change = decide_change(model, "quantize", **kind)
     record = change.record() | {"version": 4, "request": {**change.request, "activations": "int8"}}
     message = "round their inputs to int8 .--activations.*: quantize the dense model again with --kind int8$"
-    with pytest.raises(ValueError, match=message):
-        repeat_structure(model, Change.of(json.loads(json.dumps(record))))
+    refuses(message, repeat_structure, model, Change.of(json.loads(json.dumps(record))))
     assert type(model.blocks[0].attn.q) is nn.Linear
 
 
@@ -262,21 +261,18 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
 
 def test_places_at_int8_and_the_head_are_solved_too():
     model = model_of(tied=False)
-    change = apply_change(
-        model, "quantize", kind="int3", method="gptq", ids=IDS, override=["blocks.0.**=int8", "head=int8"]
-    )
+    request = {"kind": "int3", "method": "gptq", "override": ["blocks.0.**=int8", "head=int8"]}
+    change = apply_change(model, "quantize", ids=IDS, **request)
     assert change.places["head"]["kind"] == "int8"
-    with pytest.raises(ValueError, match="has the embedding's matrix"):
-        apply_change(model_of(tied=True), "quantize", kind="int4", override=["head=int8"])
+    tied = {"kind": "int4", "override": ["head=int8"]}
+    refuses("has the embedding's matrix", apply_change, model_of(tied=True), "quantize", **tied)
 
 
 def test_text_that_is_too_short_is_refused_before_anything_changes():
     model = model_of()
     before = model(IDS)
-    with pytest.raises(ValueError, match="the calibration text is too short: 16 tokens"):
-        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS[:1, :16])
-    with pytest.raises(ValueError, match="vocabulary"):
-        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS + 1000)
+    for ids, words in ((IDS[:1, :16], "the calibration text is too short: 16 tokens"), (IDS + 1000, "vocabulary")):
+        refuses(words, apply_change, model, "quantize", kind="int4", method="gptq", ids=ids)
     assert torch.equal(model(IDS), before)
 
 
@@ -297,8 +293,7 @@ def test_zeros_of_a_pruned_model_stay():
 def test_a_model_with_adapters_is_not_calibrated(adapters, advice):
     model = model_of()
     apply_change(model, adapters, rank=2)
-    with pytest.raises(ValueError, match=advice):
-        apply_change(model, "quantize", kind="int4", method="gptq", ids=IDS)
+    refuses(advice, apply_change, model, "quantize", kind="int4", method="gptq", ids=IDS)
 
 
 def test_layers_of_a_quantized_model_are_dense_again_on_the_grid():

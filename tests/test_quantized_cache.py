@@ -137,11 +137,8 @@ def go_on(cache, k, v, format, lost=0, widths=(1, 2, 3)):
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 @pytest.mark.parametrize("length", [57, 60])
 def test_a_short_rollback_leaves_no_trace(format, length):
-    old, new, rows = (
-        random(2, 2, HEADS, LENGTH, 8),
-        random(2, 2, HEADS, LENGTH, 8, seed=1),
-        torch.tensor([1, 0, 0]),
-    )
+    old, new = random(2, 2, HEADS, LENGTH, 8), random(2, 2, HEADS, LENGTH, 8, seed=1)
+    rows = torch.tensor([1, 0, 0])
     for back in range(SLACK + 1):
         cache, kept = QuantizedCache(2, LENGTH, format=format), [length - back, length]
         put(cache, *old[:, :, :, :length])
@@ -292,9 +289,8 @@ def test_proposals_and_rollbacks_write_the_same_text():
     assert got == want
     assert type(cache.cache) is QuantizedCache
     assert cache.forwards < 50, "some proposals hold"
-    assert [t.id for t in generate(model, prompt, cache=cache, **options)] == want, (
-        "the text again, from its prompt"
-    )
+    again = [t.id for t in generate(model, prompt, cache=cache, **options)]
+    assert again == want, "the text again, from its prompt"
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(0, 60), (2, 30), (15, 1)])
@@ -339,9 +335,8 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     generator.text("abc", 5)
     assert generator.cache.cache.format == CacheFormat(2)
 
-    monkeypatch.setattr(
-        "dunes.inference.chat.load_chat_engine", lambda *arguments: pytest.fail(str(arguments[-1]))
-    )
+    opened = lambda *arguments: pytest.fail(str(arguments[-1]))
+    monkeypatch.setattr("dunes.inference.chat.load_chat_engine", opened)
     with pytest.raises(pytest.fail.Exception, match=r"CacheFormat\(bits=8, group=32, residual=32"):
         verbs.chat(str(folder), "a", cache="int8")
     assert capsys.readouterr().err.startswith("--cache int8: the compiled step is not used")

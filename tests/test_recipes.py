@@ -38,6 +38,30 @@ def recipe(name):
     return module
 
 
+def save_model(folder, tokenizer, context, dim=32, depth=2):
+    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, dim, depth, context)))
+    checkpoint.save(model, folder, tokenizer, context)
+
+
+def instructed(folder):
+    """A base and sixty rows for it: their paths."""
+    (folder / "rows.json").write_text(ROWS)
+    save_model(folder / "base", Tokenizer.train("bpe", [ROWS], 300), 256)
+    return str(folder / "base"), str(folder / "rows.json")
+
+
+def ended(path, words, monkeypatch):
+    """The exit code of a recipe that is called as a command."""
+    monkeypatch.setattr(sys, "argv", [f"recipes/{path.name}", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    return ended.value.code
+
+
+PLAY = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
+ROWS = json.dumps([{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)])
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -53,9 +77,7 @@ def test_a_recipe_is_short(name):
 @pytest.mark.slow
 def test_shakespeare(tmp_path, capsys):
     play = tmp_path / "play.txt"
-    play.write_text(
-        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
-    )
+    play.write_text(PLAY)
     assert recipe("shakespeare").main(str(play), 100, str(tmp_path / "run")) < 1.0
     assert "step 100" in capsys.readouterr().out
 
@@ -77,15 +99,8 @@ def test_zig(tmp_path, capsys):
 
 
 def test_alpaca_lora(tmp_path, capsys):
-    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    tokenizer = Tokenizer.train("bpe", [json.dumps(rows)], 300)
-    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 256)))
-    checkpoint.save(base, tmp_path / "base", tokenizer, 256)
     out, how = tmp_path / "run", {"dtype": "float32", "threads": 1}
-    assert (
-        recipe("alpaca_lora").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), 1.0, str(out), **how) == 0
-    )
+    assert recipe("alpaca_lora").main(*instructed(tmp_path), 1.0, str(out), **how) == 0
     said = capsys.readouterr().out
     assert "validation loss of answers:" in said
     assert "List three things that a cat likes." in said
@@ -94,9 +109,7 @@ def test_alpaca_lora(tmp_path, capsys):
 
 def test_expand(code, tmp_path, capsys):
     (tmp_path / "old.txt").write_text("We are accounted poor citizens, the patricians good.\n" * 40)
-    tokenizer = Tokenizer.train("bytes", ())
-    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 64)))
-    checkpoint.save(base, tmp_path / "base", tokenizer, 64)
+    save_model(tmp_path / "base", Tokenizer.train("bytes", ()), 64)
     options = {"steps": 8, "batch": 4, "context_length": 32, "lr": 0.01, "dtype": "float32", "threads": 1}
     texts = str(code), str(tmp_path / "old.txt")
     assert recipe("expand").main(str(tmp_path / "base"), *texts, out=str(tmp_path / "run"), **options) == 0
@@ -108,13 +121,8 @@ def test_expand(code, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_lora_experts(tmp_path, capsys):
-    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    tokenizer = Tokenizer.train("bpe", [json.dumps(rows)], 300)
-    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 256)))
-    checkpoint.save(base, tmp_path / "base", tokenizer, 256)
     options = {"dtype": "float32", "threads": 1, "steps": 12, "lr": 0.02, "out": str(tmp_path / "run")}
-    losses = recipe("lora_experts").main(str(tmp_path / "base"), str(tmp_path / "rows.json"), **options)
+    losses = recipe("lora_experts").main(*instructed(tmp_path), **options)
     assert losses.keys() == {"lora-experts", "lora"}
     assert max(losses.values()) < checkpoint.load(tmp_path / "run" / "lora").card["measured"]["before"]
     assert "trained parameters" in capsys.readouterr().out
@@ -126,12 +134,9 @@ def test_lora_experts(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_llama_moe_recovers(tmp_path, capsys):
-    text = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
-    (tmp_path / "play.txt").write_text(text)
-    tokenizer = Tokenizer.train("chars", [text], 0)
+    (tmp_path / "play.txt").write_text(PLAY)
     options = {"dtype": "float32", "threads": 1, "batch": 4, "context_length": 32, "lr": 0.01}
-    base = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 32)))
-    checkpoint.save(base, tmp_path / "new", tokenizer, 32)
+    save_model(tmp_path / "new", Tokenizer.train("chars", [PLAY], 0), 32)
     play = str(tmp_path / "play.txt")
     config = TrainConfig(sources=(play,), base=str(tmp_path / "new"), steps=60, **options)
     assert train(config, tmp_path / "base", Display(quiet=True)) == 0
@@ -140,9 +145,8 @@ def test_llama_moe_recovers(tmp_path, capsys):
     assert losses["before dense"] < losses["before routers"]
     assert checkpoint.load(tmp_path / "run" / "experts").architecture.family == "mixtral"
     routers, split = (checkpoint.load(tmp_path / "run" / name).model.state_dict() for name in ("routers", "split"))
-    assert {name for name in split if not torch.equal(routers[name], split[name])} == {
-        f"blocks.{i}.mlp.router.weight" for i in (0, 1)
-    }
+    changed = {name for name in split if not torch.equal(routers[name], split[name])}
+    assert changed == {f"blocks.{i}.mlp.router.weight" for i in (0, 1)}
     assert "against the dense model" in capsys.readouterr().out
     rates = (read_config(tmp_path / "run" / name, TrainConfig).lr_factors for name in ("routers", "experts"))
     assert [*rates] == [("new=5",), ()]
@@ -150,9 +154,7 @@ def test_llama_moe_recovers(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_prune_recovers_and_the_zeros_stay(tmp_path, capsys):
-    (tmp_path / "play.txt").write_text(
-        "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n" * 60
-    )
+    (tmp_path / "play.txt").write_text(PLAY)
     play, options = str(tmp_path / "play.txt"), {"dtype": "float32", "threads": 1, "batch": 4, "lr": 0.01}
     config = TrainConfig(sources=(play,), steps=60, size="30k", context_length=32, **options)
     assert train(config, tmp_path / "base", Display(quiet=True)) == 0
@@ -231,17 +233,11 @@ def with_marks(words):
 def test_the_docs_lines_run(words, tmp_path, monkeypatch):
     """As written, with a toy in place of each name, and 2 steps in place of 150 or 200."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = Tokenizer.train("bytes", ())
-    toy = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 32)))
-    checkpoint.save(toy, tmp_path / "MODEL", tokenizer, 32)
+    save_model(tmp_path / "MODEL", Tokenizer.train("bytes", ()), 32)
     (tmp_path / "SOURCE").write_text("All:\nSpeak, speak.\n\n" * 200)
-    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)]
-    (tmp_path / "DATA").write_text(json.dumps(rows))
+    (tmp_path / "DATA").write_text(ROWS)
     path, *given = ["2" if word in ("150", "200") else word for word in words]
-    monkeypatch.setattr(sys, "argv", [path, *given])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / path), run_name="__main__")
-    assert ended.value.code == 0
+    assert ended(ROOT / path, given, monkeypatch) == 0
 
 
 @pytest.mark.slow
@@ -332,8 +328,7 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     made = recipe("self_instruct")
     tokenizer = Tokenizer.train("bpe", [REQUEST], 300)
     for context, folder in ((2048, "model"), (64, "short")):
-        model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, context)))
-        checkpoint.save(model, tmp_path / folder, tokenizer, context)
+        save_model(tmp_path / folder, tokenizer, context, 16, 1)
     out, ask = tmp_path / "out.json", made.local_model(str(tmp_path / "model"), 6)
     with pytest.raises(
         ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"
@@ -343,10 +338,8 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     rounds = made.read_rounds(tmp_path / "out.json.rounds.jsonl")
     assert [r.number for r in rounds] == list(range(10))
     texts = [item.text for r in rounds for item in r.items]
-    assert ask(build_prompts(read_seed_tasks(seeds(tmp_path)), 0, 0))[0] == (
-        texts[0].removeprefix("4. Instruction:"),
-        True,
-    )
+    prompts = build_prompts(read_seed_tasks(seeds(tmp_path)), 0, 0)
+    assert ask(prompts)[0] == (texts[0].removeprefix("4. Instruction:"), True)
     with pytest.raises(
         ValueError, match=r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
     ):
@@ -355,23 +348,14 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, capsys):
-    needed = {
-        "alpaca_lora": 2,
-        "expand": 3,
-        "lora_experts": 2,
-        "self_instruct": 3,
-        "shakespeare": 1,
-        "zig": 1,
-        "mixtral_tiny": 1,
-    }.get(path.stem, 0)
+    needed = {"alpaca_lora": 2, "expand": 3, "lora_experts": 2, "self_instruct": 3}
+    needed = (needed | dict.fromkeys(("shakespeare", "zig", "mixtral_tiny"), 1)).get(path.stem, 0)
     for given in ([], ["a"] * (needed - 1), ["a"] * 9, ["a", "--help"]):
         if given or needed:
-            monkeypatch.setattr(sys, "argv", [str(path), *given])
-            with pytest.raises(SystemExit) as ended:
-                runpy.run_path(str(path), run_name="__main__")
+            code = ended(path, given, monkeypatch)
             said = capsys.readouterr()
             assert f"python recipes/{path.name}" in (said.out if "--help" in given else said.err)
-            assert ended.value.code == (0 if "--help" in given else 2)
+            assert code == (0 if "--help" in given else 2)
             assert said.err.count("\n") == ("--help" not in given)
 
 
@@ -390,11 +374,8 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
 )
 def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"recipes/{name}.py", *given])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(RECIPES[0].with_stem(name)), run_name="__main__")
+    assert ended(RECIPES[0].with_stem(name), given, monkeypatch) == 2
     said = capsys.readouterr()
-    assert ended.value.code == 2
     assert said.err.startswith(f"recipes/{name}.py: ")
     assert message in said.err
     assert said.err.count("\n") == 1
@@ -402,13 +383,9 @@ def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, m
 
 
 def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
-    tokenizer = Tokenizer.train("bpe", [REQUEST], 300)
-    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, 256)))
-    checkpoint.save(model, tmp_path / "model", tokenizer, 256)
+    save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 256, 16, 1)
     out = tmp_path / "out.json"
-    monkeypatch.setattr(sys, "argv", ["x.py", seeds(tmp_path), str(out), str(tmp_path / "model")])
-    with pytest.raises(SystemExit):
-        runpy.run_path(str(RECIPES[0].with_stem("self_instruct")), run_name="__main__")
+    ended(RECIPES[0].with_stem("self_instruct"), [seeds(tmp_path), str(out), str(tmp_path / "model")], monkeypatch)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "model: its context length is 256, and a prompt has" in said

@@ -18,6 +18,7 @@ from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMS
 from dunes.runs.autosize import BATCH, COMPLETION_BATCH, COMPLETION_CONTEXT, CONTEXT
 from dunes.runs.train_config import TrainOptimization
 from dunes.text import Tokenizer
+from refusal import refuses
 
 IDS = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(0))
 CHANGES = {
@@ -54,10 +55,7 @@ OWN = {
         lambda: stack(mlp=mixture(mixture(lambda: GatedMLP(32, 64)))),
         "not mixtral: blocks.0.mlp.experts.0 is MoE, not GatedMLP",
     ),
-    "embedding": (
-        lambda: stack(embed=OwnTable(), head=nn.Linear(32, 50)),
-        "embed is OwnTable, not Embedding",
-    ),
+    "embedding": (lambda: stack(embed=OwnTable(), head=nn.Linear(32, 50)), "embed is OwnTable, not Embedding"),
     "norm": (lambda: stack(norm=nn.Identity()), "norm is Identity, not RMSNorm"),
     "empty": (lambda: stack(blocks=[]), "it has no blocks.0"),
 }
@@ -114,8 +112,7 @@ def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model
     ],
 )
 def test_a_part_without_what_a_change_uses_is_named(model, change, reason):
-    with pytest.raises(ValueError, match=reason):
-        apply_change(OWN[model][0](), change, **CHANGES[change])
+    refuses(reason, apply_change, OWN[model][0](), change, **CHANGES[change])
 
 
 def test_an_upcycled_gpt2_says_why_it_has_a_form_of_its_own():
@@ -158,17 +155,12 @@ def paths(tmp_path):
 
 def test_a_path_that_is_no_model_folder_says_what_it_is(paths):
     folder, said = paths
+    reads = (checkpoint.load, checkpoint.load_with_tokenizer, checkpoint.load_network, checkpoint.describe)
     for name, reason in said.items():
-        for read in (
-            checkpoint.load,
-            checkpoint.load_with_tokenizer,
-            checkpoint.load_network,
-            checkpoint.describe,
-        ):
-            with pytest.raises(ValueError, match=r"no|run") as caught:
-                read(folder / name)
-            assert reason in str(caught.value)
-            assert str(caught.value).startswith(str(folder / name))
+        for read in reads:
+            caught = refuses(r"no|run", read, folder / name)
+            assert reason in caught
+            assert caught.startswith(str(folder / name))
 
 
 VERBS = [
@@ -193,9 +185,7 @@ def test_every_verb_says_that_a_source_folder_is_no_model(verb, paths, monkeypat
 
 
 def test_help_names_the_batch_size_and_context_that_are_chosen():
-    hints = {
-        name: TrainOptimization.__annotations__[name].__metadata__[0].help_behavior_hint
-        for name in ("batch", "context_length")
-    }
+    fields = TrainOptimization.__annotations__
+    hints = {n: fields[n].__metadata__[0].help_behavior_hint for n in ("batch", "context_length")}
     assert hints["batch"] == f"(default: {COMPLETION_BATCH} with --complete, else {BATCH})"
     assert hints["context_length"].startswith(f"(default: {COMPLETION_CONTEXT} with --complete, else {CONTEXT};")

@@ -57,33 +57,14 @@ ONE_KV_TIED = {
 ODD_HEADS = {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 14}
 MOE = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 10}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0}
+YARN_ALL = YARN | {"rope_theta": 5000.0, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False, "beta_slow": 2.0}
 ROPES = {
     "base": {"rope_type": "default", "rope_theta": 500000.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "rope_theta": 10000.0,
-        "beta_fast": 4.0,
-    },
-    "yarn-all": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 5000.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.3,
-        "truncate": False,
-        "beta_slow": 2.0,
-    },
-    "yarn-factor": {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 32,
-        "rope_theta": 10000.0,
-        "attention_factor": 1.3,
-    },
+    "yarn": YARN | {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
+    "yarn-all": YARN_ALL | {"factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn-factor": YARN | {"factor": 2.0, "original_max_position_embeddings": 32, "attention_factor": 1.3},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -200,9 +181,8 @@ def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
 def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padded, monkeypatch):
     """With one layer it is their loss as it is; of several, they pool the layers and we take the mean."""
     family, options = SHAPES[shape]
-    monkeypatch.setitem(
-        SHAPES, "training", (family, {**options, "num_hidden_layers": layers, "router_aux_loss_coef": 0.3})
-    )
+    shape = {**options, "num_hidden_layers": layers, "router_aux_loss_coef": 0.3}
+    monkeypatch.setitem(SHAPES, "training", (family, shape))
     _, hf = theirs("training")
     ours, ids = ours_of(family, hf).train(), some(3, 20)
     real = torch.ones_like(ids, dtype=torch.bool)
@@ -220,9 +200,8 @@ def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padd
         assert float(loss.detach()) == float(out.loss.detach())
     loss.backward()
     positions = torch.arange(20).expand_as(ids).where(real, -1)
-    total, count, metrics = ours(
-        ids, positions, targets=torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
-    )
+    shifted = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
+    total, count, metrics = ours(ids, positions, targets=shifted)
     (total / count).backward()
     want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()})
     grads = {name: p.grad for name, p in ours.named_parameters()}

@@ -24,6 +24,7 @@ from dunes.data.self_instruct import (
     read_seed_tasks,
     rejection_reason,
 )
+from refusal import refuses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -110,9 +111,8 @@ def test_kept_and_dropped_are_those_of_the_recorded_list():
     answer = listed(*[item[:3] for item in WRITTEN])
     broken = answer + "###\n99. Instruction: One two three four\n99. Input:\n\n99. Output:\nno"
     twice = listed(("One two three four five?", "", "a\n4. Output:\nb"))
-    ask, _ = fake(
-        [(broken, False), (twice, False), (listed(("Count the vowels in this word.", "sky", "0")), True)]
-    )
+    cut = listed(("Count the vowels in this word.", "sky", "0"))
+    ask, _ = fake([(broken, False), (twice, False), (cut, True)])
     (found,) = generate(ask, SEEDS, wanted=3)
     reasons = [item[3] for item in WRITTEN]
     assert [i.reason for i in found.items] == [*reasons, "layout", "layout", "truncated"]
@@ -168,8 +168,7 @@ def test_a_run_that_goes_on_is_the_run():
 
 
 def test_too_few_seeds_and_a_model_that_has_none_are_refused():
-    with pytest.raises(ValueError, match="2 seed tasks; a prompt shows 3"):
-        next(generate(many(0), SEEDS[:2], wanted=1))
+    refuses("2 seed tasks; a prompt shows 3", next, generate(many(0), SEEDS[:2], wanted=1))
     rounds = []
     with pytest.raises(ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'layout': 5\}"):
         rounds.extend(generate(lambda p: [("no", False)] * len(p), SEEDS, wanted=1))
@@ -181,13 +180,11 @@ def test_seed_files(tmp_path):
     path.write_text(json.dumps({"instruction": "a", "instances": [own, own]}) + "\n" + json.dumps(own))
     assert read_seed_tasks(path) == [Task("a", "", "c")] * 2
     path.write_text(json.dumps(own) + "\n{")
-    with pytest.raises(ValueError, match="line 2: not JSON"):
-        read_seed_tasks(path)
+    refuses("line 2: not JSON", read_seed_tasks, path)
     for line in ("[]", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
                  '{"instruction": "a", "input": null, "output": "b"}'):  # fmt: skip
         path.write_text(json.dumps(own) + "\n" + line)
-        with pytest.raises(ValueError, match="line 2: expected an object with instruction"):
-            read_seed_tasks(path)
+        refuses("line 2: expected an object with instruction", read_seed_tasks, path)
 
 
 def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
@@ -197,8 +194,7 @@ def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
     path.write_bytes(f"\ufeff{text}\r\n".encode())
     assert read_seed_tasks(path) == [Task(*row.values()) for row in rows]
     path.write_bytes(f"{text}\n\n[".encode())
-    with pytest.raises(ValueError, match="line 5: not JSON"):
-        read_seed_tasks(path)
+    refuses("line 5: not JSON", read_seed_tasks, path)
 
 
 # ROUGE-L
@@ -229,15 +225,13 @@ def test_rouge_of_the_tasks_that_people_wrote():
 
 
 def test_long_texts_and_ties():
-    assert InstructionIndex(["a b y z", "b a d c"]).nearest("a b c d") == (0.5, "a b y z"), (
-        "the first, though it shares less"
-    )
+    nearest = InstructionIndex(["a b y z", "b a d c"]).nearest("a b c d")
+    assert nearest == (0.5, "a b y z"), "the first, though it shares less"
     chance = random.Random(0)
     for _ in range(30):
         a, b = (" ".join(chance.choices("abcdefghijklmnop", k=chance.randrange(1, 300))) for _ in range(2))
         assert rouge_l(a, b) == theirs(a, b)
     seven_of_ten = "a b c d e f g h i j", "a b c d e f g x y z"
     assert rouge_l(*seven_of_ten) == theirs(*seven_of_ten)
-    assert (InstructionIndex(seven_of_ten[:1]).nearest(seven_of_ten[1], 0.7) is None) == (
-        theirs(*seven_of_ten) <= 0.7
-    )
+    nearest = InstructionIndex(seven_of_ten[:1]).nearest(seven_of_ten[1], 0.7)
+    assert (nearest is None) == (theirs(*seven_of_ten) <= 0.7)

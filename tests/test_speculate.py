@@ -32,6 +32,7 @@ from dunes.models.initialise import initialise
 from dunes.parts import RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
+from refusal import refuses
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
 from test_text_generator import TEXT, adapted, evaluated
 
@@ -226,8 +227,7 @@ def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_
 def test_proposals_with_other_ids_are_refused_and_empty_or_long_ones_are_not(bad):
     model, want = tiny(), written(tiny(), [1, 2], max_tokens=8)
     refuse = generate(model, [1, 2], max_tokens=8, context_length=CONTEXT, proposer=lambda *_: Proposal([4, bad]))
-    with pytest.raises(ValueError, match=f"^a proposal has id {bad}; the model has ids 0 to {VOCAB - 1}$"):
-        list(refuse)
+    refuses(f"^a proposal has id {bad}; the model has ids 0 to {VOCAB - 1}$", list, refuse)
     for ids in ([], [want[1].id] * 100):
         assert_same(written(model, [1, 2], max_tokens=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
 
@@ -277,15 +277,8 @@ def test_the_drawn_distribution_is_the_models(name, settings):
         "its own draft": DraftModel(model, 50),
     }.get(name)
     cache = PrefixCache(model)
-    text = generate(
-        model,
-        [0],
-        max_tokens=4000,
-        context_length=50,
-        sample=sampler(**settings, seed=7),
-        cache=cache,
-        proposer=propose,
-    )
+    options = {"max_tokens": 4000, "context_length": 50, "cache": cache, "proposer": propose}
+    text = generate(model, [0], sample=sampler(**settings, seed=7), **options)
     ids = [0, *(t.id for t in text)]
     chi_squared, freedom = 0.0, 0
     counts = Counter(pairwise(ids))
@@ -302,11 +295,9 @@ def test_the_drawn_distribution_is_the_models(name, settings):
 
 
 def test_a_draft_with_another_vocabulary_is_refused():
-    refuse = generate(
-        bigram(0), [0], max_tokens=9, context_length=9, sample=sampler(), proposer=DraftModel(bigram(1, 6), 9)
-    )
-    with pytest.raises(ValueError, match=r"^a (draft|proposal) has .*; (use|the model)"):
-        list(refuse)
+    options = {"max_tokens": 9, "context_length": 9, "proposer": DraftModel(bigram(1, 6), 9)}
+    refuse = generate(bigram(0), [0], sample=sampler(), **options)
+    refuses(r"^a (draft|proposal) has .*; (use|the model)", list, refuse)
 
 
 def test_look_up_finds_the_last_occurrence_of_the_longest_end():

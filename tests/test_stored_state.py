@@ -18,6 +18,7 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics, run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from refusal import refuses
 
 
 def refused(call, *arguments, **named):
@@ -101,18 +102,12 @@ def test_a_plan_that_is_none_is_refused_by_its_file(text, run):
 
 
 def test_a_plan_from_python_is_checked_alike():
-    for fields in (
-        {"minutes": inf},
-        {"steps": "3"},
-        {"seed": 10**23},
-        {"sources": ["x"]},
-        {"context_length": 32.0},
-    ):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
-            TrainConfig(**{"sources": ("x",)} | fields)
+    wrong = ({"minutes": inf}, {"steps": "3"}, {"seed": 10**23}, {"sources": ["x"]}, {"context_length": 32.0})
+    for fields in wrong:
+        said = f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"
+        refuses(said, TrainConfig, **{"sources": ("x",)} | fields)
     for fields in ({"alpha": inf}, {"lr": "1e-3"}, {"model": None}, {"packing": 1}, {"target_modules": "**"}):
-        with pytest.raises(ValueError, match=f"--{next(iter(fields)).replace('_', '-')} is .*; it must be"):
-            FinetuneConfig(**fields)
+        refuses(f"--{next(iter(fields)).replace('_', '-')} is .*; it must be", FinetuneConfig, **fields)
 
 
 def resealed(run, change):
@@ -294,14 +289,8 @@ def out_folders(tmp_path):
     (tmp_path / "run" / "state").symlink_to(tmp_path / "gone")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "state").write_text("x")
-    return {
-        "file": "file",
-        "link": "link",
-        "loop": "loop",
-        "link/run": "link",
-        "run": "run/state",
-        "other": "other/state",
-    }
+    own = {name: name for name in ("file", "link", "loop")}
+    return own | {"link/run": "link", "run": "run/state", "other": "other/state"}
 
 
 def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
@@ -328,8 +317,7 @@ def test_measurements_do_not_go_through_a_link_to_nothing(tmp_path):
     from dunes.bench.run import Request, bench
 
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "gone" / "x.jsonl")
-    with pytest.raises(ValueError, match=r"out\.jsonl: already exists"):
-        bench("train", Request(sizes=["60k"]), 1, tmp_path / "out.jsonl")
+    refuses(r"out\.jsonl: already exists", bench, "train", Request(sizes=["60k"]), 1, tmp_path / "out.jsonl")
 
 
 def test_readers_of_what_is_no_run_say_so(tmp_path):
@@ -348,15 +336,8 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     whole.write(path)
     assert Baseline.read(path) == whole
     good = json.loads(path.read_text())
-    for wrong in (
-        3,
-        [],
-        {},
-        good | {"score": [1]},
-        good | {"answers": 5},
-        good | {"score": ["x", 1, 2]},
-        good | {"forgetting": "x"},
-    ):
+    damaged = ({"score": [1]}, {"answers": 5}, {"score": ["x", 1, 2]}, {"forgetting": "x"})
+    for wrong in (3, [], {}, *(good | fields for fields in damaged)):
         path.write_text(json.dumps(wrong))
         assert refused(Baseline.read, path).startswith(f"{path}: ")
     path.write_bytes(b"\xff{")
@@ -388,13 +369,11 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
     with run_lock(run):
         assert "in use by another training process" in dry(config, run)
         assert "in use by another training process" in dry(TrainConfig(), run, resume=True)
-    assert {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"} == {
-        p: t for p, t in before.items() if p.name != "lock"
-    }
+    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"}
+    assert after == {p: t for p, t in before.items() if p.name != "lock"}
     assert "no sources" in refused(train, TrainConfig(), run.parent / "new", display()[0], dry_run=True)
-    assert "steps was 12, now 3" in refused(
-        train, TrainConfig(steps=3), run, display()[0], resume=True, dry_run=True
-    )
+    longer = refused(train, TrainConfig(steps=3), run, display()[0], resume=True, dry_run=True)
+    assert "steps was 12, now 3" in longer
 
 
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):

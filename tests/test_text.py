@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dunes.checkpoint import LoadedModel
 from dunes.text import END, KINDS, SPECIAL, DecodeStream, Tokenizer
+from refusal import refuses
 
 ALPHABET = "abc äβ漢😀\t\r\n\ufeff\u2028<|>"
 """All that the chars tokenizer here knows."""
@@ -36,9 +37,8 @@ BYTE_LEVEL = ["bpe", "bytes"]
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 """All that UTF-8 can say: everything but surrogates."""
-awkward = st.sampled_from(
-    [*SPECIAL, "<|unk|>", "\n", "\r\n", "\n\n\n", "    ", "\t", "\0", "\ufeff", "\ufffd", "e\u0301"]
-)
+spaces = ["\n", "\r\n", "\n\n\n", "    ", "\t"]
+awkward = st.sampled_from([*SPECIAL, *spaces, "<|unk|>", "\0", "\ufeff", "\ufffd", "e\u0301"])
 mixed = st.lists(st.one_of(any_text, awkward, st.sampled_from(corpus().splitlines()[:40]))).map("".join)
 
 
@@ -54,19 +54,10 @@ def many(examples):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(4000)
-@given(text=any_text)
+@many(5000)
+@given(text=any_text | mixed)
 @example(text="\u2028\u2029\x85\x0b\x0c")
 def test_every_text_comes_back_from_its_ids(kind, text):
-    tokenizer = TOKENIZERS[kind]
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(1000)
-@given(text=mixed)
-def test_lines_of_code_and_what_looks_special_come_back_from_their_ids(kind, text):
     tokenizer = TOKENIZERS[kind]
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -131,8 +122,7 @@ def test_special_tokens_come_after_the_vocabulary_and_stand_for_no_text(kind):
     assert ids[0] == tokenizer.eos == tokenizer.token_id(END)
     assert {tokenizer.token_bytes[i] for i in ids} == {b""}
     assert tokenizer.decode([*ids, *tokenizer.encode("a b"), *ids]) == "a b"
-    with pytest.raises(ValueError, match=r"no token '<\|eot\|>'"):
-        tokenizer.token_id("<|eot|>")
+    refuses(r"no token '<\|eot\|>'", tokenizer.token_id, "<|eot|>")
 
 
 def test_special_tokens_are_spelled_as_qwen_spells_them():
@@ -170,8 +160,7 @@ def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
 def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match=r"vocabulary of 264 cannot hold 256 bytes and 9 special tokens"):
         Tokenizer.train("bpe", [corpus()], 264)
-    with pytest.raises(ValueError, match=r"no tokenizer is called 'words'; there are bpe, bytes, chars"):
-        Tokenizer.train("words", [corpus()])
+    refuses(r"no tokenizer is called 'words'; there are bpe, bytes, chars", Tokenizer.train, "words", [corpus()])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,18 +209,13 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
 )
 def test_a_broken_tokenizer_is_named_in_one_line(broken, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(broken)
-    with pytest.raises(ValueError, match=r"not a tokenizer: .") as caught:
-        Tokenizer.load(tmp_path)
-    assert str(tmp_path / "tokenizer.json") in str(caught.value)
-    assert "\n" not in str(caught.value)
+    caught = refuses(r"not a tokenizer: .", Tokenizer.load, tmp_path)
+    assert str(tmp_path / "tokenizer.json") in caught
 
 
 @pytest.mark.parametrize("folder", ["", "absent", f"absent{os.sep}deeper"])
 def test_a_missing_tokenizer_is_named_in_one_line(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json") as caught:
-        Tokenizer.load(tmp_path / folder)
-    assert str(tmp_path / folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(tmp_path / folder) in refuses(r"no tokenizer\.json", Tokenizer.load, tmp_path / folder)
 
 
 def streamed(tokenizer, ids):
@@ -327,10 +311,7 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
 def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, tmp_path):
     TOKENIZERS["bytes"].save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=said) as caught:
-        Tokenizer.load(tmp_path)
-    assert str(tmp_path / "tokenizer_config.json") in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "tokenizer_config.json") in refuses(said, Tokenizer.load, tmp_path)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

@@ -44,9 +44,8 @@ def test_a_text_from_a_cache_is_that_of_a_fresh_one(cached):
         cache.logits({0: cached})
     with evaluated(model) as counts:
         logits = cache.logits({0: TEXT[:20]})[0]
-    common = next(
-        (i for i, (a, b) in enumerate(zip(cached, TEXT[:19], strict=False)) if a != b), min(19, len(cached))
-    )
+    differing = (i for i, (a, b) in enumerate(zip(cached, TEXT[:19], strict=False)) if a != b)
+    common = next(differing, min(19, len(cached)))
     assert counts == [20 - common]
     assert (logits - fresh.logits({0: TEXT[:20]})[0]).abs().max() <= 1e-5
     assert (logits - model(torch.tensor([TEXT[:20]]))[:, -1]).abs().max() <= 1e-5
@@ -138,12 +137,8 @@ def test_a_model_that_does_not_keep_rows_is_refused():
 
 
 def requests():
-    samplers = (
-        sampler(1.0, seed=3),
-        sampler(0.0),
-        sampler(1.3, top_k=9, seed=4),
-        sampler(0.9, top_p=0.8, penalty=1.2),
-    )
+    samplers = [sampler(1.0, seed=3), sampler(0.0), sampler(1.3, top_k=9, seed=4)]
+    samplers.append(sampler(0.9, top_p=0.8, penalty=1.2))
     prompts, limits = (TEXT[:9], TEXT[:30], [7], TEXT[3:20]), (12, 20, 9, 30)
     adapters = ("one", None, "two", "one")
     return [

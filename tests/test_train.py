@@ -19,6 +19,7 @@ from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
 from dunes.train import trainer as trainer_module
 from dunes.train.loss import IGNORE
 from dunes.train.optim import Muon
+from refusal import refuses
 
 VOCAB = 23
 
@@ -231,9 +232,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_costs_only_itself(where):
 
 def test_ten_in_a_row_end_the_run_with_the_last_good_weights():
     model = build()
-    trainer = Trainer(
-        model, train.adamw(model), lambda m, b: (next_token(m, b)[0] * float("nan"), torch.tensor(1))
-    )
+    loss = lambda m, b: (next_token(m, b)[0] * float("nan"), torch.tensor(1))
+    trainer = Trainer(model, train.adamw(model), loss)
     before, steps = weights(model), []
     with pytest.raises(Diverged, match="not finite for 10 steps in a row, up to step 10"):
         steps.extend(trainer.run(batches()))
@@ -366,9 +366,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_none_is_named(name):
     change, message = LOSSES[name]
-    with pytest.raises(ValueError, match=message) as caught:
-        stepped(lambda model, pair: change(*next_token(model, pair)))
-    assert "\n" not in str(caught.value)
+    refuses(message, stepped, lambda model, pair: change(*next_token(model, pair)))
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, 0, torch.tensor(math.nan), torch.tensor(0)])
@@ -412,8 +410,7 @@ def test_a_micro_batch_without_a_target_needs_no_gradient():
     ],
 )
 def test_settings_that_cannot_be_are_named_before_a_weight_changes(setting, message):
-    with pytest.raises(ValueError, match=message):
-        stepped(next_token, **setting)
+    refuses(message, stepped, next_token, **setting)
 
 
 def test_settings_of_other_libraries_numbers_are_taken():
@@ -427,12 +424,11 @@ def test_settings_of_other_libraries_numbers_are_taken():
 
 
 def test_models_and_optimizers_that_cannot_be_trained_are_named():
-    with pytest.raises(ValueError, match="nothing to train: the model has no parameters"):
-        Trainer(nn.ReLU(), train.sgd(plain()), next_token)
+    refuses("nothing to train: the model has no parameters", Trainer, nn.ReLU(), train.sgd(plain()), next_token)
+    refuses("nothing to train", train.adamw, plain().requires_grad_(False))
     optimizer = torch.optim.SGD(plain().parameters(), 0.1)
     optimizer.param_groups[0]["lr"] = math.nan
-    with pytest.raises(ValueError, match=r"learning rates are \[nan\]; expected numbers from 0"):
-        Trainer(plain(), optimizer, next_token)
+    refuses(r"learning rates are \[nan\]; expected numbers from 0", Trainer, plain(), optimizer, next_token)
     trainer = Trainer(plain(), train.sgd(plain()), next_token)
     with pytest.raises(ValueError, match=r"the trainer's state has number and bad \(-1, 0\)"):
         trainer.load_state_dict(trainer.state_dict() | {"number": -1})
@@ -441,16 +437,12 @@ def test_models_and_optimizers_that_cannot_be_trained_are_named():
 
 
 def test_schedules_that_cannot_be_are_named():
-    with pytest.raises(ValueError, match="warmup is -1; expected a number of steps from 0"):
-        Schedule(warmup=-1)
-    with pytest.raises(ValueError, match="lowest is nan; expected a share from 0 to 1"):
-        Schedule(lowest=math.nan)
-    with pytest.raises(ValueError, match=r"decay is 1\.5; expected a share from 0 to 1"):
-        Schedule.steps(10, decay=1.5)
-    with pytest.raises(ValueError, match=r"decay is -0\.5"):
-        Clock(Schedule(), 1.0, decay=-0.5)
-    with pytest.raises(ValueError, match="seconds is nan; expected a time above 0"):
-        Clock(Schedule(), math.nan)
+    refuses("warmup is -1; expected a number of steps from 0", Schedule, warmup=-1)
+    refuses("warmup is nan", Schedule, math.nan)
+    refuses("lowest is nan; expected a share from 0 to 1", Schedule, lowest=math.nan)
+    refuses(r"decay is 1\.5; expected a share from 0 to 1", Schedule.steps, 10, decay=1.5)
+    refuses(r"decay is -0\.5", Clock, Schedule(), 1.0, decay=-0.5)
+    refuses("seconds is nan; expected a time above 0", Clock, Schedule(), math.nan)
 
 
 def test_mode_is_set_for_the_step_and_put_back():
@@ -490,27 +482,18 @@ def test_any_module_trains_saves_and_restores_in_ten_lines(make, tmp_path):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
-    def trained(steps, accumulate=2):
-        model = build()
-        trainer = Trainer(
-            model,
-            OPTIMIZERS[name](model),
-            next_token,
-            accumulate=accumulate,
-            lr_scale=Schedule.steps(9, 2).lr_scale,
-        )
+    def made(seed=0):
+        model = build(seed)
+        optimizer, schedule = OPTIMIZERS[name](model), Schedule.steps(9, 2)
+        return model, Trainer(model, optimizer, next_token, accumulate=2, lr_scale=schedule.lr_scale)
+
+    def trained(steps):
+        model, trainer = made()
         losses, saved = [], {}
         for count in steps:
             if saved:  # everything is made anew, as in a new process
                 state = checkpoint.load_state(checkpoint.save_state(tmp_path, len(losses), saved))
-                model = build(seed=7)
-                trainer = Trainer(
-                    model,
-                    OPTIMIZERS[name](model),
-                    next_token,
-                    accumulate=accumulate,
-                    lr_scale=Schedule.steps(9, 2).lr_scale,
-                )
+                model, trainer = made(seed=7)
                 model.load_state_dict(state["weights"])
                 trainer.load_state_dict(state["trainer"])
             losses += [s.loss.hex() for s in run(trainer, count)]
@@ -539,17 +522,11 @@ def test_mean_squared_and_cross_entropy():
     total, count = train.mean_squared(model, (x, y))
     assert float((total / count).detach()) == pytest.approx(float(nn.functional.mse_loss(model(x), y).detach()))
     total, count = train.cross_entropy(model, (x, label))
-    assert float((total / count).detach()) == pytest.approx(
-        float(nn.functional.cross_entropy(model(x), label).detach())
-    )
-    with pytest.raises(ValueError, match=r"\(5, 3\) where the targets are \(5,\)"):
-        train.mean_squared(model, (x, label.float()))
-
-
-def test_nothing_to_train_is_refused():
-    model = plain().requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to train"):
-        train.adamw(model)
+    want = nn.functional.cross_entropy(model(x), label).detach()
+    assert float((total / count).detach()) == pytest.approx(float(want))
+    refuses(r"\(5, 3\) where the targets are \(5,\)", train.mean_squared, model, (x, label.float()))
+    probabilities = nn.functional.one_hot(label, 3).float()
+    refuses("whole numbers are expected", train.cross_entropy, model, (x, probabilities))
 
 
 def test_muon_takes_the_matrices_inside_and_adam_the_rest():
@@ -626,8 +603,7 @@ def test_muon_of_matrices_alone_or_of_none():
         assert not step.skipped
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False))])
     assert names(blocks, train.muon(blocks)) == {"0.0.weight"}
-    with pytest.raises(ValueError, match="nothing to train: no parameter"):
-        train.muon(nn.ReLU())
+    refuses("nothing to train: no parameter", train.muon, nn.ReLU())
 
 
 @pytest.mark.parametrize("make", [train.muon, train.adamw, train.sgd])
@@ -647,8 +623,7 @@ def test_a_factor_of_a_rate_is_that_rate(make):
             optimizer.step()
     for (name, one), two in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, two) != (name == "lm_head.weight"), name
-    with pytest.raises(ValueError, match="factor is -1; expected a number from 0"):
-        train.scale_rates(optimizers[1], {head: -1})
+    refuses("factor is -1; expected a number from 0", train.scale_rates, optimizers[1], {head: -1})
 
 
 def test_muon_does_what_the_caller_says_and_says_what_it_does():
@@ -673,41 +648,24 @@ def test_muon_does_what_the_caller_says_and_says_what_it_does():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5), ("decay", math.inf), ("adam_decay", -1.0)],
-)
-def test_muon_refuses_rates_that_are_none(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
-        train.muon(LanguageModel(), **{name: value})
-
-
-@pytest.mark.parametrize(
     ("make", "name", "value"),
     [
-        (train.adamw, "decay", math.nan),
-        (train.adamw, "lr", math.inf),
-        (train.sgd, "lr", math.nan),
-        (train.rmsprop, "lr", -1.0),
+        *((train.muon, *rate) for rate in (("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5))),
+        *((train.muon, *rate) for rate in (("decay", math.inf), ("adam_decay", -1.0))),
+        *((train.adamw, *rate) for rate in (("decay", math.nan), ("lr", math.inf))),
+        *((train.sgd, "lr", math.nan), (train.rmsprop, "lr", -1.0)),
     ],
 )
-def test_other_optimizers_do_as_well(make, name, value):
-    with pytest.raises(ValueError, match=f"{make.__name__}: {name} is {value}"):
-        make(LanguageModel(), **{name: value})
-
-
-def test_probabilities_are_no_labels():
-    model, labels = nn.Linear(4, 3), torch.tensor([0, 2])
-    with pytest.raises(ValueError, match="whole numbers are expected"):
-        train.cross_entropy(model, (torch.ones(2, 4), nn.functional.one_hot(labels, 3).float()))
+def test_optimizers_refuse_rates_that_are_none(make, name, value):
+    refuses(f"{make.__name__}: {name} is {value}", make, LanguageModel(), **{name: value})
 
 
 def test_sparse_gradients_are_clipped_and_divided_as_dense_ones():
     def trained(sparse):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 3))
-        made = Trainer(
-            model, torch.optim.SGD(model.parameters(), 1.0), train.cross_entropy, accumulate=2, clip=0.1
-        )
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        made = Trainer(model, optimizer, train.cross_entropy, accumulate=2, clip=0.1)
         batches = [(torch.tensor([1, 1, 5]), torch.tensor([0, 2, 1])), (torch.tensor([5]), torch.tensor([2]))]
         norms = [step.grad_norm for step in made.run(batches * 3)]
         return norms, [p.detach() for p in model.parameters()]
@@ -795,11 +753,6 @@ def test_a_clock_may_be_told_before_the_first_step():
     schedule = Schedule()
     Clock(schedule, 1.0).update(0, 0.9)
     assert schedule.is_over(schedule.records[-1].end)
-
-
-def test_a_warmup_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="warmup is nan"):
-        Schedule(math.nan)
 
 
 def test_a_clock_that_is_told_late_still_ends():

@@ -15,6 +15,8 @@ from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP
+from refusal import refuses
+from test_network import rename
 
 OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
 COMMANDS = [
@@ -36,9 +38,8 @@ SOURCE = "from pathlib import Path\nPath('ran').touch()\n"
 
 
 def build(mlp=OwnMLP, dim=32, vocab=265):
-    blocks = [
-        Block(RMSNorm(dim), Attention(dim, 2, 2, position=Rotary(16)), RMSNorm(dim), mlp(dim)) for _ in range(2)
-    ]
+    part = lambda: Block(RMSNorm(dim), Attention(dim, 2, 2, position=Rotary(16)), RMSNorm(dim), mlp(dim))
+    blocks = [part() for _ in range(2)]
     return Decoder(Embedding(vocab, dim), blocks, RMSNorm(dim))
 
 
@@ -56,24 +57,14 @@ def kept(tmp_path_factory):
     return folder
 
 
-def rename(folder, name):
-    card = json.loads((folder / "dunes.json").read_text())
-    card["family"]["function"] = name
-    (folder / "dunes.json").write_text(json.dumps(card))
-
-
 def dunes(name, kept, tmp_path, monkeypatch, capsys, *options):
     """Run the command in a folder that has the module; returns its exit status and what it printed as errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "stranger", raising=False)
     usual = ["{model}"] if name.startswith("bench") else ["{model}", "{out}"]
-    places = {
-        "model": kept / "model",
-        "text": kept / "text.txt",
-        "data": kept / "data.jsonl",
-        "out": tmp_path / "out",
-    }
+    places = {"model": kept / "model", "text": kept / "text.txt", "data": kept / "data.jsonl"}
+    places["out"] = tmp_path / "out"
     arguments = [a.format_map(places) for a in ARGUMENTS.get(name, usual)]
     monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), *arguments, *options])
     with pytest.raises(SystemExit) as ended:
@@ -140,8 +131,7 @@ def test_a_trusted_card_is_trusted_by_the_processes_that_measure(kept, tmp_path,
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
     status, error = dunes("bench memory", kept, tmp_path, monkeypatch, capsys, "--trust-code", "--check")
     assert (status, error) == (0, "")
-    with pytest.raises(ValueError, match="not imported automatically"):
-        comparison._measured(kept / "model", tmp_path)
+    refuses("not imported automatically", comparison._measured, kept / "model", tmp_path)
     with checkpoint.trust_cards():
         assert comparison._measured(kept / "model", tmp_path)["decode"] > 0
 
@@ -153,8 +143,7 @@ def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(kept, tmp_
     assert status == 0, error
     loaded = checkpoint.load(tmp_path / "out", trust_code=True)
     assert loaded.architecture.function is build
-    with pytest.raises(ValueError, match="not imported automatically"):
-        checkpoint.load(tmp_path / "out")
+    refuses("not imported automatically", checkpoint.load, tmp_path / "out")
 
 
 def test_trust_ends_where_it_was_given():

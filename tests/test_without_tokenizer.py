@@ -21,6 +21,7 @@ from dunes.generate import generate
 from dunes.inference.chat import load_chat_engine
 from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
+from refusal import refuses
 
 IDS = torch.arange(24).view(2, 12)
 NONE = "no tokenizer.json, tokenizer.model or tekken.json"
@@ -138,13 +139,10 @@ def test_adapters_go_on_and_into_a_base_without_a_tokenizer(bare, tmp_path):
     with pytest.warns(UserWarning, match=NONE):
         merge(tmp_path / "adapter", tmp_path / "merged")
     assert (loaded(tmp_path / "merged").model(IDS) - model(IDS)).abs().max() <= 1e-5
-    with pytest.raises(ValueError, match=f"{bare}: {NONE}"):
-        checkpoint.load_with_tokenizer(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=f"{bare}: {NONE}"):
-        load_chat_engine(str(bare), [tmp_path / "adapter"])
+    refuses(f"{bare}: {NONE}", checkpoint.load_with_tokenizer, tmp_path / "adapter")
+    refuses(f"{bare}: {NONE}", load_chat_engine, str(bare), [tmp_path / "adapter"])
     Tokenizer.train("bytes", []).save(tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"the embedding has 40 rows, the tokenizer 265 ids"):
-        checkpoint.load(tmp_path / "adapter")
+    refuses(r"the embedding has 40 rows, the tokenizer 265 ids", checkpoint.load, tmp_path / "adapter")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,6 +29,7 @@ from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
+from refusal import refuses
 
 
 def test_the_rate_of_a_prompt_ends_with_the_first_token():
@@ -60,21 +61,11 @@ def test_places_in_files(tmp_path):
     assert text_around_cursor(f"{file}:1:1")[1] == ""
     assert text_around_cursor(f"{file}:2:4")[1] == "one\ntwo"
     assert text_around_cursor(f"{file}:3:1")[1] == "one\ntwo\n", "the empty line behind the last line end"
-    refused = {
-        "2:5": r"line 2 has columns 1 to 4",
-        "4:1": r"has 3 lines",
-        "9:1": r"has 3 lines",
-        **dict.fromkeys(
-            ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1"), "expected FILE:LINE:COLUMN"
-        ),
-    }
-    for place, message in refused.items():
-        with pytest.raises(ValueError, match=message) as caught:
-            text_around_cursor(f"{file}:{place}")
-        assert str(caught.value).startswith(f"{file}:{place}: ")
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="expected FILE:LINE:COLUMN"):
-        text_around_cursor(str(file))
+    nowhere = ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1")
+    refused = {"2:5": r"line 2 has columns 1 to 4", "4:1": r"has 3 lines", "9:1": r"has 3 lines"}
+    for place, message in (refused | dict.fromkeys(nowhere, "expected FILE:LINE:COLUMN")).items():
+        assert refuses(message, text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
+    refuses("expected FILE:LINE:COLUMN", text_around_cursor, str(file))
 
 
 @pytest.mark.parametrize(
@@ -111,24 +102,20 @@ def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
 )
 def test_a_place_outside_a_file_is_refused_with_what_there_is(content, place, message, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
-    with pytest.raises(ValueError, match=message):
-        text_around_cursor(f"{tmp_path / 'file'}:{place}")
+    refuses(message, text_around_cursor, f"{tmp_path / 'file'}:{place}")
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"caf\xe9\n")
-    with pytest.raises(ValueError, match=r"file: not UTF-8 at byte 3"):
-        text_around_cursor(f"{tmp_path / 'file'}:1:1")
+    refuses(r"file: not UTF-8 at byte 3", text_around_cursor, f"{tmp_path / 'file'}:1:1")
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
 def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
     monkeypatch.setattr("dunes.generate.remembered.RememberedLogits.begin", lambda self, length: None)
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
-        engine, ids = (
-            CompletionEngine(LoadedModel(None, tokenizer, 64)),
-            [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos],
-        )
+        engine = CompletionEngine(LoadedModel(None, tokenizer, 64))
+        ids = [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos]
         monkeypatch.setattr(LineSearch, "beams", lambda self, ids=ids: [Beam(tuple(ids), (0.0,) * len(ids))])
         assert engine.complete("x = ").text == "a\x0cb;"
 
@@ -165,8 +152,7 @@ def test_standard_input_keeps_its_line_ends(monkeypatch, capsys):
     assert asked == [("one\r\ntwo\rth", "", "")]
     assert capsys.readouterr().out == "ree\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
-    with pytest.raises(ValueError, match="standard input: not UTF-8 at byte 3"):
-        verbs.complete("run")
+    refuses("standard input: not UTF-8 at byte 3", verbs.complete, "run")
 
 
 @pytest.fixture
@@ -192,9 +178,8 @@ def test_the_example_in_the_readme_writes_what_the_verb_writes(marks, folder, ca
         (folder / "dunes.json").unlink()  # which has the digest of what is changed here
         (folder / "tokenizer_config.json").write_text(json.dumps(marks))
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (example,) = (
-        part for part in re.findall("```python\n(.*?)```", readme, re.DOTALL) if "import generate" in part
-    )
+    blocks = re.findall("```python\n(.*?)```", readme, re.DOTALL)
+    (example,) = (block for block in blocks if "import generate" in block)
     exec(example, {})
     written = capsys.readouterr().out
     assert len(written) > 20
@@ -213,9 +198,8 @@ def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(fo
 @pytest.mark.parametrize(("text", "told"), [("a" * 30, ""), ("aaa", "3 of 30 tokens"), ("", "0 of 30 tokens")])
 def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch, capsys):
     tokenizer = Tokenizer.load(folder)
-    monkeypatch.setattr(
-        text_generator, "generate_all", lambda *_, **__: ([Token(i, 0.0)] for i in tokenizer.encode(text))
-    )
+    written = lambda *_, **__: ([Token(i, 0.0)] for i in tokenizer.encode(text))
+    monkeypatch.setattr(text_generator, "generate_all", written)
     verbs.generate("runs/project", SamplingOptions(max_tokens=30), "def main(")
     said = capsys.readouterr()
     assert said.out == f"def main({text}\n"
