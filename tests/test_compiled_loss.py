@@ -13,6 +13,7 @@ from dunes import tree
 from dunes.augment import attach
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from dunes.ops import kernels
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import finetune
@@ -107,7 +108,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
     assert "compiling" not in trained(tmp_path / "auto")
     trained(tmp_path / "on", compile="on")
     assert changes(tmp_path / "on") == [(0, True)]
-    soon.setattr(module, "has_compiler", lambda: False)
+    soon.setattr(kernels, "has_compiler", lambda: False)
     with pytest.raises(ValueError, match=r"--compile on: no C\+\+ compiler; install g\+\+"):
         trained(tmp_path / "none", compile="on")
 
@@ -170,11 +171,11 @@ def failing(loss, backend):
             "the loss is eager again: no folder of the cache",
         ),
         (
-            lambda m: m.setattr(module, "has_compiler", lambda: no_cache(0, 0)),
+            lambda m: m.setattr(kernels, "has_compiler", lambda: no_cache(0, 0)),
             "stays eager: no folder of the cache",
         ),
         (
-            lambda m: m.setattr(module, "has_compiler", lambda: False),
+            lambda m: m.setattr(kernels, "has_compiler", lambda: False),
             "the loss stays eager: no C++ compiler; install",
         ),
         (

@@ -193,10 +193,10 @@ def test_the_last_longest_match_of_bytes_is_that_of_a_search():
         context = bytes(chance.choices(b"ab\n", k=chance.randrange(8)))
         lengths = [n for n in range(1, len(context) + 1) if text.rfind(context[-n:], 0, len(text) - 1) >= 0]
         n = max(lengths, default=0)
-        expected = [text.rfind(context[-n:], 0, len(text) - 1) + n] if n else []
+        expected = text.rfind(context[-n:], 0, len(text) - 1) + n if n else 0
         assert last_match(text, context) == (n, expected)
         if n:
-            assert expected[0] < len(text)
+            assert expected < len(text)
 
 
 def test_sources_of_bytes_with_and_without_an_index_match_alike():

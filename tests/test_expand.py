@@ -23,9 +23,8 @@ from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
-from dunes.runs.train import train
+from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.train_from import select_trainable
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
 from test_cli import dunes

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -332,7 +333,8 @@ def test_forty_background_saves_are_each_of_their_own_step(code, tmp_path, monke
         under_way.pop()
 
     monkeypatch.setattr(checkpoint, "save_state", slow)
-    with Saver(pytest.fail) as saver:
+    with ThreadPoolExecutor(1) as pool:
+        saver = Saver(pool, pytest.fail)
         for step in run.trainer.run(run.task.batches(0)):
             weights = {k: v.clone() for k, v in run.model.state_dict().items()}
             expected[step.number], pace[0] = weights, step.seconds

@@ -43,7 +43,7 @@ from dunes.generate import (
 from dunes.generate import packages as step_package
 from dunes.generate.packages import compile_step, load_step, make_step, step_source
 from dunes.generate.prefix_cache import IN_FLOAT32
-from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, export_text_step, model_state
+from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, model_state
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
@@ -500,7 +500,7 @@ def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
     model = MODELS[name]()
-    run = export_text_step(TextStep(model).eval(), example_cache(model)).module()
+    run = export_step(TextStep(model).eval(), example_cache(model)).module()
     for length in (FEW + 1, 40):
         cache, own, ids = Cache(1, 64), Cache(1, 64), torch.arange(3, 3 + length)
         cache.allocate_like(example_cache(model))

@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,12 +23,12 @@ from dunes.evaluate.score import evaluation_tokens
 from dunes.models import FAMILIES
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
+from dunes.runs.autosize import memory_advice
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
-from dunes.runs.train import dropouts, train
+from dunes.runs.train import dropouts, outline_with_base, train
 from dunes.runs.train_config import TrainConfig
-from dunes.runs.train_from import memory_advice
 from dunes.text import Tokenizer
 from killed_runs import exit_code
 from refusal import refuses
@@ -112,7 +113,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     monkeypatch.setitem(KINDS, "noisy", ("experts", {"experts": 4, "gate": "noisy"}))
     base = changed(converted, tmp_path / "base", *names)
     config, straight, halves = going_on(base, code, trainable=trainable), tmp_path / "a", tmp_path / "b"
-    assert "this run needs about" in memory_advice(config, checkpoint.load(base)), "estimated on fake tensors"
+    advice = memory_advice(config, partial(outline_with_base, config, checkpoint.load(base)))
+    assert "this run needs about" in advice, "estimated on fake tensors"
     assert train(config, straight, display()[0]) == 0
     stop(config, halves, 5, monkeypatch)
     assert train(TrainConfig(), halves, display()[0], resume=True) == 0

@@ -208,12 +208,9 @@ def weight_bytes(model: Decoder, tokens: int = 1) -> float:
 
 
 def _active_bytes(module: nn.Module) -> int:
-    return _stored_bytes(module) - _idle_adapter_bytes(module)
-
-
-def _idle_adapter_bytes(module: nn.Module) -> int:
     places = [m for m in module.modules() if isinstance(m, Adapted)]
-    return sum(_stored_bytes(a) for m in places for name, a in m.adapters.items() if name != m.active)
+    idle = [a for m in places for name, a in m.adapters.items() if name != m.active]
+    return _stored_bytes(module) - sum(map(_stored_bytes, idle))
 
 
 def _table(model: Decoder) -> torch.Tensor:

@@ -79,9 +79,8 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
 
 
 def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
-    return " ".join(
-        str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in zip(columns, key, strict=True)
-    )
+    pairs = zip(columns, key, strict=True)
+    return " ".join(str(v) if n in ("benchmark", "subject") else f"{n} {v}" for n, v in pairs)
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
@@ -100,9 +99,8 @@ def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float
     if not logs:
         raise ValueError(f"{what}: no round was measured in both; measure again")
     middle, interval = hodges_lehmann(logs, confidence)
-    return Difference(
-        what, math.exp(middle), interval and (math.exp(interval[0]), math.exp(interval[1])), len(logs)
-    )
+    ratios = interval and (math.exp(interval[0]), math.exp(interval[1]))
+    return Difference(what, math.exp(middle), ratios, len(logs))
 
 
 def hodges_lehmann(

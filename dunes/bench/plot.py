@@ -261,16 +261,9 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def _bar(f: Row, among: Sequence[Row]) -> Row:
-    varying = [
-        n for n in SETTING[1:] if len({str(o.get(n)) for o in among}) > 1 and n not in ("parameters", "family")
-    ]
+    columns = [n for n in SETTING[1:] if n not in ("parameters", "family")]
+    varying = [n for n in columns if len({str(o.get(n)) for o in among}) > 1]
     name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in varying) or str(f["subject"])
     amount = f["rate"] * f["seconds"]
-    return {
-        "name": name,
-        "rate": f["rate"],
-        "low": amount / f["high"],
-        "high": amount / f["low"],
-        "unit": f["unit"],
-        "limit": f.get("limit"),
-    }
+    known = {"rate": f["rate"], "unit": f["unit"], "limit": f.get("limit")}
+    return {"name": name, **known, "low": amount / f["high"], "high": amount / f["low"]}

@@ -44,10 +44,8 @@ def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
 def _is_row(record: Row) -> bool:
     """Whether a record is a lap."""
     try:
-        texts = record["benchmark"], record["unit"]
-        return (
-            0 < record["seconds"] < inf and 0 <= record["amount"] < inf and all(isinstance(t, str) for t in texts)
-        )
+        texts = all(isinstance(record[name], str) for name in ("benchmark", "unit"))
+        return texts and 0 < record["seconds"] < inf and 0 <= record["amount"] < inf
     except (KeyError, TypeError):
         return False
 

@@ -17,6 +17,7 @@ from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
+from dunes.flags import flag
 from dunes.runs.memory import Shape, train_allocations
 from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
@@ -28,32 +29,29 @@ FRAGMENTS = 1.5
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _several(flag: str, metavar: str, default: str = "none") -> Any:
-    return tyro.conf.arg(name=flag, metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass(frozen=True)
 class Shapes:  # several values of a field are several cases; an empty one means the default
-    models: Annotated[tuple[Path, ...], tyro.conf.Positional, _several("models", "MODEL")] = ()
+    models: Annotated[tuple[Path, ...], tyro.conf.Positional, flag("MODEL", "none")] = ()
     """Model folders."""
-    sizes: Annotated[tuple[str, ...], _several("size", "SIZE")] = ()
+    sizes: Annotated[tuple[str, ...], flag("SIZE", "none", name="size")] = ()
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
-    families: Annotated[tuple[str, ...], _several("family", "FAMILY", "arcee")] = ("arcee",)
+    families: Annotated[tuple[str, ...], flag("FAMILY", "arcee", name="family")] = ("arcee",)
     """Architectures of those models."""
-    batches: Annotated[tuple[int, ...], _several("batch", "SEQUENCES", "16 of train, score, memory; else 1")] = ()
+    batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 of train, score, memory; else 1", name="batch")] = ()
     """Batch sizes."""
-    contexts: Annotated[tuple[int, ...], _several("context-length", "TOKENS", "the model's; 256 with --size")] = ()
+    contexts: Annotated[
+        tuple[int, ...], flag("TOKENS", "the model's; 256 with --size", name="context-length")
+    ] = ()
     """Sequence lengths in tokens."""
     dtypes: Annotated[
-        tuple[str, ...],
-        _several("dtype", "DTYPE", "measured for train and score, else float32"),
+        tuple[str, ...], flag("DTYPE", "measured for train and score, else float32", name="dtype")
     ] = ()
     """Dtypes of matrix products, like float32 or bfloat16."""
 
 
 @dataclass(frozen=True)
 class Request(Shapes):  # what to measure
-    threads: Annotated[tuple[int, ...], _several("threads", "THREADS", "measured")] = ()
+    threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
     """For decode: make native code first where there is none, which takes one to two minutes for each shape."""
@@ -85,11 +83,8 @@ def cases(name: str, request: Request) -> list[Case]:
 
 def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
     """Each subject with each setting. Raises ValueError for invalid settings."""
-    for option, values in (
-        ("batch", request.batches),
-        ("context-length", request.contexts),
-        ("threads", request.threads),
-    ):
+    counts = {"batch": request.batches, "context-length": request.contexts, "threads": request.threads}
+    for option, values in counts.items():
         if min(values, default=1) < 1:
             raise ValueError(f"--{option} must be at least 1, not {min(values)}")
     options = {"batch": request.batches, "context-length": request.contexts, "dtype": request.dtypes}
@@ -105,9 +100,8 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
         if (most := max(contexts)) > subject.context:
-            raise ValueError(
-                f"{subject.name}: was made for {subject.context} tokens; --context-length {most} is more"
-            )
+            words = f"was made for {subject.context} tokens; --context-length {most} is more"
+            raise ValueError(f"{subject.name}: {words}")
         settings = itertools.product(request.batches or (BENCHMARKS[name].batch,), contexts, *dtypes_and_threads)
         results += [(subject, Setting(*setting, request.compile)) for setting in settings]
     return results
@@ -115,12 +109,11 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
     """The dtypes and numbers of threads, measured where not given."""
-    threads = request.threads or (measure.choose_threads(),)
-    if request.dtypes:
-        return request.dtypes, threads
-    if name in ("train", "score"):  # the dtype of `dunes train` and `dunes eval`
-        return (str(measure.choose_dtype(measure.device())).removeprefix("torch."),), threads
-    return ("float32",), threads
+    dtype = torch.float32
+    if name in ("train", "score") and not request.dtypes:  # the dtype of `dunes train` and `dunes eval`
+        dtype = measure.choose_dtype(measure.device())
+    dtypes = request.dtypes or (str(dtype).removeprefix("torch."),)
+    return dtypes, request.threads or (measure.choose_threads(),)
 
 
 def _subjects(request: Request) -> Iterator[Subject]:
@@ -229,14 +222,8 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
         **asdict(c.setting),
         "device": measure.device().type,
         "form": work.form,
-        "round": lap.round,
-        "seconds": lap.seconds,
-        "runs": lap.runs,
-        "first_token": lap.first_token,
-        "amount": work.amount,
-        "unit": work.unit,
-        "flops": work.flops,
-        "bytes": work.bytes,
+        **{name: getattr(lap, name) for name in ("round", "seconds", "runs", "first_token")},
+        **{name: getattr(work, name) for name in ("amount", "unit", "flops", "bytes")},
         "matmul": matmul,
         "read": read,
         "flop_share": work.flops / lap.seconds / matmul if work.flops else None,

@@ -94,6 +94,5 @@ def of_folder(folder: Path) -> Subject:
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
     """A family's model of about `size` parameters, with random weights."""
     config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
-    return Subject(
-        f"{family} {format_count(size)}", family, context, lambda: FAMILIES[family].build(config), size=size
-    )
+    name, outline = f"{family} {format_count(size)}", lambda: FAMILIES[family].build(config)
+    return Subject(name, family, context, outline, size=size)

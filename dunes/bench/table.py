@@ -31,9 +31,8 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     lines = [[_value(f[n]) for n in columns] + [text(f) for text in used.values()] for f in results]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
-    print_table(
-        f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}", [*columns, *used], lines
-    )
+    title = f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}"
+    print_table(title, [*columns, *used], lines)
 
 
 def _limit(f: Mapping[str, Any]) -> str:
@@ -48,23 +47,16 @@ def _first_token(f: Mapping[str, Any]) -> str:
 def print_comparison(results: Comparison, confidence: float) -> None:
     """Print the differences with their intervals, and the columns in which the two sides differ."""
     for name, (a, b) in results.differing.items():
-        values = (
-            f"A {a}, B {b}"
-            if isinstance(a, str) or not a
-            else f"A {format_count(a)}, B {format_count(b)} ({b / a - 1:+.1%})"
-        )
+        values = f"A {a}, B {b}"
+        if a and not isinstance(a, str):
+            values = f"A {format_count(a)}, B {format_count(b)} ({b / a - 1:+.1%})"
         print(f"differs: {name}: {values}" if not name.endswith("rate") else f"the machine's {name}: {values}")
     lines = []
     for d in results.differences:
-        low, high = d.interval or (0.0, 0.0)
-        lines.append(
-            [d.what, f"{d.ratio:.3f}", f"{low:.3f} to {high:.3f}" if d.interval else "", str(d.pairs), d.verdict]
-        )
-    print_table(
-        f"seconds of B over seconds of A, {confidence:.0%} confidence",
-        ["", "ratio", "interval", "rounds", ""],
-        lines,
-    )
+        interval = "{:.3f} to {:.3f}".format(*d.interval) if d.interval else ""
+        lines.append([d.what, f"{d.ratio:.3f}", interval, str(d.pairs), d.verdict])
+    title = f"seconds of B over seconds of A, {confidence:.0%} confidence"
+    print_table(title, ["", "ratio", "interval", "rounds", ""], lines)
     for what in results.unmatched:
         print(f"only in one of them: {what}")
 
@@ -98,11 +90,8 @@ def print_memory(log: Allocations) -> None:
         place[1] += 1
     most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
     print()
-    print_table(
-        "allocated by",
-        ["", "bytes", "kind", "phase", "tensors"],
-        [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most],
-    )
+    lines = [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most]
+    print_table("allocated by", ["", "bytes", "kind", "phase", "tensors"], lines)
 
 
 def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
@@ -114,10 +103,8 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
         line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
         line += [format_bytes(kinds[k]) if kinds.get(k) else "" for k in KINDS]
         if truth:
-            line += [
-                format_bytes(truth.tensors),
-                f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})",
-            ]
+            grown = f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"
+            line += [format_bytes(truth.tensors), grown]
         lines.append(line)
     measured = ["measured", "process grew by"] if any(truths) else []
     print_table("peak memory", ["", "estimated", *KINDS, *measured], lines)

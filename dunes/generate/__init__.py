@@ -7,19 +7,6 @@ from dunes.generate.speculate import DraftModel, Proposal, Proposer, first_propo
 from dunes.generate.step import CompiledStep
 
 __all__ = [
-    "CompiledStep",
-    "DraftModel",
-    "PrefixCache",
-    "Proposal",
-    "Proposer",
-    "Request",
-    "Sampler",
-    "Token",
-    "first_proposal",
-    "generate",
-    "generate_all",
-    "limit_vocab",
-    "look_up",
-    "prompt_tokens",
-    "sampler",
-]
+    "CompiledStep", "DraftModel", "PrefixCache", "Proposal", "Proposer", "Request", "Sampler", "Token",
+    "first_proposal", "generate", "generate_all", "limit_vocab", "look_up", "prompt_tokens", "sampler",
+]  # fmt: skip

@@ -11,7 +11,7 @@ https://doi.org/10.1137/0222058
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from dunes.generate.prefix_cache import common_length
 
 DEPTH = 32
 """Items of a context that are compared, unless it is said otherwise."""
+Text = TypeVar("Text", str, bytes)
 
 
 class Match(NamedTuple):
@@ -95,6 +96,24 @@ class ContextIndex:
         key = lambda position: padded[position + back]
         first = bisect_left(self._positions, item, match.first, match.last, key=key)
         return Match(match.length + 1, first, bisect_right(self._positions, item, first, match.last, key=key))
+
+
+def last_match(text: Text, context: Text) -> tuple[int, int]:
+    """The length of the longest match in `text` of the end of `context`, and the last position behind one.
+
+    The end of the text is no match: nothing follows it.
+    """
+    longest, position, low, high = 0, 0, 1, len(context)
+    while low <= high:
+        middle = (low + high) // 2 if longest else low
+        start = text.rfind(context[len(context) - middle :], 0, len(text) - 1)
+        if start >= 0:
+            longest, position, low = middle, start + middle, middle + 1
+        elif longest:
+            high = middle - 1
+        else:
+            break
+    return longest, position
 
 
 def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:

@@ -12,7 +12,7 @@ https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.1737
 # Shapes: C candidates, F features, V vocabulary, N places.
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dunes.generate.context_index import ContextIndex
+from dunes.generate.context_index import ContextIndex, last_match
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
@@ -67,7 +67,8 @@ class TextSource(NamedTuple):
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
         if self.contexts is None:
-            return last_match(self.text, context)
+            length, position = last_match(self.text, context)
+            return length, [position] if length else []
         match = self.contexts.longest(context, self.text)
         return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
 
@@ -103,14 +104,8 @@ class Vocabulary:
 
 def _kind(piece: bytes) -> list[float]:
     text = piece.strip()
-    kinds = [
-        piece[:1] in (b" ", b"\t"),
-        b"\n" in piece,
-        is_word(text[:1]),
-        is_word(piece[-1:]),
-        text[:1].isdigit(),
-        not text,
-    ]
+    indented, words = piece[:1] in (b" ", b"\t"), (is_word(text[:1]), is_word(piece[-1:]))
+    kinds = [indented, b"\n" in piece, *words, text[:1].isdigit(), not text]
     return [*map(float, kinds), float(piece[-1:] in (b"(", b"[", b"{")), math.log2(1 + len(piece))]
 
 
@@ -164,7 +159,8 @@ class Copies:
         """What may follow the ids by all sources, and the `top` ids, the most probable ones of the model."""
         sources, rest = self.sources, self.rest(ids)
         context = self._context(ids, rest)
-        known = [_best(followers(index, ids) for index in part) for part in (sources.near, sources.far)]
+        parts = ([followers(index, ids) for index in part] for part in (sources.near, sources.far))
+        known = [max(part, key=lambda each: each.length, default=NONE) for part in parts]
         known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
         union = np.unique(np.concatenate([np.array(top, np.int64), *(each.ids for each in known)]))
         columns = [column for each in known for column in _columns(each, union)]
@@ -178,12 +174,8 @@ class Copies:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.rest(ids)
         context = self._context(ids, rest)
-        matches = [(source.longest(context), source.text) for source in (*sources.near_text, *sources.far_text)]
-        matches = [(match, text) for match, text in matches if match[0]]
-        if not matches:
-            return ()
-        (_, positions), text = max(matches, key=lambda pair: pair[0][0])
-        return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit]
+        length, positions, text = _longest((*sources.near_text, *sources.far_text), context)
+        return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def rest(self, ids: Sequence[int]) -> bytes:
         """The typed bytes that the ids do not have yet."""
@@ -193,8 +185,7 @@ class Copies:
 
     def near_match(self, ids: Sequence[int]) -> int:
         """The length in bytes of the longest match of a text in its own file."""
-        context = self._context(ids, self.rest(ids))
-        return max((source.longest(context)[0] for source in self.sources.near_text), default=0)
+        return _longest(self.sources.near_text, self._context(ids, self.rest(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """The last bytes of a text, with the rest of what is typed; before a sentinel there is other text."""
@@ -204,10 +195,7 @@ class Copies:
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """The ids that begin the lines behind the longest match of the text."""
-        matches = [(source.longest(context), source.text) for source in part]
-        if not matches:
-            return NONE
-        (length, positions), text = max(matches, key=lambda pair: pair[0][0])
+        length, positions, text = _longest(part, context)
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
@@ -217,33 +205,18 @@ class Copies:
         return Followers(ids, counts / max(1, len(begun)), last, length, len(positions))
 
 
+def _longest(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
+    """The longest match of the end of `context`: its length, positions behind it, and its text, the first of equal
+    ones."""
+    matches = ((*source.longest(context), source.text) for source in sources)
+    return max(matches, key=lambda match: match[0], default=(0, [], b""))
+
+
 def line_at(text: bytes, position: int, size: int) -> bytes:
     """The rest of the line at a position, with its end, of at most `size` bytes; it ends where its file does."""
     line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
-
-
-def last_match(text: bytes, context: bytes) -> tuple[int, list[int]]:
-    """The length of the longest match in `text` of the end of `context`, and the last position behind one.
-
-    The end of the text is no match: nothing follows it.
-    """
-    longest, position, low, high = 0, 0, 1, len(context)
-    while low <= high:
-        middle = low if not longest else (low + high) // 2
-        start = text.rfind(context[len(context) - middle :], 0, len(text) - 1)
-        if start < 0:
-            high = middle - 1
-        else:
-            longest, position, low = middle, start + middle, middle + 1
-        if not longest:
-            break
-    return longest, [position] if longest else []
-
-
-def _best(sources: Iterable[Followers]) -> Followers:
-    return max(sources, key=lambda each: each.length, default=NONE)
 
 
 def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
@@ -256,8 +229,8 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
     matches = [*index.matches(context)]
     if not matches:
         return NONE
-    longest = matches[-1]
-    levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > longest.last - longest.first]
+    longest, places = matches[-1], matches[-1].last - matches[-1].first
+    levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > places]
     followed = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
     ids, place = np.unique(np.concatenate(followed), return_inverse=True)
     level = np.repeat(np.arange(len(followed)), [len(items) for items in followed])
@@ -267,9 +240,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
     for own, n, k in zip(counts, sums, different, strict=True):
         probs = (probs * k + own) / (n + k)
     best = np.argsort(-probs, kind="stable")[:CANDIDATES]
-    return Followers(
-        ids[best].astype(np.int64), probs[best], shares[best], longest.length, longest.last - longest.first
-    )
+    return Followers(ids[best].astype(np.int64), probs[best], shares[best], longest.length, places)
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:

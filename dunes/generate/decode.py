@@ -96,11 +96,7 @@ def generate(
 
 
 def generate_all(
-    model: nn.Module,
-    requests: Sequence[Request | None],
-    *,
-    context_length: int,
-    cache: PrefixCache | None = None,
+    model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
     """The same for several requests at once; None where a row has ended, or waits for what others accept.
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -43,7 +43,6 @@ from dunes.generate.step import (
     Step,
     TextStep,
     export_step,
-    export_text_step,
     model_state,
     outline,
     step_weights,
@@ -53,12 +52,11 @@ from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.tree.summary import module_rows
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 5
-MORE = {FEW: "native-few.so", TEXT: "native-text.so"}
-"""What native code may have beside the step of one token: that of a few, and of a text's beginning."""
-OPTIONS = {
+FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
+"""Native code of the step of one token, and where a model has them, of a few, and of a text's beginning."""
+OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+OPTIONS = OF_TEXTS | {
     "aot_inductor.allow_stack_allocation": True,
-    "aot_inductor.package_constants_in_so": False,
-    "cpp.dynamic_threads": True,
     "cpp.enable_floating_point_contract_flag": "fast",
     "realize_reads_threshold": 1,
     "score_fusion_memory_threshold": 1,
@@ -68,7 +66,6 @@ OPTIONS = {
 Buffers lie on the stack, up to ten times Inductor's own limit: to allocate some hundred tensors takes a seventh of
 a step of ten million parameters.
 """
-OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
@@ -87,10 +84,10 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
         package_of = _packages(model)
         for choice in _dtypes(model) if dtype is None else [dtype]:
             package = package_of(choice)
-            if (file := _package_file(package)) is not None:
+            if native_files(package):
                 weights = step_weights(model, choice)
                 if choice in (dtype, _dtype(model)) or _record(package, weights).is_file():
-                    return _bind(model, file, weights, choice)
+                    return _bind(model, package, weights, choice)
     except (ValueError, OSError) as error:
         warnings.warn(f"{error}; decoding without it", stacklevel=2)
     return None
@@ -125,9 +122,8 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
 def _files() -> dict[Path, int]:
     """When the files that say which step to use were written."""
     with suppress(ValueError, OSError):
-        return {
-            f: f.stat().st_mtime_ns for f in packages_folder().glob("*/*") if f.name[0] in (CARD[0], CHOSEN[0])
-        }
+        names = CARD, f"{CHOSEN}*"
+        return {f: f.stat().st_mtime_ns for name in names for f in packages_folder().glob(f"*/{name}")}
     return {}
 
 
@@ -150,21 +146,21 @@ def compile_step(
                 break
     _choose(model, choice)
     package = _packages(model)(choice)
-    for name in MORE.values():
-        if _is_intact(package, PACKAGE) and not _is_intact(package, name):
+    for tokens, name in FILES.items():
+        if name not in _digests(package):
             with suppress(ValueError), folder_lock(package):
-                _add(model, choice, package, name)
+                _add(model, choice, package, tokens)
     return package, choice
 
 
-def _add(model: nn.Module, dtype: torch.dtype, package: Path, name: str) -> None:
+def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> None:
     """Make another step beside that of one token. Raises ValueError, and leaves it out, if it cannot be used."""
-    before = [n for n in (PACKAGE, *MORE.values()) if n in _digests(package)]
-    _compile(model, dtype, package / name)
+    before = _digests(package)
+    _compile(model, dtype, package, tokens)
     try:
-        _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
+        _bind(model, package, step_weights(model, dtype), dtype)
     except ValueError:
-        _write_card(package, *before)
+        _write_card(package, before)
         raise
 
 
@@ -175,14 +171,17 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
     package.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     package.mkdir(exist_ok=True, mode=0o700)
     with folder_lock(package):  # another process may be making it
-        if not _is_intact(package, PACKAGE):
+        files: list[Path] = []
+        with suppress(ValueError):  # damaged ones are made again
+            files = native_files(package)
+        if not files:
             if not has_compiler():
                 raise ValueError(
                     "decoding cannot be compiled: no C++ compiler; install g++ or clang. Without one the modules "
                     "decode, several times slower"
                 )
-            _compile(model, dtype, package / PACKAGE)
-    return _bind(model, package / PACKAGE, step_weights(model, dtype), dtype)
+            _compile(model, dtype, package, 1)
+    return _bind(model, package, step_weights(model, dtype), dtype)
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -197,9 +196,12 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def native_files(package: Path) -> list[Path]:
-    """The files of native code in a package. Raises ValueError for damaged ones."""
-    stems = [Path(name).stem for name in (PACKAGE, *MORE.values()) if _package_file(package, [name])]
-    return [package / name for name in sorted(_digests(package)) if Path(name).stem in stems]
+    """The files of native code in a package; none if it is not made. Raises ValueError for damaged ones."""
+    digests = _digests(package)
+    for file in (package / name for name in digests):
+        if not (file.is_file() and atomic.digest(file) == digests[file.name]):
+            raise ValueError(f"{file}: not the bytes that were written; run dunes compile again")
+    return [package / name for name in sorted(digests)]
 
 
 def _choose(model: nn.Module, dtype: torch.dtype) -> None:
@@ -244,9 +246,8 @@ def _record(package: Path, weights: Mapping[str, Tensor]) -> Path:
     for name in sorted(weights):
         data = weights[name].detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         words = data[: len(data) // 8 * 8].view("int64")
-        digest.update(
-            repr((name, int(words.sum()))).encode() + words[::997].tobytes() + data[words.nbytes :].tobytes()
-        )
+        some = words[::997].tobytes() + data[words.nbytes :].tobytes()
+        digest.update(repr((name, int(words.sum()))).encode() + some)
     return package / f"{CHOSEN}{digest.hexdigest()[:32]}"
 
 
@@ -310,38 +311,18 @@ def _processor() -> list[str]:
     return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
 
 
-def _package_file(package: Path, names: Sequence[str] = (PACKAGE,)) -> Path | None:
-    """The first of these files that was written. Raises ValueError if its bytes are others."""
-    digests = _digests(package)
-    file = next((package / name for name in names if name in digests), None)
-    for part in (package / name for name in digests if file and name.startswith(file.stem)):
-        if not (part.is_file() and atomic.digest(part) == digests[part.name]):
-            raise ValueError(f"{part}: not the bytes that were written; run dunes compile again")
-    return file
-
-
 def _digests(package: Path) -> Mapping[str, str]:
     return json_file.read(package / CARD) if (package / CARD).is_file() else {}
 
 
-def _is_intact(package: Path, *names: str) -> bool:
-    """Whether the first of these files that was written is whole."""
-    try:
-        return _package_file(package, names) is not None
-    except ValueError:
-        return False
-
-
-def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
+def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
     """The step with these weights. Raises ValueError if it computes something else than the model."""
-    files, known = {1: (file, weights)}, _digests(file.parent)
-    for n, name in MORE.items():
-        if name in known:
-            files[n] = file.with_name(name), weights if n != TEXT else step_weights(model, _dtype(model))
+    known = {n: package / name for n, name in FILES.items() if name in _digests(package)}
+    files = {n: (f, weights if n != TEXT else step_weights(model, _dtype(model))) for n, f in known.items()}
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
-    for n in files:
+    for n, file in known.items():
         kept = CHECKED - n if n != TEXT else 0
         cache.truncate(torch.tensor([kept]))
         for tensor in cache.keys + cache.values:
@@ -352,9 +333,8 @@ def _bind(model: nn.Module, file: Path, weights: Mapping[str, Tensor], dtype: to
         difference, largest = (logits - expected[-len(logits) :]).abs().max(), expected.abs().max()
         tolerance = TOLERANCE[_dtype(model) if n == TEXT else dtype]
         if not difference <= tolerance * largest:
-            raise ValueError(
-                f"{file}: its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
-            )
+            words = f"its logits differ by {difference:.1e} from the model's, of up to {largest:.1e}"
+            raise ValueError(f"{file}: {words}")
     return step
 
 
@@ -377,19 +357,17 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
         return cache, model(ids[None], cache=cache, last=FEW)[0].float()
 
 
-def _compile(model: nn.Module, dtype: torch.dtype, file: Path) -> None:
+def _compile(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> None:
+    file = package / FILES[tokens]
+    digests = dict(_digests(package)) if tokens != 1 else {}  # that of one token comes first
     with warnings.catch_warnings(), staging_folder(file) as staged:
         warnings.simplefilter("ignore")  # torch's own deprecations
-        path = staged / file.name
-        of_texts = file.name == MORE[TEXT]
-        tokens = {v: k for k, v in MORE.items()}.get(file.name, 1)
-        graph = _export(model, _dtype(model) if of_texts else dtype, tokens)
-        compile_graph(graph, path, of_texts)
+        graph = _export(model, _dtype(model) if tokens == TEXT else dtype, tokens)
+        compile_graph(graph, staged / file.name, tokens == TEXT)
         for part in sorted(staged.glob(f"{file.stem}.*")):
-            os.replace(part, file.with_name(part.name))
-    names = PACKAGE, *MORE.values()
-    others = [n for n in names if n != file.name and _is_intact(file.parent, n)]
-    _write_card(file.parent, file.name, *others)
+            digests[part.name] = atomic.digest(part)
+            os.replace(part, package / part.name)
+    _write_card(package, digests)
 
 
 def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
@@ -404,10 +382,7 @@ def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: boo
     from torch._inductor.utils import fresh_cache
 
     archive = path.parent / "archive.pt2"
-    arguments: Any = {
-        "package_path": str(archive),
-        "inductor_configs": {**(OF_TEXTS if as_usual else OPTIONS)},
-    }
+    arguments: Any = {"package_path": str(archive), "inductor_configs": {**(OF_TEXTS if as_usual else OPTIONS)}}
     # Others may be writing files of these names into the usual cache; the compiler takes no spaces.
     plain = shlex.quote(str(path.parent)) == str(path.parent)
     place = nullcontext(str(path.parent)) if plain else TemporaryDirectory()
@@ -423,9 +398,7 @@ def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: boo
             path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 
 
-def _write_card(package: Path, *names: str) -> None:
-    stems = [Path(name).stem for name in names]
-    digests = {part.name: atomic.digest(part) for part in package.iterdir() if part.stem in stems}
+def _write_card(package: Path, digests: Mapping[str, str]) -> None:
     atomic.write_file(package / CARD, json.dumps(digests).encode())
 
 
@@ -438,10 +411,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with tree.mode(model, False):
         step = (TextStep if tokens == TEXT else Step)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
-        if isinstance(step, TextStep):
-            graph = _attempt("exported", lambda: export_text_step(step, cache))
-        else:
-            graph = _attempt("exported", lambda: export_step(step, cache, tokens))
+        graph = _attempt("exported", lambda: export_step(step, cache, tokens))
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph
@@ -457,15 +427,11 @@ def _attempt(verb: str, work: Callable[[], T]) -> T:
 
 
 def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:
-    return _greedy_ids(model, context_length) == _greedy_ids(model, context_length, step)
+    """True if the model writes the same by itself after each of the first ids, with the step and without."""
 
-
-def _greedy_ids(model: nn.Module, context_length: int, step: CompiledStep | None = None) -> list[list[int]]:
-    """What the model writes by itself after each of the first ids."""
-    texts = []
-    for first in (0, 1):
-        cache = PrefixCache(model, step=step)
-        limit = min(GREEDY_TOKENS, context_length - 1)
+    def written(first: int, step: CompiledStep | None) -> list[int]:
+        cache, limit = PrefixCache(model, step=step), min(GREEDY_TOKENS, context_length - 1)
         tokens = generate(model, [first], max_tokens=limit, context_length=context_length, cache=cache)
-        texts.append([token.id for token in tokens])
-    return texts
+        return [token.id for token in tokens]
+
+    return all(written(first, None) == written(first, step) for first in (0, 1))

@@ -106,10 +106,7 @@ class PrefixCache:
         return {i: logits[i][-last[i] :] for i in texts}
 
     def scores(
-        self,
-        text: Sequence[int],
-        last: int = 1,
-        follows: Callable[[int, int], bool] | None = None,
+        self, text: Sequence[int], last: int = 1, follows: Callable[[int, int], bool] | None = None
     ) -> list[Scores] | None:
         """What follows the text after each of its `last` ids, by the step.
 

@@ -96,10 +96,8 @@ class RememberedLogits:
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
         """Evaluate texts side by side, where possible in rows that have their beginnings; else in new rows."""
         rows = assigned(self.rows.ids, texts)
-        if (
-            self.rows.cache is not None
-            and max(_missing(self.rows.ids[r], text) for r, text in rows.items()) > PADDED
-        ):
+        missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
+        if self.rows.cache is not None and max(missing) > PADDED:
             rows = self._copied(texts)
         for row, logits in self.rows.logits(rows).items():
             self._known.put(tuple(rows[row]), logits[-1])
@@ -114,10 +112,6 @@ class RememberedLogits:
         self.rows.cache = self.cache.cache.select_rows(first)
         self.rows.ids = [list(self.cache.ids[0]) for _ in self.rows.ids]
         return assigned(self.rows.ids, texts)
-
-
-def _missing(held: Sequence[int], text: list[int]) -> int:
-    return len(text) - common_length(held, text, 1)
 
 
 def assigned(held: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:

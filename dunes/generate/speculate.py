@@ -5,12 +5,12 @@ The text has the distribution that it has without: https://arxiv.org/abs/2211.17
 
 # Shapes: V vocabulary.
 
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from dunes.generate.context_index import last_match
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.sampling import Sampler, greedy
 
@@ -34,21 +34,9 @@ def look_up(
 
     It is repeated if it is shorter than `count`. Known as prompt look-up decoding.
     """
-    data = array("q", ids)
-    for n in range(min(longest, len(ids) - 1), shortest - 1, -1):
-        if (start := _last_occurrence(data, n)) is not None:
-            continuation = list(ids[start + n :])
-            return Proposal((continuation * count)[: min(count, limit)])
-    return Proposal()
-
-
-def _last_occurrence(ids: "array[int]", n: int) -> int | None:
-    """Where the last `n` ids occur for the last time before."""
-    data, end = ids.tobytes(), ids[-n:].tobytes()
-    start = data.rfind(end, 0, len(data) - 1)
-    while start > 0 and start % ids.itemsize:
-        start = data.rfind(end, 0, start + len(end) - 1)
-    return None if start < 0 else start // ids.itemsize
+    text = "".join(map(chr, ids))  # which is searched in no time
+    length, position = last_match(text, text[-longest:])
+    return Proposal((list(ids[position:]) * count)[: min(count, limit)] if length >= shortest else ())
 
 
 class DraftModel:

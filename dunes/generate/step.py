@@ -128,27 +128,22 @@ class _StepContext(ForwardContext):
 def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of this one, which has tokens and 8 slots.
 
-    Operations have forms that Inductor fuses. Raises whatever torch.export raises for parts that it cannot trace.
+    That of texts is for any number of tokens above FEW. In others, operations have forms that Inductor fuses.
+    Raises whatever torch.export raises for parts that it cannot trace.
     """
-    # Of caches in half precision, tracing finds that there are more slots than readable ones.
-    readable = torch.export.Dim("readable", min=max(2, tokens))
-    slots = torch.export.Dim("slots", min=max(4, tokens + 1))
-    new = torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7)
-    example = *new, cache.keys, cache.values
-    of_cache = [{2: slots}] * len(cache.keys)
-    shapes = {"ids": None, "slots": None, "slot_positions": {0: readable}, "keys": of_cache, "values": of_cache}
-    with torch.no_grad(), _OneRow(_FORMS):
-        return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
-
-
-def export_text_step(step: TextStep, cache: Cache) -> torch.export.ExportedProgram:
-    """The step as a graph, for any number of tokens above FEW; otherwise as `export_step`."""
-    tokens, slots = (torch.export.Dim(name, min=FEW + 1) for name in ("tokens", "slots"))
-    of_cache = [{2: slots}] * len(cache.keys)
-    shapes = {"ids": {0: tokens}, "keys": of_cache, "values": of_cache}
-    with torch.no_grad(), _OneRow({F.embedding: _rows_of_ids}):
-        example = torch.zeros(5, dtype=torch.long), cache.keys, cache.values
-        return torch.export.export(step, example, dynamic_shapes=shapes, strict=False)
+    new: tuple[Tensor, ...]
+    shapes: dict[str, Any] = {}
+    if isinstance(step, TextStep):
+        least, forms, new = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
+        shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
+    else:
+        # Of caches in half precision, tracing finds that there are more slots than readable ones.
+        readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
+        forms, new = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
+        shapes |= {"ids": None, "slots": None, "slot_positions": {0: readable}}
+    shapes["keys"] = shapes["values"] = [{2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
+    with torch.no_grad(), _OneRow(forms):
+        return torch.export.export(step, (*new, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
 
 class Scores(NamedTuple):
@@ -237,11 +232,8 @@ class CompiledStep:
         is asked with an id and its position. It ends before NaN.
         """
         (id_view, slot_view), tensors, run = _numbers.views[1], _numbers.tensors[1], self._run[1]
-        first, numbers, layers = (
-            int(cache.length),
-            cache.slot_numbers(cache.capacity),
-            [*cache.keys, *cache.values],
-        )
+        first, numbers = int(cache.length), cache.slot_numbers(cache.capacity)
+        layers = [*cache.keys, *cache.values]
         steps: list[Scores] = []
         while True:
             id_view[0], slot_view[0] = id, first + len(steps)
@@ -292,10 +284,8 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
 
 def model_state(model: nn.Module) -> object:
     """What changes a model without changing a weight: hooks, the active adapters and dtypes."""
-    hooks = [
-        (len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, "active", None)) for m in model.modules()
-    ]
-    return hooks, [p.dtype for p in model.parameters()]
+    of_module = lambda m: (len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, "active", None))
+    return [*map(of_module, model.modules())], [p.dtype for p in model.parameters()]
 
 
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -326,10 +316,8 @@ def _matrices(model: nn.Module) -> list[Tensor]:
 
 
 def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    parameters, buffers = module.named_parameters, module.named_buffers
+    return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 
 
 class _OneRow(TorchFunctionMode):

@@ -96,3 +96,11 @@ def has_compiler() -> bool:
         return bool(get_cpp_compiler())
     except RuntimeError:
         return False
+
+
+def why_not_compiled() -> str:
+    """Why Inductor cannot compile for the CPU here; empty if it can."""
+    try:
+        return "" if has_compiler() else "no C++ compiler; install g++"
+    except OSError as error:  # importing the compiler makes the folder of its cache
+        return " ".join(str(error).split())

@@ -25,7 +25,7 @@ from dunes.models.mixture import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import T
-from dunes.runs.memory import Build, Shape, describe_memory, process_memory, train_allocations
+from dunes.runs.memory import Build, Shape, describe_memory, process_memory
 from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
@@ -76,11 +76,9 @@ class Machine:
 
 def with_hardware(config: T) -> T:
     """The config with threads, which are set, and dtype; both are this machine's unless configured."""
-    threads, most = config.threads or measure.choose_threads(), 4 * (os.cpu_count() or 1)
-    if threads > most:
-        raise ValueError(
-            f"--threads is {threads}; this machine has {os.cpu_count()} processors, so at most {most}"
-        )
+    threads, cores = config.threads or measure.choose_threads(), os.cpu_count() or 1
+    if threads > 4 * cores:
+        raise ValueError(f"--threads is {threads}; this machine has {cores} processors, so at most {4 * cores}")
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
     repeat_choice(config.float32_products)
@@ -161,9 +159,8 @@ def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[Train
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = meta_model(config)
     rate = 1 / seconds_per_token(model, config, machine)
-    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / (
-        config.batch * config.context_length
-    )
+    size_of_step = config.batch * config.context_length
+    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / size_of_step
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
@@ -238,12 +235,8 @@ def _with_experts(made: Any, config: TrainConfig) -> Any:
     """A family's config with the run's number of experts, together as wide as those that it has."""
     if not set(EXPERT_OPTIONS) & config.changed():
         return made
-    sizes = {
-        "experts": config.expert_count,
-        "top_k": config.top_k,
-        "hidden": expert_width(made.dim, config.expert_count),
-    }
-    return replace(made, **sizes, **({"balance": 0.0} if config.balancing == "bias" else {}))
+    count, balance = config.expert_count, {"balance": 0.0} if config.balancing == "bias" else {}
+    return replace(made, experts=count, top_k=config.top_k, hidden=expert_width(made.dim, count), **balance)
 
 
 def _dense_config(config: TrainConfig, vocab: int) -> Any:
@@ -277,10 +270,8 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
     tokens = config.batch * config.context_length
     work = flops(model, config.context_length) + muon_flops(model) / tokens
     wide = 1.0 if machine.dtype == "bfloat16" else 2.0
-    return (
-        ARITHMETIC * work / machine.matmul
-        + PASSES * wide * activation_bytes(model, config.context_length) / machine.read
-    )
+    moved = PASSES * wide * activation_bytes(model, config.context_length)
+    return ARITHMETIC * work / machine.matmul + moved / machine.read
 
 
 def flops(model: nn.Module, context: int) -> float:
@@ -300,9 +291,8 @@ def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
 
     A wrapper of a linear layer names those that it adds as `added_products`.
     """
-    shares = {
-        e: m.top_k / len(m.experts) for m in model.modules() if isinstance(m, MoE) for e in m.experts.modules()
-    }
+    mixtures = [m for m in model.modules() if isinstance(m, MoE)]
+    shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
     for m in tree.linears(model):
         yield *sides(m), shares.get(m, 1.0)
     for m in model.modules():
@@ -325,17 +315,20 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     return 2.0 * (linear + scores + vocab)
 
 
-def memory_advice(config: TrainConfig) -> str:
-    """A sentence with the estimated memory of a run, its largest parts, and how to reduce it."""
-    return f"{describe_memory(estimate_memory(config))}; reduce --batch, --context-length or --size to need less"
+def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
+    """A sentence with the estimated memory of a run, its largest parts, and how to reduce it.
+
+    `build` makes the model of --from to train.
+    """
+    options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
+    return f"{describe_memory(estimate_memory(config, build))}; reduce {options} to need less"
 
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model to train."""
     assert config.dtype, "chosen before"
     shape = Shape(config.batch, config.context_length, getattr(torch, config.dtype))
-    log = train_allocations(build or partial(build_model, config), shape)
-    return process_memory(log, log.by("kind", moment=0).get(("parameters",), 0))
+    return process_memory(build or partial(build_model, config), shape)
 
 
 def describe_machine(machine: Machine) -> str:

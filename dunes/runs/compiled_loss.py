@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure
-from dunes.ops.kernels import has_compiler
+from dunes.ops.kernels import why_not_compiled
 from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
 from dunes.train.loss import Loss
@@ -71,11 +71,8 @@ def why_eager(run: Run) -> str:
     trainer = run.trainer
     if trainer.device.type != "cpu" or trainer.ranks > 1:
         return f"compiling it was not built for {trainer.device.type}, {trainer.ranks} ranks"
-    try:
-        if not has_compiler():
-            return "no C++ compiler; install g++"
-    except OSError as error:  # importing the compiler makes the folder of its cache
-        return _first_line(error)
+    if reason := why_not_compiled():
+        return reason
     samples = islice(run.task.batches(trainer.consumed), SAMPLES)
     if len({_shapes(batch) for batch in samples}) > 1:
         return "batches differ in length, and each length would be compiled anew"
@@ -116,7 +113,8 @@ def _compiled_or_eager(run: Run, line: Callable[[str], object], backend: str) ->
             compiled = compiled or compiled_loss(eager, backend)
             return compiled(model, batch)
         except Exception as error:  # whatever the compiler meets; an error of the loss comes again
-            line(f"the loss is eager again: {_first_line(error)}")
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            line(f"the loss is eager again: {reason}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)
             return eager(model, batch)
@@ -127,7 +125,3 @@ def _compiled_or_eager(run: Run, line: Callable[[str], object], backend: str) ->
 def _record(run: Run, compiled: bool) -> None:
     run.compiled = compiled
     append_metrics(run.folder, {"step": run.trainer.number, "compiled": compiled})
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -39,12 +39,9 @@ class Optimization:  # options that are None or 0 are chosen when the run begins
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
     """Stop after this many optimizer steps instead."""
-    batch: Annotated[int, flag("SEQUENCES", "chosen")] = 0
-    """Sequences per optimizer step."""
-    context_length: Annotated[int, flag("TOKENS", "chosen")] = 0
-    """Sequence length in tokens."""
-    lr: Annotated[float | None, flag("RATE", "chosen")] = None
-    """Peak learning rate."""
+    batch: int = 0  # which each verb describes, like the next two
+    context_length: int = 0
+    lr: float | None = None
     seed: Annotated[int, flag("SEED")] = 0
     """Random seed."""
 
@@ -137,11 +134,7 @@ class RunConfig(Optimization, Hardware, Division):
 
     def with_absolute_paths(self: T) -> T:
         """The config with absolute paths, so that the run can be resumed from another working directory."""
-        paths = {name: getattr(self, name) for name in self.PATHS}
-        absolute: dict[str, Any] = {
-            k: _absolute(v) if isinstance(v, str) else (*map(_absolute, v),) for k, v in paths.items()
-        }
-        return replace(self, **absolute)
+        return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
 
     def changed(self) -> set[str]:
         """The fields that differ from their defaults."""
@@ -192,7 +185,9 @@ def _describe(value: Any) -> str:
     return (", ".join(map(repr, value)) or "not set") if isinstance(value, tuple) else repr(value)
 
 
-def _absolute(name: str) -> str:
+def _absolute(name: Any) -> Any:
     """The absolute path of an existing file or folder; other names, such as those on the Hub, are unchanged."""
+    if isinstance(name, tuple):
+        return (*map(_absolute, name),)
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name

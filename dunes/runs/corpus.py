@@ -64,9 +64,8 @@ def gather(config: TrainConfig) -> Corpus:
     corpus = _divided(config, corpus)
     held = corpus.share * corpus.size if corpus.split == "tails" else sum(d.size for d in corpus.valid)
     if held < LITTLE:
-        corpus.notes.append(
-            f"warning: {format_bytes(held)} of text for validation say little about other text; add files"
-        )
+        words = f"{format_bytes(held)} of text for validation say little about other text; add files"
+        corpus.notes.append(f"warning: {words}")
     return corpus
 
 
@@ -98,9 +97,8 @@ def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
     if chosen and base is not None:
         sentinels(base)
     if not chosen and config.fim_rate != TrainConfig.fim_rate:
-        raise ValueError(
-            f"--fim-rate is {config.fim_rate}, but completion is off ({reason}); pass --complete, or omit it"
-        )
+        off = f"completion is off ({reason}); pass --complete, or omit it"
+        raise ValueError(f"--fim-rate is {config.fim_rate}, but {off}")
     rate = f"; {config.fim_rate:.0%} of windows are cut into prefix, suffix and middle" if chosen else ""
     return replace(config, complete=chosen), f"completion of lines: {'on' if chosen else 'off'}, {reason}{rate}"
 

@@ -39,11 +39,9 @@ def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
     steps = [r for r in records if (r.get("metrics") or {}).get(LOAD)]
     if not steps:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     _draw_loads(figure, [r["metrics"][LOAD] for r in steps])
     _draw_violations(figure, [r["step"] for r in steps], [r["metrics"][LOAD] for r in steps])
     figure.savefig(path, dpi=130)
@@ -56,9 +54,8 @@ def _draw_loads(figure: Any, loads: Sequence[Sequence[Sequence[float]]]) -> None
     sums = [[sum(values) for values in zip(*layers, strict=True)] for layers in zip(*last, strict=True)]
     means = [sum(v for v in layer if v >= 0) / sum(v >= 0 for v in layer) for layer in sums]
     nan = float("nan")
-    relative = [
-        [v / mean if v >= 0 and mean else nan for v in layer] for layer, mean in zip(sums, means, strict=True)
-    ]
+    pairs = zip(sums, means, strict=True)
+    relative = [[v / mean if v >= 0 and mean else nan for v in layer] for layer, mean in pairs]
     axes = figure.add_subplot(1, 2, 1)
     image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
     figure.colorbar(image, ax=axes, label=f"load over the layer's mean, last {LAST:.0%} of steps")

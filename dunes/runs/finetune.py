@@ -57,10 +57,9 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
     """A run at step 0; `text` are token ids to measure forgetting on."""
-    config, device = data.config, measure.device()
+    config = data.config
     assert config.dtype, "set by `complete`"
-    dtype = getattr(torch, config.dtype)
-    model = data.base.model.to(device)
+    dtype, model = getattr(torch, config.dtype), data.base.model.to(measure.device())
     stored = next(model.parameters()).dtype
     task = FinetuneTask(data, text, stored)
     before = _baseline(task, folder / BASELINE, display)
@@ -69,9 +68,8 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     cast_frozen_weights(model, config)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
-    trainer = Trainer(
-        model, optimizer(config, model), next_token_loss, accumulate=config.batch // config.micro_batch, **options
-    )
+    options["accumulate"] = config.batch // config.micro_batch
+    trainer = Trainer(model, optimizer(config, model), next_token_loss, **options)
     return Run(folder, config, task, trainer, schedule)
 
 
@@ -121,9 +119,8 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
     except (ValueError, OSError):
         if data.config.forgetting_data:
             raise
-        display.line(
-            "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
-        )
+        remedy = "pass text like the base model's training data with --forgetting-data"
+        display.line(f"forgetting is not measured: {remedy}")
         return None
     display.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
     return ids

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from dunes.augment.options import Router
-from dunes.flags import flag
+from dunes.flags import REQUIRED, flag
 from dunes.runs.config import Optimization, RunConfig
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
@@ -16,11 +16,9 @@ TrainOn = Literal["answers", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleData:
-    model: Annotated[
-        str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="(required)")
-    ] = ""
+    model: Annotated[str, tyro.conf.Positional, flag("MODEL", REQUIRED)] = ""
     """Model folder, or a model name on the Hub."""
-    data: Annotated[str, tyro.conf.arg(metavar="FILE|FOLDER", help_behavior_hint="(required)")] = ""
+    data: Annotated[str, flag("FILE|FOLDER", REQUIRED)] = ""
     """JSON, JSON Lines or Parquet (Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text), plain
     text, or a folder of such files."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
@@ -101,10 +99,8 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    OVERRIDABLE = (
-        *RunConfig.OVERRIDABLE,
-        *PATHS,
-    )  # paths may change: the contents of the base and the examples are compared
+    # Paths may change: the contents of the base and the examples are compared.
+    OVERRIDABLE = (*RunConfig.OVERRIDABLE, *PATHS)
     VERB = "finetune"
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure
@@ -51,14 +51,7 @@ from dunes.runs.finetune_method import (
     main_records,
     resolve_targets,
 )
-from dunes.runs.memory import (
-    Shape,
-    TrainSetup,
-    build_with_dtype,
-    describe_memory,
-    process_memory,
-    train_allocations,
-)
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
 from dunes.runs.run import trainable_state
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Template, Turn
@@ -89,13 +82,11 @@ class FinetuneData:
     def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
         """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
         if is_adapter(folder := checkpoint.locate_model(config.model).folder):
-            raise ValueError(
-                f"{folder}: an adapter, not a base model; merge it first: dunes augment merge {folder} OUT"
-            )
-        files, lines = read_dataset(config.data, config.text_field, config.follow_links)
-        val_files, val_lines = (
-            read_dataset(config.val_data, config.text_field, config.follow_links) if config.val_data else ([], [])
-        )
+            remedy = f"merge it first: dunes augment merge {folder} OUT"
+            raise ValueError(f"{folder}: an adapter, not a base model; {remedy}")
+        read = partial(read_dataset, text_field=config.text_field, follow_links=config.follow_links)
+        files, lines = read(config.data)
+        val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
         base = checkpoint.load_with_tokenizer(folder)
@@ -143,7 +134,8 @@ class FinetuneData:
                 f"warning: the base model was trained on {self.base.context_length} tokens; longer "
                 "contexts are learned from this data alone"
             )
-        report = data_report(self.train, self.valid, context, self._vocab, self.template, self.tokenizer)
+        vocab, width = sides(self.base.model.embed.token)
+        report = data_report(self.train, self.valid, context, vocab, self.template, self.tokenizer)
         report = replace(report, leaked=max(report.leaked, self.leaked))
         for line in report.lines():
             display.detail(line)
@@ -152,7 +144,7 @@ class FinetuneData:
             display.line(f"warning: {line}")
         rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
         batch = choose_batch(self.config, context, rows)
-        steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, self._width)
+        steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, width)
         config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
         return replace(self, config=_fit_memory(replace(self, config=config), display))
 
@@ -168,14 +160,6 @@ class FinetuneData:
         """The finetuned model: the base's module, which finetuning changes in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
-
-    @property
-    def _vocab(self) -> int:
-        return sides(self.base.model.embed.token)[0]
-
-    @property
-    def _width(self) -> int:
-        return sides(self.base.model.embed.token)[1]
 
 
 def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> None:
@@ -226,10 +210,9 @@ def _split_examples(
     val_records: list[Record] = []
     for candidates in (usable, rest) if config.split_version else (rest,):  # all if too few have: reported then
         val_records = val_records or split_records(candidates, share, config.split_version)[1]
-    held = {id(row) for row in val_records}
-    train, valid = (
-        [e for row, e in zip(rest, examples, strict=True) if (id(row) in held) == side] for side in (False, True)
-    )
+    valid_rows = {id(row) for row in val_records}
+    pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]
+    train, valid = ([e for is_valid, e in pairs if is_valid == side] for side in (False, True))
     return config, [*train, *heads], [*valid, *tails], [*val_records, *large]
 
 
@@ -282,25 +265,20 @@ def memory(data: FinetuneData) -> dict[str, float]:
     config = data.config
     assert config.dtype, "chosen before"
     build, rows = partial(_meta_model, data), _full_batch(config)
-
-    def batch(shape: Shape) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
-
+    batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
-    return process_memory(
-        train_allocations(build, shape, True, TrainSetup(partial(optimizer, config), next_token_loss, batch)), size
-    )
+    setup = TrainSetup(partial(optimizer, config), next_token_loss, batch)
+    return process_memory(build, shape, setup, size)
 
 
 def _full_batch(config: FinetuneConfig) -> Batch:
     """A full batch with two examples in each row and a loss on every token."""
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
-    return collate(
-        [[example] * (2 if config.packing else 1)] * config.micro_batch, config.context_length, full=True
-    )
+    row = [example] * (2 if config.packing else 1)
+    return collate([row] * config.micro_batch, config.context_length, full=True)
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
@@ -382,9 +360,8 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
     for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
         stop = start + context_length + 1
         place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
-        yield Example(
-            example.ids[start:stop], example.loss_mask[start:stop], place, number + (example.window_index or 0)
-        )
+        index = number + (example.window_index or 0)
+        yield Example(example.ids[start:stop], example.loss_mask[start:stop], place, index)
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:

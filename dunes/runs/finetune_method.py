@@ -189,12 +189,10 @@ def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, 
     """
     limit = trained_length if model.embed.place is not None else max(trained_length, MAX_CONTEXT)
     if config.context_length > limit:
-        raise ValueError(
-            f"--context-length is {config.context_length}; this model supports at most {limit} tokens"
-        )
-    return config.context_length or min(
-        limit, MAX_CONTEXT, max(MIN_CONTEXT, 1 << (max(1, longest - 2)).bit_length())
-    )
+        length = config.context_length
+        raise ValueError(f"--context-length is {length}; this model supports at most {limit} tokens")
+    power = 1 << (max(1, longest - 2)).bit_length()
+    return config.context_length or min(limit, MAX_CONTEXT, max(MIN_CONTEXT, power))
 
 
 def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from math import inf
@@ -88,16 +88,13 @@ class Baseline:
         except (KeyError, TypeError, ValueError):
             score = None
         if score is None or not all(isinstance(answer, str) for answer in (text, *answers)):
-            raise ValueError(
-                f"{path}: expected score, forgetting, answers, text, limits and seconds, as a finetune writes them"
-            )
+            expected = "score, forgetting, answers, text, limits and seconds, as a finetune writes them"
+            raise ValueError(f"{path}: expected {expected}")
         return cls(score, forgetting, answers, text, limits, seconds)
 
     def write(self, path: Path) -> None:
-        forgetting = self.forgetting and astuple(self.forgetting)
-        record: dict[str, Any] = {"score": astuple(self.score), "forgetting": forgetting}
-        record |= {"answers": self.answers, "text": self.text, "limits": self.limits, "seconds": self.seconds}
-        write_file(path, json.dumps(record, indent=1).encode())
+        scores = {"score": astuple(self.score), "forgetting": self.forgetting and astuple(self.forgetting)}
+        write_file(path, json.dumps(asdict(self) | scores, indent=1).encode())
 
 
 @dataclass(frozen=True)
@@ -150,12 +147,10 @@ class FinetuneTask:
     def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
         if limit is not None and self.before is not None:
             limit = min(limit, self.before.limits[0])
-        examples = (
-            self.data.valid
-            if limit is None
-            else _first_examples(self.data.valid, self.config.context_length, limit)
-        )
-        batches = Batches(examples, self.config.context_length, VAL_BATCH)
+        examples, context = self.data.valid, self.config.context_length
+        if limit is not None:
+            examples = _first_examples(examples, context, limit)
+        batches = Batches(examples, context, VAL_BATCH)
         return score_batches(self.loaded, batches.one_epoch(), dtype)
 
     def sample(self) -> str:
@@ -209,11 +204,8 @@ class FinetuneTask:
             prompt = talk[:-1] if talk[-1].role == "assistant" else talk
             ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer, record.variables)
         ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
-        device, dtype = (
-            next(generator.model.parameters()).device.type,
-            getattr(torch, self.config.dtype or "float32"),
-        )
-        with torch.autocast(device, dtype, dtype != torch.float32):
+        device, dtype = next(generator.model.parameters()).device, getattr(torch, self.config.dtype or "float32")
+        with torch.autocast(device.type, dtype, dtype != torch.float32):
             return generator.text(ids, ANSWER_TOKENS)
 
     def memory_advice(self) -> str:
@@ -223,7 +215,6 @@ class FinetuneTask:
     def begin(self, run: Run) -> list[str]:
         config, trained = self.config, tree.count(run.model, trainable=True)
         assert config.threads, "set by `FinetuneData.complete`"
-        assert config.batch, "set by `FinetuneData.complete`"
         total = tree.count(self.data.base.model)
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
@@ -235,27 +226,22 @@ class FinetuneTask:
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
             run.model.to(self.stored)  # score the weights as saved
-            score = self.score(run.dtype, FINAL_TOKENS)
-        after = None if interrupted else self.measure_baseline(run.dtype, score)
+            score = self.score(run.trainer.dtype, FINAL_TOKENS)
+        after = None if interrupted else self.measure_baseline(run.trainer.dtype, score)
         self._save(run, self._facts(run, score, after))
-        if after is None:
-            return self._next(run.folder)
+        lines = [] if after is None else self._lines(after)
         try:
-            _append_once(run.folder / "samples.md", self._page(after))
+            if after is not None:
+                _append_once(run.folder / "samples.md", self._page(after))
         except OSError as error:  # the weights are saved by now
-            return [
-                f"warning: writing samples.md failed: {error}",
-                *self._lines(after),
-                *self._next(run.folder),
-            ]
-        return [*self._lines(after), *self._next(run.folder)]
+            lines.insert(0, f"warning: writing samples.md failed: {error}")
+        return [*lines, *self._next(run.folder)]
 
     def _save(self, run: Run, about: Mapping[str, Any]) -> None:
         loaded, context = self.loaded, self.loaded.context_length
         if METHODS[self.config.method].saves_model:
-            checkpoint.save(
-                run.model, run.folder, loaded.tokenizer, context, about, architecture=loaded.architecture
-            )
+            arguments = run.model, run.folder, loaded.tokenizer, context, about
+            checkpoint.save(*arguments, architecture=loaded.architecture)
             return
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": context, "facts": about}
         checkpoint.save_adapter(run.model, run.folder, NAME, self._base, identity=self.base, **options)
@@ -271,9 +257,8 @@ class FinetuneTask:
         if after is not None:
             about["measured"] |= {"before": self.before.score.loss}
         if after is not None and self.before.forgetting and after.forgetting:
-            about["measured"] |= {
-                "forgetting": {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
-            }
+            losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
+            about["measured"] |= {"forgetting": losses}
         if (template_name := self.data.template_name) is not None:
             about["template"] = template_name
         whole = METHODS[self.config.method].saves_model
@@ -282,18 +267,14 @@ class FinetuneTask:
     def _lines(self, after: Baseline) -> list[str]:
         """The final report: validation loss, forgetting, and answers before and after."""
         assert self.before is not None, "measured at the start"
-        lines = [
-            f"validation loss of answers: {self.before.score.loss:.3f} nats/token before, "
-            f"{after.score.loss:.3f} after"
-        ]
+        values = f"{self.before.score.loss:.3f} nats/token before, {after.score.loss:.3f} after"
+        lines = [f"validation loss of answers: {values}"]
         if not after.score.loss < self.before.score.loss:
             lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
         if self.before.forgetting and after.forgetting:
             was, now = self.before.forgetting.loss, after.forgetting.loss
-            lines.append(
-                f"forgetting: loss on the base model's own text {was:.3f} before, {now:.3f} after "
-                f"({now - was:+.3f})"
-            )
+            values = f"{was:.3f} before, {now:.3f} after ({now - was:+.3f})"
+            lines.append(f"forgetting: loss on the base model's own text {values}")
         for record, *answers in zip(self.data.val_records, self.before.answers, after.answers, strict=False):
             lines += ["", *(f"{label:>8}  {_short(text)}" for label, text in _comparison(record.turns, *answers))]
         return [*lines, ""]
@@ -307,12 +288,8 @@ class FinetuneTask:
     def _page(self, after: Baseline) -> str:
         """The answers side by side, as a Markdown table."""
         assert self.before is not None, "measured at the start"
-        rows = [
-            "## Validation examples, before and after",
-            "",
-            "| prompt | expected | before | after |",
-            "|---|---|---|---|",
-        ]
+        rows = ["## Validation examples, before and after", ""]
+        rows += ["| prompt | expected | before | after |", "|---|---|---|---|"]
         for record, *answers in zip(self.data.val_records, self.before.answers, after.answers, strict=False):
             cells = [text for _, text in _comparison(record.turns, *answers)]
             rows.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "<br>") for c in cells) + " |")
@@ -354,6 +331,5 @@ def _first_examples(examples: Sequence[Example], context: int, limit: int) -> Se
 def _short(text: str) -> str:
     """A few lines for the report; samples.md has the full text."""
     lines = [line[:LINE] for line in text.split("\n") if line.strip()]
-    return "\n          ".join(
-        [*lines[:LINES], *(["..."] if len(lines) > LINES or len(text) > LINE * LINES else [])]
-    )
+    cut = len(lines) > LINES or len(text) > LINE * LINES
+    return "\n          ".join([*lines[:LINES], *["..."] * cut])

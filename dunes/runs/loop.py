@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from types import FrameType, TracebackType
-from typing import Any, Self
+from types import FrameType
+from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
@@ -70,10 +70,7 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     with _warn_in_dry_run(display, options.dry_run):
         config = resolve_config(config, folder, options.resume, options.asked, options.override)
     if (folder / "state" / "lock").exists():
-        with (
-            _warn_in_dry_run(display, options.dry_run),
-            run_lock(folder),
-        ):  # fail now, not after reading the data
+        with _warn_in_dry_run(display, options.dry_run), run_lock(folder):  # fail now, not after reading the data
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
@@ -97,7 +94,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
     that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from NaN or
     infinity.
     """
-    with Saver(display.line, options.strict) as saver:
+    with ThreadPoolExecutor(1, "saver") as pool:
+        saver = Saver(pool, display.line, options.strict)
         with timings("building the model"):
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
@@ -133,25 +131,18 @@ class StopRequest:
     save: bool = False
 
 
+@dataclass
 class Saver:
-    """`with Saver(warn) as saver:` then `saver.start(run)` between steps; at most one save is in progress.
+    """`saver.start(run)` between steps saves the run in the thread of a pool; at most one save is in progress.
 
     A failed save is reported in one line, earlier states are kept, and the next save tries again. With `strict`,
     it raises OSError at the next call instead.
     """
 
-    def __init__(self, warn: Callable[[str], None], strict: bool = False) -> None:
-        self.warn, self.strict = warn, strict
-        self._pool = ThreadPoolExecutor(1, "saver")
-        self._pending: Future[Path] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._pool.shutdown()
+    pool: ThreadPoolExecutor
+    warn: Callable[[str], None]
+    strict: bool = False
+    _pending: Future[Path] | None = None
 
     @property
     def busy(self) -> bool:
@@ -163,9 +154,8 @@ class Saver:
         if self.busy:
             return False
         self.wait()
-        self._pending = self._pool.submit(
-            _write, run.folder, run.trainer.number, checkpoint.snapshot(run_state(run))
-        )
+        snapshot = checkpoint.snapshot(run_state(run))
+        self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
         return True
 
     def report_failure(self) -> None:
@@ -211,9 +201,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
         except (RuntimeError, MemoryError) as error:
             if not measure.out_of_memory(error):
                 raise
-            raise ValueError(
-                f"out of memory in step {run.trainer.number + 1}; {run.task.memory_advice()}"
-            ) from None
+            number = run.trainer.number + 1
+            raise ValueError(f"out of memory in step {number}; {run.task.memory_advice()}") from None
         return _finish(run, request, saver, display, board)
 
 
@@ -320,9 +309,8 @@ class NonFatal:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
             if work not in self.failed:
-                self.display.line(
-                    f"warning: {work} failed: {' '.join(str(error).split())[:200]}; training continues"
-                )
+                reason = " ".join(str(error).split())[:200]
+                self.display.line(f"warning: {work} failed: {reason}; training continues")
             self.failed.add(work)
 
 
@@ -347,9 +335,8 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
     def report(step: Step) -> None:
         if step.skipped:
-            display.line(
-                f"step {step.number}: loss {step.loss}, gradient norm {step.grad_norm}; this step was skipped"
-            )
+            values = f"loss {step.loss}, gradient norm {step.grad_norm}"
+            display.line(f"step {step.number}: {values}; this step was skipped")
         else:
             losses[:] = [*losses[-100:], step.loss]
         parts = [
@@ -452,12 +439,9 @@ def early_end(run: Run, loss: float) -> str:
     loss that rises with the learning rate is none: then the loss in training rises, too."""
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
-    if not loss < MEMORISED * run.last.loss:
-        return ""
-    if (
-        run.trainer.number < LONG_AGO * run.best_step
-        or not run.last.bits_per_byte > RISEN * run.best.bits_per_byte
-    ):
+    rises = run.last.bits_per_byte > RISEN * run.best.bits_per_byte
+    memorises = rises and loss < MEMORISED * run.last.loss
+    if not memorises or run.trainer.number < LONG_AGO * run.best_step:
         return ""
     return (
         f"ending early, with {format_seconds(round(run.seconds_left))} left: validation loss was best after "

@@ -49,11 +49,12 @@ class TrainSetup(NamedTuple):
     batch: Callable[[Shape], Any] = zero_batch
 
 
+TRAINING = TrainSetup()
+"""The setup of `dunes train`."""
+
+
 def train_allocations(
-    build: Build,
-    shape: Shape,
-    estimated: bool = True,
-    setup: TrainSetup = TrainSetup(),  # noqa: B008  (frozen)
+    build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING
 ) -> Allocations:
     """The allocations of the second training step, when the optimizer state exists.
 
@@ -93,15 +94,19 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
         torch.set_default_dtype(default)
 
 
-def process_memory(log: Allocations, trainable: int) -> dict[str, float]:
-    """Bytes of a training process, by purpose; `trainable` is the size of the trainable weights."""
+def process_memory(
+    build: Build, shape: Shape, setup: TrainSetup = TRAINING, trainable: int | None = None
+) -> dict[str, float]:
+    """Bytes of a training process, by purpose, estimated on fake tensors; `trainable` is the size of the trainable
+    weights, by default of all."""
+    log = train_allocations(build, shape, True, setup)
     parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
         return parts
     weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
     parts["Python and torch"] = PROCESS
     parts["fragmentation"] = FRAGMENTATION * (log.peak - weights)
-    parts["copies for saving"] = 3 * trainable + averages
+    parts["copies for saving"] = 3 * (weights if trainable is None else trainable) + averages
     return parts
 
 

@@ -20,11 +20,9 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
     `records` are lines of metrics.jsonl. `score` is that of the saved weights, those of `step`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
     x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
@@ -35,9 +33,8 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
         axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
     if is_drawable(score.loss):
         values = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-        axes.plot(
-            [step], [score.loss], "*", color=VALIDATION, markersize=12, label=f"saved: step {step}, {values}"
-        )
+        label = f"saved: step {step}, {values}"
+        axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
     axes.set(xlabel="step", ylabel="loss, nats/token")
     if 0 < bits < inf:
         conversions: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
@@ -50,7 +47,6 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Bars of what a model takes and does after a change, relative to before, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     a, b = comparison.before, comparison.after
@@ -61,7 +57,6 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         "decoding, tokens/s": b.decode / a.decode,
     }
     figure = Figure(figsize=(8, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
     axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
@@ -75,14 +70,12 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 
 def mistakes_picture(images: Tensor, labels: Tensor, guesses: Tensor, path: Path) -> None:
     """The first 50 images (N, height, width) whose guess is not their label, with both, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     wrong = (guesses != labels).nonzero().flatten().tolist()
     height, width = images.shape[1] + 12, images.shape[2] + 6
     canvas = torch.zeros(5 * height, 10 * width)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for place, i in enumerate(wrong[:50]):
         top, left = place // 10 * height + 12, place % 10 * width

@@ -34,6 +34,8 @@ METRICS = "metrics.jsonl"
 FORMAT = 2
 """The format number of plan.json."""
 METRIC = "the metrics of a step"
+KEPT = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
+"""Attributes of a run that are in its state as they are."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 FINAL_TOKENS = 262_144
@@ -126,11 +128,6 @@ class Run:
     def model(self) -> Decoder:
         return self.task.loaded.model
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
-        return self.trainer.dtype
-
     def done(self, step: int) -> float:
         """The fraction of the run that is done."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
@@ -146,7 +143,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.dtype, limit)
+        return self.task.score(self.trainer.dtype, limit)
 
     @property
     def closing_seconds(self) -> float:
@@ -204,9 +201,8 @@ def run_lock(folder: Path) -> Iterator[None]:
         with folder_lock(lock, wait=False):
             yield
     except BlockingIOError:
-        raise FolderInUse(
-            f"{folder}: in use by another training process; wait for it, or choose another --out"
-        ) from None
+        words = "in use by another training process; wait for it, or choose another --out"
+        raise FolderInUse(f"{folder}: {words}") from None
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
@@ -238,18 +234,11 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
     except ValueError as error:
         raise ValueError(f"{error}; choose another --out") from None
     try:
-        return config_class.of(_check_format(stored))
+        if (number := stored.pop("format", 1)) != FORMAT:
+            raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
+        return config_class.of(stored)
     except ValueError as error:
         raise ValueError(f"{path}: {error}; choose another --out") from None
-
-
-def _check_format(stored: Any) -> Any:
-    """The stored config without its format number. Raises ValueError for another format than this version's."""
-    if not isinstance(stored, dict):
-        return stored
-    if (number := stored.get("format", 1)) != FORMAT:
-        raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
-    return {name: value for name, value in stored.items() if name != "format"}
 
 
 def resolve_config(
@@ -266,9 +255,8 @@ def resolve_config(
             problem = "is a dangling link" if path.is_symlink() else "is not a folder"
             raise ValueError(f"{path}: {problem}; choose another --out")
     if fixed := sorted(set(override) - set(config.OVERRIDABLE)):
-        raise ValueError(
-            f"--override {fixed[0]}: cannot be changed when resuming; only {', '.join(config.OVERRIDABLE)} can"
-        )
+        others = ", ".join(config.OVERRIDABLE)
+        raise ValueError(f"--override {fixed[0]}: cannot be changed when resuming; only {others} can")
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
     earlier = read_config(folder, type(config))
@@ -287,9 +275,8 @@ def resolve_config(
         ends = plural(earlier.steps, "step")
         raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N --override steps")
     if refused := [words for name, words in differences.items() if name not in override]:
-        raise ValueError(
-            f"{folder}: cannot resume with other options: {'; '.join(refused)}; {_remedy(config, differences)}"
-        )
+        words = f"{'; '.join(refused)}; {_remedy(config, differences)}"
+        raise ValueError(f"{folder}: cannot resume with other options: {words}")
     remeasured: dict[str, Any] = {name: None for name in override if name in MEASURED}
     return replace(earlier, **remeasured | {name: getattr(config, name) for name in differences})
 
@@ -304,9 +291,8 @@ def _check_new_folder(folder: Path) -> None:
     """Raise ValueError unless a run can start here without overwriting a model that was not made by a run."""
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
-            raise ValueError(
-                f"{folder}: contains a model that was not made by a run ({name}); choose another --out"
-            )
+            model = f"a model that was not made by a run ({name})"
+            raise ValueError(f"{folder}: contains {model}; choose another --out")
     parent = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{parent}: is not a writable folder; choose another --out")
@@ -322,15 +308,10 @@ def run_state(run: Run) -> dict[str, Any]:
         "trainer": run.trainer.state_dict(),
         "schedule": [[r.begin, r.end] for r in run.schedule.records],
         "warmup": run.schedule.warmup,
-        "elapsed": run.elapsed,
-        "begin": run.begin,
         "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
-        "checks_since_best": run.checks_since_best,
-        "best_step": run.best_step,
-        "best_weights": run.best_weights,
-        "compiled": run.compiled,
+        **{name: getattr(run, name) for name in KEPT},
     }
 
 
@@ -370,10 +351,8 @@ def restore_run(
     if not {"steps", "minutes"} & differences.keys():  # else warm up again, and decay towards the new end
         run.schedule.records[:] = state["schedule"]
         run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
-    run.begin = state["begin"]
-    run.elapsed, run.best_step, run.best_weights = state["elapsed"], state["best_step"], state["best_weights"]
-    run.best, run.last = state["best"], state["last"]
-    run.checks_since_best, run.compiled = state["checks_since_best"], state["compiled"]
+    for name in (*KEPT, "best", "last"):
+        setattr(run, name, state[name])
     run.timings.seconds.update(state["timings"])
     run.data = run.timings.seconds["data"]
     truncate_metrics(run.folder / METRICS, run.trainer.number)
@@ -385,22 +364,11 @@ def restore_run(
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     """The card's record of the training, under the key `verb`."""
-    return {
-        verb: {
-            **asdict(run.config),
-            "steps": run.trainer.number,
-            "best_step": run.best_step,
-            "seconds": round(run.elapsed, 1),
-        },
-        "measured": {
-            "loss": score.loss,
-            "perplexity": score.perplexity,
-            "bits_per_byte": score.bits_per_byte,
-            "tokens": score.tokens,
-            "peak_bytes": measure.peak_memory(run.trainer.device),
-        },
-        "timings": {what: round(seconds, 3) for what, seconds in run.timings.seconds.items()},
-    }
+    made = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
+    measured = {name: getattr(score, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
+    measured["peak_bytes"] = measure.peak_memory(run.trainer.device)
+    timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}
+    return {verb: {**asdict(run.config), **made}, "measured": measured, "timings": timings}
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:

@@ -103,9 +103,8 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless names, shapes and dtypes are equal and all stored values are finite."""
     if odd := sorted(expected.keys() ^ stored.keys()):
-        raise ValueError(
-            f"the state belongs to another model: {odd[0]} is in only one of them ({len(odd)} such names)"
-        )
+        words = f"{odd[0]} is in only one of them ({len(odd)} such names)"
+        raise ValueError(f"the state belongs to another model: {words}")
     for name, tensor in stored.items():
         _check_tensor(name, tensor, expected[name].shape, expected[name].dtype)
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import time, time_ns
-from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dunes.extra import extra
@@ -44,9 +43,7 @@ class TensorBoard:
                 self._begin(self.run)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         file, self._file = self._file, None
         with self.non_fatal("writing to TensorBoard"):
             if file is not None:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dunes import measure, tree
+from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
+from dunes.checkpoint.loading import is_adapter
 from dunes.completion.fit import (
     CompletionFiles,
     begin_completion,
@@ -28,23 +30,27 @@ from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display
-from dunes.runs.augment import save_changed
+from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.autosize import (
+    CONTEXT,
     active_parameters,
     architecture_for,
     autosize_run,
+    describe_machine,
     format_parameters,
     memory_advice,
+    seconds_per_token,
     size_warning,
+    with_hardware,
+    with_machine,
 )
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
+from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, build_schedule, card_facts, run_lock
+from dunes.runs.run import Run, append_metrics, build_schedule, card_facts, run_lock
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import MIXTURES, TrainConfig
-from dunes.runs.train_from import choose_options, load_base, rate_factors, score_base, select_trainable
-from dunes.runs.train_from import memory_advice as base_memory_advice
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, scale_rates
 from dunes.train.loss import next_token_loss
@@ -52,6 +58,11 @@ from dunes.units import format_count, plural
 
 TYPICAL_RATE = 10_000
 """Tokens a second that a run of so many steps is taken to have, where its time must not depend on the machine."""
+
+LR = 0.006
+"""The default peak learning rate of matrices: a third of that from scratch (LOG.md, "Training on")."""
+BASE_TOKENS = 16_384
+"""Validation tokens that the model is scored on before the first step."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -91,11 +102,11 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
 
 def _choose_options(
-    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool = False
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
 ) -> TrainConfig:
     """The config with every open option chosen, and the reasons shown."""
     if base is not None:
-        chosen, reasons = choose_options(config, base, resumed)
+        chosen, reasons = _choose_with_base(config, base, resumed)
     else:
         chosen, reasons = autosize_run(config, sum(d.size for d in corpus.train), resumed)
     for line in reasons:
@@ -113,6 +124,71 @@ def _choose_options(
             "--experts-per-token 2 lets it"
         )
     return chosen
+
+
+def load_base(config: TrainConfig) -> LoadedModel:
+    """The model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
+    if is_adapter(folder := checkpoint.locate_model(config.base).folder):
+        raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
+    base = checkpoint.load_with_tokenizer(folder)
+    if base.model.embed.place is not None and config.context_length > base.context_length:
+        length = config.context_length
+        raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
+    return base
+
+
+def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
+    """The config with every open option chosen, and a few lines about them; that of a resumed run is complete."""
+    if config.dtype and config.threads and config.batch and config.context_length and config.lr:
+        return config if resumed else with_hardware(config), []
+    config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
+    config = replace(config, rate=1 / seconds_per_token(base.model, config, machine))
+    return config, [describe_machine(machine), memory_advice(config, partial(outline_with_base, config, base))]
+
+
+def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
+    """The model of --from without its weights, of which the parameters to train are trainable."""
+    model = base.architecture.build()
+    select_trainable(model, config.trainable, base)
+    return model
+
+
+def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
+    """Train the parameters that match the globs; `new` is those of the base's last change, `all` is every one.
+
+    Raises ValueError if nothing matches, or `new` is asked for and the last change added no parameters.
+    """
+    set_trainable(model, _resolve_globs(trainable or ("all",), base))
+
+
+def rate_factors(model: nn.Module, factors: Sequence[str], base: LoadedModel | None) -> dict[Tensor, float]:
+    """The factor of each trainable parameter in the last GLOB=FACTOR that matches it.
+
+    Raises ValueError for a glob that matches none, and for `new` as `select_trainable` does.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    chosen: dict[Tensor, float] = {}
+    for each in factors:
+        glob, _, factor = each.rpartition("=")
+        globs = _resolve_globs([glob], base)
+        matched: dict[Tensor, float] = {p: float(factor) for name, p in trained.items() if selects(globs, name)}
+        if not matched:
+            raise ValueError(f"--lr-factors {each}: matches no trainable parameter of {', '.join(trained)[:300]}")
+        chosen |= matched
+    return chosen
+
+
+def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[str]:
+    plain = ["**" if each == "all" else each for each in globs]
+    return plain if base is None else resolve_new(plain, base)
+
+
+def score_base(run: Run, display: Display) -> None:
+    """Validate the model before its first step; if training makes it worse, these weights are saved."""
+    score = run.check(BASE_TOKENS)
+    append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+    values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+    display.detail(f"validation loss before training: {values}")
 
 
 def prepare(
@@ -202,9 +278,8 @@ class TrainTask:
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
-        arrange = (
-            FillInMiddle(self.text.tokenizer, config.fim_rate) if config.complete and config.fim_rate else None
-        )
+        cuts = config.complete and config.fim_rate
+        arrange = FillInMiddle(self.text.tokenizer, config.fim_rate) if cuts else None
         windows = Windows(self.text.train, config.context_length, config.batch, config.seed, arrange)
         return windows.batches(start)
 
@@ -220,7 +295,8 @@ class TrainTask:
         return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
-        return base_memory_advice(self.config, self.loaded) if self.config.base else memory_advice(self.config)
+        build = partial(outline_with_base, self.config, self.loaded) if self.config.base else None
+        return memory_advice(self.config, build)
 
     def begin(self, run: Run) -> list[str]:
         config = self.config

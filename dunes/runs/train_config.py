@@ -8,7 +8,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.flags import flag, option
+from dunes.flags import REQUIRED, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
@@ -30,11 +30,7 @@ Balancing = Literal["loss", "bias"]
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    sources: Annotated[
-        tuple[str, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="SOURCE", help_behavior_hint="(required)"),
-    ] = ()
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
     """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
@@ -48,9 +44,7 @@ class TextData:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    base: Annotated[
-        str, tyro.conf.arg(name="from", metavar="MODEL", help_behavior_hint="(default: a new model)")
-    ] = ""
+    base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, or a name on the Hub."""
     trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
     """With --from, the parameters to train: all, those that the last change added, or globs of their names."""
@@ -142,9 +136,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
         if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
-            raise ValueError(
-                f"--fim-rate is {self.fim_rate}, but --no-complete leaves it unused; omit one of them"
-            )
+            unused = "--no-complete leaves it unused; omit one of them"
+            raise ValueError(f"--fim-rate is {self.fim_rate}, but {unused}")
         names = (*EXPERT_OPTIONS, "family", "size", "tokenizer", "vocab_size")
         shaped = [name for name in names if name in self.changed()]
         if self.base and shaped:
@@ -180,9 +173,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             return self
         if self.family == TrainConfig.family and "family" not in (asked or ()):
             return replace(self, family="mixtral")
-        raise ValueError(
-            f"--{options[0]}: {self.family} has no experts; use --family {' or '.join(MIXTURES)}, or omit it"
-        )
+        families = " or ".join(MIXTURES)
+        raise ValueError(f"--{options[0]}: {self.family} has no experts; use --family {families}, or omit it")
 
     @property
     def with_headers(self) -> bool:

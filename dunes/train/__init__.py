@@ -10,24 +10,7 @@ from dunes.train.schedule import Clock, Record, Schedule
 from dunes.train.trainer import Diverged, Step, Trainer, mutable_buffers
 
 __all__ = [
-    "IGNORE",
-    "Clock",
-    "Diverged",
-    "Record",
-    "RuleOptimizer",
-    "Schedule",
-    "Step",
-    "Trainer",
-    "adamw",
-    "cast_frozen",
-    "cross_entropy",
-    "fast_run",
-    "mean_squared",
-    "muon",
-    "muon_split",
-    "mutable_buffers",
-    "next_token",
-    "rmsprop",
-    "scale_rates",
-    "sgd",
-]
+    "IGNORE", "Clock", "Diverged", "Record", "RuleOptimizer", "Schedule", "Step", "Trainer", "adamw",
+    "cast_frozen", "cross_entropy", "fast_run", "mean_squared", "muon", "muon_split", "mutable_buffers",
+    "next_token", "rmsprop", "scale_rates", "sgd",
+]  # fmt: skip

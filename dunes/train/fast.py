@@ -8,6 +8,7 @@ plain twin is `Trainer.run` on the same batches.
 # Shapes: N rows, B batch, K steps in a unit.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.ops.kernels import why_not_compiled
 from dunes.train.rules import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
@@ -69,8 +71,6 @@ def fast_run(
 
 def why_plain(trainer: Trainer) -> str:
     """Why this trainer has no compiled form; empty if it has one."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second
-
     if rule_of(trainer.optimizer) is None:
         return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.rules"
     if trainer.accumulate > 1 or trainer.ranks > 1:
@@ -81,12 +81,7 @@ def why_plain(trainer: Trainer) -> str:
         return "not built for Apple's GPU"
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         return f"torch {torch.__version__} cannot compile a backward; 2.13 can"
-    try:
-        if trainer.device.type == "cpu":
-            get_cpp_compiler()
-    except Exception:  # of Inductor's own
-        return "no C++ compiler; install g++"
-    return ""
+    return why_not_compiled() if trainer.device.type == "cpu" else ""
 
 
 class Unit:
@@ -121,10 +116,8 @@ class Unit:
         rates = trainer.learning_rates()
         lrs = torch.tensor([[lr * scale for lr in rates] for scale in scales], device=trainer.device)
         with tree.mode(trainer.model, True), torch._dynamo.config.patch(trace_autograd_ops=True):
-            if self.draws:
-                with seeded(trainer.device, (int(trainer.seed), trainer.number, 0)):
-                    values, metrics = self._compiled(batch, lrs)
-            else:
+            key = int(trainer.seed), trainer.number, 0
+            with seeded(trainer.device, key) if self.draws else nullcontext():
                 values, metrics = self._compiled(batch, lrs)
         rows = values.tolist()
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
@@ -134,9 +127,8 @@ class Unit:
     def _step(self, row: list[float], scale: float, means: Mapping[str, Any], seconds: float) -> Step:
         trainer, (loss, count, norm, finite) = self.trainer, row
         if count < 0:
-            raise ValueError(
-                f"the loss of step {trainer.number + 1} counted {count:g} targets; expected 0 or more"
-            )
+            step = trainer.number + 1
+            raise ValueError(f"the loss of step {step} counted {count:g} targets; expected 0 or more")
         trainer.number += 1
         trainer.bad_steps = 0 if finite else trainer.bad_steps + 1
         count = int(count) if isfinite(count) else 0
@@ -240,11 +232,8 @@ def _read(trainer: Trainer) -> Reading:
 
     Settings by their name and the group's number; requires_grad and the state's identity by the parameter.
     """
-    optimizer = trainer.optimizer
-    settings = (
-        ((name, i), value) for i, group in enumerate(optimizer.param_groups) for name, value in group.items()
-    )
-    read: Reading = {key: _plain(value) for key, value in settings}
+    optimizer, groups = trainer.optimizer, enumerate(trainer.optimizer.param_groups)
+    read: Reading = {(name, i): _plain(value) for i, group in groups for name, value in group.items()}
     for p in trainer.parameters():
         read["requires_grad", p], read["state", p] = p.requires_grad, id(optimizer.state.get(p))
     return read

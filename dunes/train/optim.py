@@ -6,7 +6,7 @@ if no parameter is trainable, and for rates that are negative or not finite.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +23,19 @@ def adamw(
 ) -> Optimizer:
     """AdamW. https://arxiv.org/abs/1711.05101"""
     _check("adamw", lr=lr, decay=decay)
-    everything, _ = _split(model, lambda name, p: True)
-    return torch.optim.AdamW(_decayed(everything, decay), lr, betas, fused=_fusable(model))
+    return torch.optim.AdamW(_decayed(_trainable(model).values(), decay), lr, betas, fused=_fusable(model))
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
     """Stochastic gradient descent with momentum."""
     _check("sgd", lr=lr, momentum=momentum, decay=decay)
-    everything, _ = _split(model, lambda name, p: True)
-    groups = _non_empty([{"params": everything}])
-    return torch.optim.SGD(groups, lr, momentum, weight_decay=decay, fused=_fusable(model))
+    return torch.optim.SGD(_trainable(model).values(), lr, momentum, weight_decay=decay, fused=_fusable(model))
 
 
 def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
     """RMSprop: updates divided by a running root mean square of the gradient."""
     _check("rmsprop", lr=lr, momentum=momentum)
-    everything, _ = _split(model, lambda name, p: True)
-    return torch.optim.RMSprop(_non_empty([{"params": everything}]), lr, smoothing, momentum=momentum)
+    return torch.optim.RMSprop(_trainable(model).values(), lr, smoothing, momentum=momentum)
 
 
 def muon(
@@ -64,7 +60,7 @@ def muon(
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
-    hidden, rest = _split(model, lambda name, p: p in matrices)
+    hidden, rest = ([p for p in _trainable(model).values() if (p in matrices) == side] for side in (True, False))
     optimizers: list[Optimizer] = [Muon(hidden, lr, decay, momentum, products)] if hidden else []
     if rest:
         groups = _decayed(rest, adam_decay) if adam_decay else [{"params": rest}]
@@ -74,17 +70,16 @@ def muon(
 
 def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, list[str]]:
     """The names of the parameters that `muon` trains with "muon" and with "adamw"."""
-    matrices = _hidden_matrices(model, where)
-    named = _trainable(model)
+    matrices, named = _hidden_matrices(model, where), _trainable(model)
     return {
-        "muon": [name for name, p in named if p in matrices],
-        "adamw": [name for name, p in named if p not in matrices],
+        "muon": [name for name, p in named.items() if p in matrices],
+        "adamw": [name for name, p in named.items() if p not in matrices],
     }
 
 
 def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
     """The matrices that Muon trains. Raises ValueError if `where` selects none."""
-    matrices = {name: p for name, p in _trainable(model) if p.dim() == 2}
+    matrices = {name: p for name, p in _trainable(model).items() if p.dim() == 2}
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
         if not selected:
@@ -235,31 +230,22 @@ def _check(optimizer: str, **rates: float) -> None:
     """Raises ValueError for rates that are negative or not finite, and for a momentum of 1 or more."""
     for name, rate in rates.items():
         if not 0 <= rate < (1 if name == "momentum" else math.inf):
-            raise ValueError(
-                f"{optimizer}: {name} is {rate}; expected a number from 0" + " to below 1" * (name == "momentum")
-            )
+            most = " to below 1" * (name == "momentum")
+            raise ValueError(f"{optimizer}: {name} is {rate}; expected a number from 0{most}")
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
-    named: list[tuple[str, Tensor]] = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("nothing to train: no parameter of the model requires a gradient")
     return named
 
 
-def _split(model: nn.Module, selects: Callable[[str, Tensor], bool]) -> tuple[list[Tensor], list[Tensor]]:
-    named = _trainable(model)
-    return [p for n, p in named if selects(n, p)], [p for n, p in named if not selects(n, p)]
-
-
-def _decayed(params: list[Tensor], decay: float) -> list[Group]:
+def _decayed(params: Collection[Tensor], decay: float) -> list[Group]:
     """Matrices with decay, vectors without."""
     matrices, vectors = ([p for p in params if (p.dim() > 1) == matrix] for matrix in (True, False))
-    return _non_empty([{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}])
-
-
-def _non_empty(groups: list[Group]) -> list[Group]:
-    return [g for g in groups if g["params"]]
+    groups: list[Group] = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _fusable(model: nn.Module) -> bool:

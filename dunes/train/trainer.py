@@ -122,10 +122,8 @@ class Trainer:
 
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
-        while not isinstance(loss, nn.Module) and (
-            inner := getattr(loss, "func", getattr(loss, "__self__", None))
-        ):
-            loss = inner  # a partial, or a method of a module
+        while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
+            loss = part  # a partial, or a method of a module
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -151,8 +149,9 @@ class Trainer:
     def raise_if_diverged(self, step: Step) -> None:
         """Raises Diverged if too many steps in a row, up to this one, changed nothing."""
         if self.bad_steps >= self.patience:
+            why = "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
             raise Diverged(
-                f"{_skip_reason(step)} for {plural(self.bad_steps, 'step')} in a row, up to step "
+                f"{why} for {plural(self.bad_steps, 'step')} in a row, up to step "
                 f"{step.number}; the weights are those before them; lower the learning rate or check the data"
             )
 
@@ -368,9 +367,8 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
 def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs (sum, count) that a loss returned: "loss", 0-dim, and metrics. Raises ValueError for others."""
     if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
-        raise ValueError(
-            f"the loss returned {_describe(result)}; expected (sum, count) or (sum, count, metrics), not a mean"
-        )
+        expected = "(sum, count) or (sum, count, metrics), not a mean"
+        raise ValueError(f"the loss returned {_describe(result)}; expected {expected}")
     loss, count = result[:2]
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(f"the sum that the loss returned is {_describe(loss)}; expected a tensor of one element")
@@ -397,11 +395,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"a {type(value).__name__}"
-
-
-def _skip_reason(step: Step) -> str:
-    """Why the step was skipped."""
-    return "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
