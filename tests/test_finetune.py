@@ -382,7 +382,8 @@ def test_an_adapter_in_the_model_is_not_replaced_without_a_word(base, examples, 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples, tmp_path):
     changes, words = REFUSED[case]
-    refused(re.escape(words), finetune, replace(asked(base, examples), **changes), tmp_path / "run", display()[0])
+    attempt = lambda: finetune(replace(asked(base, examples), **changes), tmp_path / "run", display()[0])
+    refused(re.escape(words), attempt)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
