@@ -1,8 +1,10 @@
 """One thread in each worker, a private cache, and small things that many tests need."""
 
 import gc
+import json
 import os
 import re
+import sys
 
 # Else MKL's kernels on AMD depend on alignment and shape, and equal products differ in their last bits.
 os.environ.setdefault("MKL_CBWR", "AVX2")
@@ -17,6 +19,7 @@ import torch
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dunes.cli.main import main
 from dunes.inference.write import sample_text
 from dunes.ops.float32_products import repeat_choice
 from dunes.progress import Display
@@ -40,7 +43,7 @@ LONG = re.compile(
     | test_autosize.py::test_the_estimate_of_memory_grows
     | test_bench.py::test_a_table_or_one_json
     | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save|the_sweep|new_blocks|whole_proc)
-    | test_compile.py::test_(adapters_on_experts_are|experts_whose_sides_do_not|adapters_on_a_quantized_base.*nf4)
+    | test_compile.py::test_loss_and_forward_are.*(adapters.on.experts|experts.whose.sides|such.experts|nf4)
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
     | test_prune.py::test_sparsegpt_is_better_than_both_others
@@ -113,10 +116,27 @@ def code(tmp_path: Path) -> Path:
     """A folder of forty small made-up programs."""
     folder = tmp_path / "code"
     folder.mkdir()
+    write_programs(folder)
+    return folder
+
+
+def write_programs(folder: Path) -> None:
     for i in range(40):
         lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
         (folder / f"module_{i}.py").write_text("\n".join(lines))
-    return folder
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs `dunes` with these arguments in this process: its exit code, output and errors."""
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dunes", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
 
 
 def metaspace_tokenizer() -> Tokenizer:
@@ -145,6 +165,20 @@ def toy(code, **changes):
     return TrainConfig(**fixed | {"dtype": "float32", "threads": 1, "complete": False} | changes)
 
 
+def change_json(path: Path, **changes) -> None:
+    """Give these keys of a JSON file other values; ... removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
 def display():
     out = StringIO()
     return Display(Console(file=out, width=100)), out
+
+
+def refuses(words, call, /, *arguments, **options) -> str:
+    """The message of a call that is refused: on one line, with these words, which are a regular expression."""
+    with pytest.raises(ValueError, match=words) as error:
+        call(*arguments, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)

@@ -47,7 +47,7 @@ def hoarding():
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), Hoarder()), nn.Linear(4, 2))
 
 
-def test_planted_megabytes_are_found_where_they_are_taken():
+def test_planted_megabytes_and_gradients_are_found_where_they_are_taken():
     model = hoarding()
     with allocations(model) as log:
         model(torch.randn(3, 4)).sum().backward()
@@ -62,6 +62,7 @@ def test_planted_megabytes_are_found_where_they_are_taken():
     assert 3 * MB < 5 * MB <= log.peak <= 5 * MB + small, "the second and third are held together"
     assert log.by("owner")["1.1",] == max(log.by("owner").values())
     assert log.live[-1] < 1000, "parameters and gradients remain"
+    assert {a.owner for a in log.made if a.kind == "gradients"} == {"0", "2"}, "those of their parameters"
 
 
 def test_kinds_of_a_training_step_add_up():
@@ -71,10 +72,8 @@ def test_kinds_of_a_training_step_add_up():
     steps = trainer.run([(torch.randn(16, 64), torch.randint(0, 8, (16,)))] * 3)
     with allocations(model) as first:
         next(steps)
-    made = {
-        kind: sum(a.size for a in first.made if a.kind == kind)
-        for kind in ("parameters", "gradients", "optimizer")
-    }
+    kinds = ("parameters", "gradients", "optimizer")
+    made = {kind: sum(a.size for a in first.made if a.kind == kind) for kind in kinds}
     counters = 4 * 4  # AdamW's step of each of the four parameters
     assert made == {"parameters": size, "gradients": size, "optimizer": 2 * size + counters}
     assert first.live[0] == size
@@ -84,13 +83,6 @@ def test_kinds_of_a_training_step_add_up():
     assert second.by("kind", moment=0) == {("optimizer",): 2 * size + counters, ("parameters",): size}
     assert not any(a.kind == "optimizer" for a in second.made if a.allocated > 0)
     assert sum(second.by("kind").values()) == second.peak
-
-
-def test_gradients_belong_to_the_module_of_their_parameter():
-    model = hoarding()
-    with allocations(model) as log:
-        model(torch.randn(3, 4)).sum().backward()
-    assert {a.owner for a in log.made if a.kind == "gradients"} == {"0", "2"}
 
 
 def test_nothing_is_left_behind_and_an_error_inside_is_the_callers():
@@ -146,11 +138,7 @@ def test_memory_of_a_long_prompt_is_bounded(held):
     assert log.peak <= 48 * MB, "a mask alone would have 268 million elements"
 
 
-SHAPES = [
-    Shape(2, 32),
-    Shape(4, 32, torch.bfloat16),
-    Shape(2, 64, torch.bfloat16, checkpointing=True),
-]
+SHAPES = [Shape(2, 32), Shape(4, 32, torch.bfloat16), Shape(2, 64, torch.bfloat16, checkpointing=True)]
 
 
 @pytest.mark.slow

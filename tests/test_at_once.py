@@ -174,10 +174,8 @@ def _staging(path, fill):
 
 
 def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_path):
-    dead, living = (
-        FORK.Process(target=_staging, args=(tmp_path / "model", lambda made: (made / "half").touch()))
-        for _ in range(2)
-    )
+    arguments = (tmp_path / "model", lambda made: (made / "half").touch())
+    dead, living = (FORK.Process(target=_staging, args=arguments) for _ in range(2))
     try:
         for i, process in enumerate((dead, living), 1):
             process.start()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from conftest import refuses
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
 from dunes.models import arcee, llama, mixtral
@@ -87,9 +88,9 @@ def test_a_run_whose_options_are_all_given_is_like_the_one_that_chose_them(monke
     assert autosize_run(again, 100_000, resumed=True)[0].weight_decay is None
 
 
-def test_more_threads_than_any_machine_uses_are_refused():
-    with pytest.raises(ValueError, match="--threads is 40000; this machine has"):
-        autosize.with_hardware(TrainConfig(sources=(), threads=40_000))
+def test_options_that_cannot_be_are_refused():
+    refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
+    refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
 
 
 @pytest.mark.slow
@@ -286,13 +287,7 @@ def test_text_that_is_read_often_is_trained_on_with_more_weight_decay(complete, 
 
 @pytest.mark.parametrize(("asked", "decays"), [(0.3, {0.3}), (None, {0.01, 0.0})])
 def test_the_optimizer_has_the_weight_decay_of_the_options(asked, decays):
-    model = nn.Sequential(
-        nn.Embedding(8, 4), nn.Sequential(nn.Linear(4, 4, bias=False)), nn.Sequential(nn.Linear(4, 4, bias=False))
-    )
+    layers = [nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(2)]
+    model = nn.Sequential(nn.Embedding(8, 4), *layers)
     groups = build_optimizer(model, TrainConfig(weight_decay=asked)).param_groups
     assert {group["weight_decay"] for group in groups} == decays
-
-
-def test_a_weight_decay_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"--weight-decay is -1"):
-        TrainConfig(weight_decay=-1.0)

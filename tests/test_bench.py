@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import display, toy
+from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantization import NF4
@@ -154,10 +154,9 @@ def test_weights_to_read_are_all_but_the_rows_of_the_embedding():
     assert benchmarks.cache_elements(tied, 20) == 20 * 2 * heads * len(tied.blocks)
     sliding = of_shape("mistral", 200_000, 32).outline()
     heads = sliding.blocks[0].attn.k.out_features
-    assert benchmarks.cache_elements(sliding, 20) == sliding.blocks[0].attn.window * 2 * heads * len(
-        sliding.blocks
-    )
-    assert sliding.blocks[0].attn.window == 16
+    window = sliding.blocks[0].attn.window
+    assert benchmarks.cache_elements(sliding, 20) == window * 2 * heads * len(sliding.blocks)
+    assert window == 16
 
 
 def test_of_experts_only_those_that_tokens_select_are_read():
@@ -246,6 +245,7 @@ def test_a_folder_of_our_own_form_is_measured_as_what_it_holds(tmp_path):
         measured("prefill", tmp_path / f"{name}.jsonl", models=[tmp_path / name], sizes=[])[0]
         for name in ("dense", "nf4")
     )
+    assert isinstance(of_folder(tmp_path / "nf4").model(), Decoder)
     assert few["flops"] == plain["flops"] > 0
     assert few["parameters"] == plain["parameters"]
     stored = checkpoint.load(tmp_path / "nf4").model
@@ -258,8 +258,7 @@ def model_folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("bench")
     code = root / "code"
     code.mkdir()
-    for i in range(30):
-        (code / f"m{i}.py").write_text("".join(f"def f{i}_{j}(x):\n    return x + {j}\n\n\n" for j in range(9)))
+    write_programs(code)
     assert train(toy(code, steps=11, complete=False), root / "<b>run", display()[0]) == 0
     return root / "<b>run"
 
@@ -275,9 +274,8 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
     monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype: made.append(dtype))
     for compile in (False, True):
         request = run.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
-        kept = run.bench(
-            "decode", request, 2, tmp_path / f"{compile}.jsonl", lambda *args: shown.append(args), 0.0
-        )
+        show = lambda *args: shown.append(args)
+        kept = run.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", show, 0.0)
         assert {row["form"] for row in kept} == {None}, "this make_step makes none"
     assert len(made) == 2, "where it was asked for"
     first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
@@ -286,15 +284,13 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
     ]
     assert "and compiling its decoding unless it is there" in second[1][0]
     assert all(words.endswith(" left") for words, done in first if done)
-    with pytest.raises(ValueError, match="--compile has no effect on prefill"):
-        measured("prefill", tmp_path / "c.jsonl", compile=True)
+    refuses("--compile has no effect on prefill", measured, "prefill", tmp_path / "c.jsonl", compile=True)
 
 
 def test_no_file_is_written_over_or_taken_for_ones_own(tmp_path):
     measured("prefill", tmp_path / "a.jsonl")
     before = (tmp_path / "a.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"a\.jsonl: already exists"):
-        measured("prefill", tmp_path / "a.jsonl")
+    refuses(r"a\.jsonl: already exists", measured, "prefill", tmp_path / "a.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == before
 
 
@@ -347,8 +343,7 @@ def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypa
     ],
 )
 def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        measured(name, tmp_path / "out.jsonl", **changes)
+    refuses(re.escape(words), measured, name, tmp_path / "out.jsonl", **changes)
 
 
 def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
@@ -360,10 +355,8 @@ def test_files_that_are_none_are_refused(tmp_path):
     bad = tmp_path / "bad.jsonl"
     for text, words in (("", "has no measurements"), ('{"a": 1}\n', "has no measurements"), ("\0\n", "has no")):
         bad.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            rows.read_rows(bad)
-    with pytest.raises(ValueError, match="already exists"):
-        run.bench("train", TINY, 1, bad)
+        refuses(words, rows.read_rows, bad)
+    refuses("already exists", run.bench, "train", TINY, 1, bad)
     with pytest.raises(ValueError, match=r"x\.parquet: expected a file name that ends in \.jsonl"):
         run.bench("train", TINY, 1, tmp_path / "x.parquet")
 
@@ -375,8 +368,7 @@ def test_a_benchmark_of_ones_own_is_registered_once():
 
     try:
         assert bench.BENCHMARKS["mine"].about == "Mine."
-        with pytest.raises(ValueError, match="a benchmark named mine exists already"):
-            bench.benchmark()(mine)
+        refuses("a benchmark named mine exists already", bench.benchmark(), mine)
     finally:
         del bench.BENCHMARKS["mine"]
 
@@ -433,8 +425,7 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
 
 
 def test_a_confidence_is_a_share():
-    with pytest.raises(ValueError, match=r"--confidence is 99; expected a number from 0\.5"):
-        compare(laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
+    refuses(r"--confidence is 99; expected a number from 0\.5", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
 def test_rounds_are_paired_by_their_numbers():
@@ -477,9 +468,8 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     }
     assert {e.phase for e in report.entries if "adamw" in e.operation} == {"optimizer"}
     assert sum(e.seconds for e in report.entries) + report.between == pytest.approx(report.wall, rel=1e-6)
-    assert report.inside()[""]["forward"] == pytest.approx(
-        sum(e.seconds for e in report.entries if e.phase == "forward")
-    )
+    forward = sum(e.seconds for e in report.entries if e.phase == "forward")
+    assert report.inside()[""]["forward"] == pytest.approx(forward)
     heavy, light = (report.inside()[m]["forward"] for m in ("heavy", "light"))
     assert heavy > light, "128 times the arithmetic"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
@@ -543,8 +533,7 @@ def test_pictures_of_all_that_varies(tmp_path):
         "prefill-limits.svg",
     ]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
-    with pytest.raises(ValueError, match=r"ends in \.svg or \.png"):
-        plot.save_plot(None, tmp_path / "x.pdf")
+    refuses(r"ends in \.svg or \.png", plot.save_plot, None, tmp_path / "x.pdf")
 
 
 def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
@@ -571,8 +560,7 @@ def test_losses_of_several_runs(model_folder, tmp_path):
     lines = read_metrics(model_folder / "metrics.jsonl")
     plot.save_plot(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
     assert plot.run_points(lines)[-1]["tokens"] == 11 * 4 * 32
-    with pytest.raises(ValueError, match="has a validation loss yet"):
-        plot.losses({"a": lines[:1]})
+    refuses("has a validation loss yet", plot.losses, {"a": lines[:1]})
 
 
 # The command
@@ -602,8 +590,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     assert json.loads(command(*compared, "--json"))["differences"][0]["ratio"] == 1.0
     printed = command("train", *shape[:1], "300k", *shape[3:], "--by-module", "--json")
     assert json.loads(printed)["modules"]["blocks[*]"]["backward"] > 0
-    with pytest.raises(ValueError, match="omit --rounds"):
-        command("train", *shape, "--by-module", "--rounds", 3)
+    refuses("omit --rounds", command, "train", *shape, "--by-module", "--rounds", 3)
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
     assert len(pictures) == 4
     assert all(Path(picture).is_file() for picture in pictures)
@@ -612,12 +599,7 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     out = tmp_path / "out.jsonl"
-    line = [
-        sys.executable,
-        "-m",
-        "dunes",
-        "bench",
-        "prefill",
+    options = [
         "--size",
         "300k",
         "--context-length",
@@ -625,8 +607,11 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
         "--rounds",
         "10000",
         "--json",
+        "--threads",
+        "1",
+        "--out",
     ]
-    line += ["--threads", "1", "--out", str(out)]
+    line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, out]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not out.exists() or out.read_bytes().count(b"\n") < 2:
         assert process.poll() is None
@@ -647,36 +632,32 @@ def test_a_mistake_is_one_line_and_status_2():
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_decoder_is_what_is_measured(model_folder):
-    assert isinstance(of_folder(model_folder).model(), Decoder)
+def adapter_in(folder, **options):
+    """A model with an adapter as after training, which is saved there."""
+    base = of_shape("llama", 200_000, 32).written
+    model = checkpoint.load(base).model
+    attach(model, where="**.attn.q", rank=2, **options)
+    with torch.no_grad():
+        for layer in model.blocks:
+            layer.attn.q["default"].B.add_(0.1)
+    checkpoint.save_adapter(model, folder, "default", base, context_length=64)
+    return model
 
 
 @pytest.mark.parametrize("name", ["load", "save"])
 def test_the_folder_of_an_adapter_is_loaded_and_saved_with_its_base(name, tmp_path):
-    base = of_shape("llama", 200_000, 32).written
-    model = checkpoint.load(base).model
-    attach(model, where="**.attn.q", rank=2)
-    with torch.no_grad():
-        for layer in model.blocks:
-            layer.attn.q["default"].B.fill_(0.1)
-    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base)
+    model = adapter_in(tmp_path / "adapter")
     work = benchmarks.BENCHMARKS[name].make(of_folder(tmp_path / "adapter"), Setting(1, 32, "float32", 1))
     work.run(work.setup())
     assert work.amount == sum(t.nbytes for t in model.parameters())
 
 
 def test_an_adapter_is_measured_with_its_context_length_and_the_tokenizer_of_its_base(tmp_path):
-    base = of_shape("llama", 200_000, 32).written
-    model = checkpoint.load(base).model
-    attach(model, where="**.attn.q", rank=2, init="pissa")
-    with torch.no_grad():
-        model.blocks[0].attn.q["default"].B.mul_(2)
-    checkpoint.save_adapter(model, tmp_path / "adapter", "default", base, context_length=64)
+    adapter_in(tmp_path / "adapter", init="pissa")
     subject = of_folder(tmp_path / "adapter")
     loaded = subject.model()
-    assert [(k, p.shape) for k, p in subject.outline().named_parameters()] == [
-        (k, p.shape) for k, p in loaded.named_parameters()
-    ]
+    shapes = [[(k, p.shape) for k, p in m.named_parameters()] for m in (subject.outline(), loaded)]
+    assert shapes[0] == shapes[1]
     assert any(".adapters." in k for k, _ in loaded.named_parameters())
     assert subject.context == 64
-    assert subject.tokenizer.vocab == Tokenizer.load(base).vocab
+    assert subject.tokenizer.vocab == Tokenizer.load(of_shape("llama", 200_000, 32).written).vocab

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from conftest import refuses
 from dunes.completion.protocol import Suggestion
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
 
 
 def last_line(script: str, *arguments: object):
@@ -28,10 +34,9 @@ def test_two_commits_are_run_in_turn_and_compared_round_by_round():
     assert [d["pairs"] for d in row["differences"]] == [2]
 
 
-def test_what_is_no_commit_is_refused(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    with pytest.raises(ValueError, match="no-such-commit: no commit of"):
-        importlib.import_module("commits").measure_commits(("no-such-commit", "HEAD"), "train", "20k", 1)
+def test_what_is_no_commit_is_refused():
+    commits = importlib.import_module("commits")
+    refuses("no-such-commit: no commit of", commits.measure_commits, ("no-such-commit", "HEAD"), "train", "20k", 1)
 
 
 @pytest.mark.slow
@@ -104,9 +109,8 @@ def test_loading_is_measured_beside_transformers():
 @pytest.mark.slow
 def test_whole_processes_are_measured_beside_the_import_of_torch():
     row = last_line("start.py", "--size", "20k", "--rounds", 1)
-    assert row["generate, wall"] - row["import torch, wall"] == pytest.approx(
-        row["generate after import torch, wall"]
-    )
+    beyond = row["generate, wall"] - row["import torch, wall"]
+    assert beyond == pytest.approx(row["generate after import torch, wall"])
     assert min(row[f"{side}, cpu"] for side in ("import torch", "generate", "complete")) > 0
 
 
@@ -118,9 +122,8 @@ def test_experts_are_measured_in_both_forms_and_beside_a_dense_mlp():
 
 @pytest.mark.slow
 def test_a_layer_of_experts_is_measured_beside_a_dense_mlp_and_transformers():
-    sides = last_line("experts.py", "--layer", "--seconds", 0, "--dtypes", "float32", "--without-litgpt")[
-        "float32"
-    ]
+    options = ("--layer", "--seconds", 0, "--dtypes", "float32", "--without-litgpt")
+    sides = last_line("experts.py", *options)["float32"]
     assert [*sides] == ["dense", "grouped", "plain", "transformers grouped_mm"]
     assert all(times["training"] > times["forward"] > 0 for times in sides.values())
 
@@ -224,8 +227,7 @@ def test_finetuning_learns_as_peft_does_and_is_raced():
     assert row["ratios"]["ours packed over theirs packed"].keys() == {"rate", "grown", "peak"}
 
 
-def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(FOLDER))
+def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(capsys):
     import peers
 
     rates = {
@@ -242,10 +244,8 @@ def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(m
     assert settings == {"32": ("float32", "float32 static"), "16": ("bfloat16 compiled", "float16 flash")}
     assert row["equal_bits"]["32"]["from_to"] == [0.25, 0.5]
     assert row["equal_bits"]["16"]["ratio"] == 2.25
-    assert (
-        "at 16 bits: ours (bfloat16 compiled) 10, theirs (float16 flash) 4.5: 2.25 times"
-        in capsys.readouterr().out
-    )
+    printed = capsys.readouterr().out
+    assert "at 16 bits: ours (bfloat16 compiled) 10, theirs (float16 flash) 4.5: 2.25 times" in printed
 
 
 @pytest.mark.long
@@ -272,7 +272,6 @@ def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path
 
 def test_a_half_made_environment_is_made_anew_and_a_whole_one_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
-    monkeypatch.syspath_prepend(str(FOLDER))
     import environments
 
     folder, ran = tmp_path / "peers" / "thing-1.0", []
@@ -289,7 +288,6 @@ def test_a_half_made_environment_is_made_anew_and_a_whole_one_is_kept(tmp_path, 
 
 @pytest.mark.slow
 def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
     figures = importlib.import_module("figures")
     for name, path in (("RESULTS", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
         monkeypatch.setattr(figures, name, tmp_path / path)
@@ -310,21 +308,16 @@ def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monk
 
 @pytest.mark.slow
 def test_nearness_is_timed_beside_rouge_score(tmp_path):
-    rows = [
-        {"instruction": f"Say {i} things about the {w}.", "input": "", "output": ""} for i, w in enumerate("abcd")
-    ]
-    (tmp_path / "seeds.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    texts = (f"Say {i} things about the {w}." for i, w in enumerate("abcd"))
+    rows = [json.dumps({"instruction": text, "input": "", "output": ""}) for text in texts]
+    (tmp_path / "seeds.jsonl").write_text("\n".join(rows))
     assert last_line("rouge.py", tmp_path / "seeds.jsonl", "--earlier", 50)["50"]["factor"] > 0
 
 
 @pytest.mark.slow
 def test_mixtures_of_lora_experts_are_compared_with_lora_of_as_many_weights(tmp_path):
-    texts = (
-        "Seven apples and nine pears are sixteen.\n",
-        "We are accounted poor citizens.\n",
-        "def task(value):\n",
-    )
-    for name, line in zip("abc", texts, strict=True):
+    texts = {"a": "Seven apples and nine pears are sixteen.\n", "b": "We are accounted poor citizens.\n"}
+    for name, line in (texts | {"c": "def task(value):\n"}).items():
         (tmp_path / name).write_text(line * (2000 // len(line)))
     sizes = ("--base-steps", 4, "--steps", 4, "--seeds", 0, 1, "--rates", 0.001, 0.01)
     rows = last_line("lora_experts.py", *(tmp_path / name for name in "abc"), *sizes)["summary"]
@@ -350,8 +343,7 @@ def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path
     assert picture.read_text().startswith("<?xml")
 
 
-def test_the_scenes_are_whole(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_the_scenes_are_whole():
     scenes = importlib.import_module("completion_scenes")
     found = scenes.find_scenes(scenes.SCENES)
     languages = Counter(scene.language for scene in found)
@@ -381,8 +373,7 @@ def test_the_scenes_are_whole(monkeypatch):
         ("a¦b", ("a", "b"), ("ab", "c")),
     ],
 )
-def test_what_is_right_in_a_scene(monkeypatch, tmp_path, expected, right, wrong):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_what_is_right_in_a_scene(tmp_path, expected, right, wrong):
     (tmp_path / "call-area.go").write_text(f"x = ▏{expected}▕\n")
     (tmp_path / "call-area.open.go").write_text("y\n")
     scene = importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
@@ -390,21 +381,16 @@ def test_what_is_right_in_a_scene(monkeypatch, tmp_path, expected, right, wrong)
     assert [scene.is_right(text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
-def test_each_scene_is_completed_with_and_without_the_file_that_is_open(monkeypatch, tmp_path):
+def test_each_scene_is_completed_with_and_without_the_file_that_is_open(tmp_path):
     class Opened(dict):
         update = dict.__setitem__
 
         def complete(self, before, after, name):
             return Suggestion(f"{before}|{after}|{name}|{self}")
 
-    monkeypatch.syspath_prepend(FOLDER)
     scenes, opened = importlib.import_module("completion_scenes"), Opened()
-    for name, text in (
-        ("open-area.go", "f(▏x▕)\n"),
-        ("open-area.open.go", "f(x)\n"),
-        ("call-area.go", "f(▏x▕)\n"),
-    ):
-        (tmp_path / name).write_text(text)
+    for name in ("open-area.go", "open-area.open.go", "call-area.go"):
+        (tmp_path / name).write_text("f(x)\n" if "open.go" in name else "f(▏x▕)\n")
     call, area = map(scenes.parse_scene, (tmp_path / "call-area.go", tmp_path / "open-area.go"))
     copier = scenes.CopyNearest.of_files([("a.go", "g(y)\n")])
     texts = lambda scene: [each.text for each in scenes.complete_scene(scene, opened, copier).values()]
@@ -415,15 +401,14 @@ def test_each_scene_is_completed_with_and_without_the_file_that_is_open(monkeypa
 
 
 @pytest.mark.parametrize("text", ["", "a▏b", "a▏▕", "a▏b▕c▏d▕", "a▏b¦▕", "a▏…▕", "a¦▏b▕", "▕a▏b▕", "▕a▏b"])
-def test_what_is_no_scene_is_refused(monkeypatch, tmp_path, text):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_what_is_no_scene_is_refused(tmp_path, text):
     (tmp_path / "call-area.go").write_text(text)
-    with pytest.raises(ValueError, match=r"call-area\.go: expected one ▏"):
-        importlib.import_module("completion_scenes").parse_scene(tmp_path / "call-area.go")
+    parse_scene = importlib.import_module("completion_scenes").parse_scene
+    refuses(r"call-area\.go: expected one ▏", parse_scene, tmp_path / "call-area.go")
 
 
 def made_repository(folder):
-    """A repository of shapes, and a link and a text of another kind, with its entry in a list."""
+    """A repository of shapes, and a link and a text of another kind, and its entry in a list."""
     for i in range(60):
         path = folder / "made" / f"part_{i % 4}" / f"shapes_{i}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -431,48 +416,29 @@ def made_repository(folder):
         path.write_text(body)
         (folder / "made" / f"notes_{i}.md").write_text(f"# Notes {i}\n\n" + f"The area of {i} is a product.\n" * 9)
     (folder / "made" / "link.py").symlink_to(path)
-    return {"name": "made", "address": "https://made.up", "commit": "0" * 40, "suffix": ".py"}
+    entry = {"name": "made", "address": "https://made.up", "commit": "0" * 40, "suffix": ".py"}
+    entry["sha256"] = importlib.import_module("completion_repositories").digest(folder / "made")
+    (folder / "list.json").write_text(json.dumps([entry]))
+    return entry, folder / "list.json"
 
 
-def test_repositories_are_those_of_the_list_or_refused(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
+def test_repositories_are_those_of_the_list_or_refused(tmp_path):
     lists = importlib.import_module("completion_repositories")
-    entry = made_repository(tmp_path)
-    entry["sha256"] = lists.digest(tmp_path / "made")
-    file = tmp_path / "list.json"
-    file.write_text(json.dumps([entry]))
+    entry, file = made_repository(tmp_path)
     assert lists.read_repositories(file, tmp_path) == [lists.Repository(**entry)]
-    with pytest.raises(ValueError, match=r"no such folder; put the files of https://made\.up at 0000"):
-        lists.read_repositories(file, tmp_path / "elsewhere")
+    elsewhere = tmp_path / "elsewhere"
+    refuses(r"no such folder; put the files of https://made\.up at 0000", lists.read_repositories, file, elsewhere)
     (tmp_path / "made" / "notes_1.md").write_text("another")
-    with pytest.raises(ValueError, match="made: its files have the SHA-256"):
-        lists.read_repositories(file, tmp_path)
+    refuses("made: its files have the SHA-256", lists.read_repositories, file, tmp_path)
 
 
 @pytest.mark.slow
-def test_repositories_are_scored_once_each_and_go_on_after_a_kill(tmp_path, monkeypatch, capfd):
-    monkeypatch.syspath_prepend(FOLDER)
-    lists = importlib.import_module("completion_repositories")
-    entry = made_repository(tmp_path)
-    entry["sha256"] = lists.digest(tmp_path / "made")
-    file, out = tmp_path / "list.json", tmp_path / "out"
-    file.write_text(json.dumps([entry]))
+def test_repositories_are_scored_once_each_and_go_on_after_a_kill(tmp_path):
+    (_, file), out = made_repository(tmp_path), tmp_path / "out"
     (out / "made" / "run").mkdir(parents=True)  # as a process that was killed leaves it
-    options = [
-        "--repositories",
-        file,
-        "--folders",
-        tmp_path,
-        "--steps",
-        6,
-        "--size",
-        "60k",
-        "--cuts",
-        3,
-        "--lines",
-        1,
-    ]
-    command = [sys.executable, FOLDER / "completion.py", out, *options]
+    sizes = ("--steps", 6, "--size", "60k", "--cuts", 3, "--lines", 1)
+    given = ("--repositories", file, "--folders", tmp_path)
+    command = [sys.executable, FOLDER / "completion.py", out, *given, *sizes]
     for _ in range(2):
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from conftest import change_json, refuses
 from dunes import checkpoint
 from dunes.checkpoint.architecture import function_name
-from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.models import llama
 from dunes.models.initialise import initialise
@@ -46,9 +46,8 @@ def build(dim=32, window=8, tied=True, mlp=Shifted):
     position = Rotary(dim // 2)
     attention = lambda i: Attention(dim, 2, 1, position=position, window=None if i else window)
     blocks = [Block(RMSNorm(dim), attention(i), RMSNorm(dim), mlp(dim)) for i in range(2)]
-    model = Decoder(
-        Embedding(TOKENIZER.vocab, dim), blocks, RMSNorm(dim), nn.Linear(dim, TOKENIZER.vocab, bias=False)
-    )
+    embed, head = Embedding(TOKENIZER.vocab, dim), nn.Linear(dim, TOKENIZER.vocab, bias=False)
+    model = Decoder(embed, blocks, RMSNorm(dim), head)
     if tied:
         model.head.weight = model.embed.token.weight
     return model
@@ -103,15 +102,11 @@ def test_arguments_are_in_the_card_and_given_to_the_function(tmp_path):
     loaded = checkpoint.load(tmp_path, build=build)
     assert loaded.card["family"]["arguments"] == {"dim": 16, "window": None, "tied": False}
     assert torch.equal(loaded.model(IDS), model(IDS))
-    with pytest.raises(
-        ValueError,
-        match=r"test_built:learned does not take the arguments \{\"dim\": 16.*missing a required argument",
-    ):
-        checkpoint.load(tmp_path, build=learned)
+    words = r"test_built:learned does not take the arguments \{\"dim\": 16.*missing a required argument"
+    refuses(words, checkpoint.load, tmp_path, build=learned)
     with pytest.raises(ValueError, match=r"arguments of test_built:build: .*they must be JSON"):
         save(model, tmp_path, arguments={"dim": torch.ones(1)})
-    with pytest.raises(ValueError, match="returned a str; expected a module"):
-        save(model, tmp_path, build=lambda: "x")
+    refuses("returned a str; expected a module", save, model, tmp_path, build=lambda: "x")
 
 
 MINE = """
@@ -136,13 +131,8 @@ def test_it_is_loaded_in_another_process_from_the_file_that_has_the_function(tmp
     path.write_text(MINE)
     found = runpy.run_path(str(path))
     model = found["build"](8).eval()
-    checkpoint.save(
-        model,
-        tmp_path / "kept",
-        None,
-        16,
-        architecture=checkpoint.Architecture.of_function(found["build"], hidden=8),
-    )
+    architecture = checkpoint.Architecture.of_function(found["build"], hidden=8)
+    checkpoint.save(model, tmp_path / "kept", None, 16, architecture=architecture)
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "DUNES_HOME": str(tmp_path / "home")}
     env |= {"OMP_NUM_THREADS": "1", "MKL_CBWR": os.environ["MKL_CBWR"]}  # the bits of this process
     line = [sys.executable, "-W", "ignore", path, tmp_path / "kept"]
@@ -181,10 +171,8 @@ def test_every_difference_from_what_was_saved_is_listed(kept):
 
 
 def test_other_settings_alone_are_refused_with_a_way_out(kept):
-    with pytest.raises(
-        ValueError, match=r"blocks\.0\.attn has another class .*; if this is intended, .*load_state"
-    ):
-        checkpoint.load(kept, build=partial(build, window=4))
+    words = r"blocks\.0\.attn has another class .*; if this is intended, .*load_state"
+    refuses(words, checkpoint.load, kept, build=partial(build, window=4))
 
 
 def test_a_set_is_the_same_in_whatever_order_it_lies(tmp_path):
@@ -194,22 +182,16 @@ def test_a_set_is_the_same_in_whatever_order_it_lies(tmp_path):
         return model
 
     assert str({0, 8}) != str({8, 0})
-    checkpoint.save(
-        make([0, 8]),
-        tmp_path,
-        TOKENIZER,
-        1,
-        architecture=checkpoint.Architecture.of_function(partial(make, [8, 0])),
-    )
+    architecture = checkpoint.Architecture.of_function(partial(make, [8, 0]))
+    checkpoint.save(make([0, 8]), tmp_path, TOKENIZER, 1, architecture=architecture)
     assert checkpoint.load(tmp_path, build=partial(make, [8, 0])).model.chosen == {0, 8}
 
 
 def test_a_function_that_builds_another_model_is_refused_before_anything_is_written(tmp_path):
     def refusal(model, **how):
-        with pytest.raises(ValueError, match="builds a different model: ") as caught:
-            save(model, tmp_path / "own", **how)
+        message = refuses("builds a different model: ", save, model, tmp_path / "own", **how)
         assert not (tmp_path / "own").exists()
-        return str(caught.value)
+        return message
 
     assert "blocks.0.attn: window is 4, not 8" in refusal(learned(build(window=4)))
     assert "blocks.0.attn.k.weight is (8, 16), not (16, 32)" in refusal(learned(build(16)))
@@ -246,7 +228,7 @@ def test_any_module_can_be_kept(tmp_path):
     assert torch.equal(loaded(x), model(x))
 
 
-def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_path, monkeypatch, capsys):
+def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_path, command):
     with pytest.raises(ValueError, match="no family describes this model: ") as caught:
         checkpoint.save(build(), tmp_path / "new", TOKENIZER, 64)
     assert str(caught.value).count("not ") <= 3, "the nearest family, not all"
@@ -260,9 +242,7 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
         "--trust-code, in Python trust_code=True or the function itself: build=build"
     )
     for read in (checkpoint.load, checkpoint.describe, checkpoint.load_with_tokenizer):
-        with pytest.raises(ValueError, match="not imported") as caught:
-            read(kept)
-        assert str(caught.value) == words
+        assert refuses("not imported", read, kept) == words
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({"instruction": f"a {i}", "output": "b"}) for i in range(100)))
     for line in (
@@ -273,23 +253,18 @@ def test_without_the_function_it_is_refused_in_one_line_that_says_how(kept, tmp_
         ("eval", kept, data),
         ("finetune", kept, "--data", data, "--out", tmp_path / "run"),
     ):
-        monkeypatch.setattr(sys, "argv", ["dunes", *map(str, line)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        assert capsys.readouterr().err == f"dunes: {words}\n"
+        status, _, error = command(*line)
+        assert (status, error) == (2, f"dunes: {words}\n")
 
 
 @pytest.mark.parametrize("by", ["function", "class"])
-def test_inspect_describes_a_folder_whose_function_it_does_not_import(by, kept, tmp_path, monkeypatch, capsys):
+def test_inspect_describes_a_folder_whose_function_it_does_not_import(by, kept, tmp_path, command):
     if by == "class":
         kept = tmp_path / "weights"
         checkpoint.save_weights(build(), kept)
-    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", str(kept)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1, "it would not load"
-    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    status, out, _ = command("inspect", kept)
+    assert status == 1, "it would not load"
+    shown = dict(line.split(maxsplit=1) for line in out.splitlines())
     name = "test_built:build, dunes" if by == "function" else "dunes.parts.decoder:Decoder, dunes"
     assert shown["family"].startswith(name)
     stored = sum(t.numel() for t in load_file(kept / "model.safetensors").values())
@@ -312,8 +287,7 @@ def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
     save(model, kept)
     assert checkpoint.load(kept).card["family"] == "llama"
     save(learned(build()), kept)
-    with pytest.raises(ValueError, match="not imported automatically"):
-        checkpoint.load(kept)
+    refuses("not imported automatically", checkpoint.load, kept)
     assert torch.equal(checkpoint.load(kept, build=build).model(IDS), learned(build())(IDS))
 
 
@@ -328,21 +302,15 @@ def test_a_card_of_format_1_is_read(kept):
     assert "context" not in loaded.card
 
 
+NO_FAMILY = "dunes.json: family must be a family's name with its config, or a function"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            {"family": {"function": "a:b"}},
-            "dunes.json: family must be a family's name with its config, or a function",
-        ),
-        (
-            {"family": {"function": 3, "arguments": {}}},
-            "dunes.json: family must be a family's name with its config, or a function",
-        ),
-        (
-            {"family": {"function": "a:\nb", "arguments": {}}},
-            "dunes.json: family must be a family's name with its config, or a function",
-        ),
+        ({"family": {"function": "a:b"}}, NO_FAMILY),
+        ({"family": {"function": 3, "arguments": {}}}, NO_FAMILY),
+        ({"family": {"function": "a:\nb", "arguments": {}}}, NO_FAMILY),
         ({"structure": None}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {"": 3}, "tied": {}}}, "dunes.json: structure must have a table of modules"),
         ({"structure": {"modules": {}, "tied": []}}, "dunes.json: structure must have a table of tied"),
@@ -350,11 +318,8 @@ def test_a_card_of_format_1_is_read(kept):
     ],
 )
 def test_a_damaged_card_is_refused_in_one_line(kept, change, words):
-    card = json.loads((kept / "dunes.json").read_text())
-    (kept / "dunes.json").write_text(json.dumps(card | change))
-    with pytest.raises(ValueError, match=words) as caught:
-        checkpoint.load(kept, build=build)
-    assert "\n" not in str(caught.value)
+    change_json(kept / "dunes.json", **change)
+    refuses(words, checkpoint.load, kept, build=build)
 
 
 def test_the_name_of_a_function():

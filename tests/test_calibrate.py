@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import refuses
 from dunes import tree
 from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
@@ -58,9 +59,9 @@ def calibrate(*arguments, **options):
         pass
 
 
-def collected(model, ids=IDS, **options):
+def collected(model, names=None, **options):
     grams = {}
-    calibrate(model, ids, linears(model), grams.update, **options)
+    calibrate(model, IDS, names or linears(model), grams.update, **options)
     return grams
 
 
@@ -108,8 +109,7 @@ def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
     model, calls = model_of(), []
     model.blocks[0].mlp.down.register_forward_pre_hook(lambda m, x: calls.append(len(x[0])))
     names = ["blocks.0.attn.q", "blocks.0.attn.out"]
-    grams = {}
-    calibrate(model, IDS, names, grams.update)
+    grams = collected(model, names)
     assert calls == [2]
     monkeypatch.undo()
     sums = direct(model, {name: linears(model)[name] for name in names})
@@ -123,8 +123,7 @@ def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
     attn.out.register_forward_hook(lambda m, x, y: y + attn.v(norm(y)))
     names = {"blocks.0.attn.v": attn.v}
     expected = direct(model, names)["blocks.0.attn.v"]
-    grams = {}
-    calibrate(model, IDS, names, grams.update)
+    grams = collected(model, names)
     assert grams["blocks.0.attn.v"].tokens == expected[1] == 2 * IDS.numel()
     assert distance(grams["blocks.0.attn.v"].matrix, expected[0]) < 1e-5
 
@@ -157,10 +156,8 @@ def test_later_layers_read_what_changed_ones_write(sequential):
 
 def test_the_head_reads_what_the_norm_writes():
     model = model_of("llama", tied=False)
-    sums = direct(model, {"head": model.head})
-    grams = {}
-    calibrate(model, IDS, ["head"], grams.update)
-    assert distance(grams["head"].matrix, sums["head"][0]) < 1e-5
+    (sums, _), grams = direct(model, {"head": model.head})["head"], collected(model, ["head"])
+    assert distance(grams["head"].matrix, sums) < 1e-5
 
 
 def test_the_model_stays_in_its_mode_and_nothing_is_held():
@@ -207,26 +204,21 @@ def test_progress_goes_by_blocks():
      (IDS + 9, "vocabulary ends at 49"), (IDS - 99, "ids from -99")],
 )  # fmt: skip
 def test_other_ids_are_refused(ids, message):
-    with pytest.raises(ValueError, match=message):
-        calibrate(model_of(), ids, [], fail)
+    refuses(message, calibrate, model_of(), ids, [], fail)
 
 
 def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
     model = model_of("llama", tied=True)
     for name, message in (("embed.token", "Embedding"), ("head", "no module"), ("blocks.9.attn.q", "no module")):
-        with pytest.raises(ValueError, match=f"{name} is .*{message}"):
-            calibrate(model, IDS, [name], fail)
+        refuses(f"{name} is .*{message}", calibrate, model, IDS, [name], fail)
     attach(model, where="blocks.*.attn.q", rank=2)
     quantize(model, where="blocks.*.attn.k")
     for name in ("q", "k"):
-        with pytest.raises(ValueError, match="dense linear layers"):
-            calibrate(model, IDS, [f"blocks.0.attn.{name}"], fail)
-    with pytest.raises(ValueError, match="Linear is no Decoder"):
-        calibrate(nn.Linear(2, 2), IDS, [], fail)
+        refuses("dense linear layers", calibrate, model, IDS, [f"blocks.0.attn.{name}"], fail)
+    refuses("Linear is no Decoder", calibrate, nn.Linear(2, 2), IDS, [], fail)
 
 
 def test_too_few_tokens_are_refused():
     layers = linears(model_of())
     require_tokens(IDS, layers)
-    with pytest.raises(ValueError, match=r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down"):
-        require_tokens(IDS[:1], layers)
+    refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_tokens, IDS[:1], layers)

@@ -5,10 +5,11 @@ import warnings
 
 import pytest
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
-from dunes.models import FAMILIES
+from dunes.models import llama
 from dunes.text import SPECIAL, Tokenizer
 from dunes.text.templates import (
     TEMPLATES,
@@ -39,12 +40,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def small(tokenizer):
-    family = FAMILIES["llama"]
-    return family.build(
-        family.Config(
-            vocab=tokenizer.vocab, context_length=512, dim=16, depth=1, heads=2, kv_heads=1, head_dim=8, hidden=24
-        )
-    ).eval()
+    sizes = {"dim": 16, "depth": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "hidden": 24}
+    return llama.build(llama.Config(vocab=tokenizer.vocab, context_length=512, **sizes)).eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,9 +99,7 @@ def test_what_was_beside_is_kept_but_the_older_template(bpe, tmp_path):  # noqa:
 def test_a_model_without_a_template_has_none_and_a_wrong_one_is_refused(bpe, spaced):  # noqa: F811
     assert find_template(bpe, {}) is None
     assert find_template(bpe, {"template": "no such"}) is None
-    with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
-        attach_template(get_template("chatml"), spaced)
-    with pytest.raises(ValueError, match=r"has no <\|im_start\|>"):
-        find_template(spaced, {"template": "chatml"})
+    refuses(r"has no <\|im_start\|>", attach_template, get_template("chatml"), spaced)
+    refuses(r"has no <\|im_start\|>", find_template, spaced, {"template": "chatml"})
     pieces = next(iter(get_template("chatml").render([(Turn("user", "<|im_end|>"),)], add_generation_prompt=True)))
     assert encode_segments(pieces, bpe)[0].count(bpe.token_id("<|im_end|>")) == 1

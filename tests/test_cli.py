@@ -32,28 +32,29 @@ def dunes(*arguments, text=None):
     return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
 
 
-def test_help_comes_without_torch_and_each_verb_shows_an_example():
+def without_torch(*arguments):
+    """`dunes` with these arguments, which must not load torch."""
     script = (
         "import sys; from dunes.cli import main; sys.argv = ['dunes', *sys.argv[1:]]\n"
         "try: main.main()\n"
         "finally: assert 'bench' in sys.argv or 'torch' not in sys.modules, 'torch was loaded'"
     )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "AssertionError" not in done.stderr
+    return done
+
+
+def test_help_comes_without_torch_and_each_verb_shows_an_example():
     for verb in ("", *command.VERBS):  # `dunes bench` asks its registry, which holds what computes
-        done = subprocess.run(
-            [sys.executable, "-c", script, *filter(None, [verb]), "--help"], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert "AssertionError" not in done.stderr
+        done = without_torch(*filter(None, [verb]), "--help")
         assert f"dunes {verb}".strip() in done.stdout
         assert "Example: dunes" in done.stdout
 
 
 def test_the_version_comes_without_torch():
-    script = "import sys; from dunes.cli import main; sys.argv = ['dunes', '--version']\ntry: main.main()\n"
-    script += "finally: assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
+    printed = without_torch("--version").stdout
+    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", printed)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,8 @@ def test_the_choices_of_flags_are_those_of_the_code():
 def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
     """So that resuming refuses what is not as in the run, and does not pass over it."""
     seen = {}
-    monkeypatch.setattr(
-        sys, "argv", ["dunes", "finetune", "m", "--rank=16", "--no-packing", "--val_fraction", "0.05"]
-    )
+    line = "dunes finetune m --rank=16 --no-packing --val_fraction 0.05"
+    monkeypatch.setattr(sys, "argv", line.split())
     options = config.RunOptions(resume=True)
     model = finetune_config.FinetuneConfig(model="m")
     verbs._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)

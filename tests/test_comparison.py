@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import display
+from conftest import change_json, display, refuses, write_programs
 from dunes import checkpoint
 from dunes.augment.options import Quantize
 from dunes.child_process import python_command
@@ -23,13 +23,12 @@ from dunes.runs.augment import augment_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
+SCORED = "it calibrates the change and would score it"
+
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
-    for i in range(40):
-        lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(12)]
-        (folder / f"module_{i}.py").write_text("\n".join(lines))
+    write_programs(folder := tmp_path_factory.mktemp("programs"))
     return folder
 
 
@@ -37,10 +36,8 @@ def programs(tmp_path_factory):
 def run(programs, tmp_path_factory):
     """A model trained for a few steps on files, of which some are validation text."""
     out = tmp_path_factory.mktemp("compared") / "run"
-    config = TrainConfig(
-        sources=(str(programs),), steps=4, batch=4, context_length=32, dtype="float32", threads=1, complete=False
-    )
-    train(config, out, display()[0])
+    fixed = {"steps": 4, "batch": 4, "context_length": 32, "dtype": "float32", "threads": 1, "complete": False}
+    train(TrainConfig(sources=(str(programs),), **fixed), out, display()[0])
     return out
 
 
@@ -72,9 +69,8 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     lines = Comparison(before, after, None).lines()
     assert Comparison(before, after, None).warnings() == ["slower: decoding takes 2.5 times as long as before"]
     both = replace(after, prefill=600.0)
-    assert Comparison(before, both, None).warnings() == [
-        "slower: decoding takes 2.5 times and reading a prompt takes 1.5 times as long as before"
-    ]
+    words = "slower: decoding takes 2.5 times and reading a prompt takes 1.5 times as long as before"
+    assert Comparison(before, both, None).warnings() == [words]
     assert "pass --validation FILE" in lines[1]
     assert any("before the modules, after compiled code" in line for line in lines)
     scored = Comparison(replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75).lines()
@@ -84,9 +80,8 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
 
 def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "copy")
-    card = json.loads((tmp_path / "copy" / "dunes.json").read_text())
-    card["trained"]["sources"] = [str(tmp_path / "moved")]
-    (tmp_path / "copy" / "dunes.json").write_text(json.dumps(card))
+    trained = checkpoint.load(run).card["trained"] | {"sources": [str(tmp_path / "moved")]}
+    change_json(tmp_path / "copy" / "dunes.json", trained=trained)
     augment.COMMANDS["quantize"](str(tmp_path / "copy"), tmp_path / "int8", quantize=Quantize(kind="int8"))
     assert "pass --validation FILE" in capsys.readouterr().out
 
@@ -113,16 +108,13 @@ def test_a_folder_is_measured_on_the_ids_of_a_file(run, tmp_path, packed):
 
 def test_text_that_is_scored_does_not_calibrate(run, programs, tmp_path):
     file = programs / "module_3.py"
-    with pytest.raises(ValueError, match="it calibrates the change and would score it"):
-        augment_folder(
-            run, tmp_path / "out", "prune", calibration=[str(file)], validation=[str(file)], sparsity=0.5
-        )
+    same = {"calibration": [str(file)], "validation": [str(file)]}
+    refuses(SCORED, augment_folder, run, tmp_path / "out", "prune", sparsity=0.5, **same)
     assert not (tmp_path / "out").exists()
     loaded = checkpoint.load(run)
     require_separate(loaded, [], [])
     assert loaded.card["trained"]["split"] == "files"
-    with pytest.raises(ValueError, match="it calibrates the change"):
-        require_separate(loaded, [str(programs)], [])
+    refuses("it calibrates the change", require_separate, loaded, [str(programs)], [])
 
 
 def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
@@ -137,34 +129,21 @@ def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
     words = loaded.require_tokenizer().decode(calibration_ids(loaded).flatten().tolist())
     assert not set("AB") & set(words)
     assert set("ab") <= set(words)
+    ids = calibration_ids(loaded, [str(text) for text in texts], 10**6)  # of documents that are named, too
+    assert not set("ABCD") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
 
 
 def test_records_and_files_with_a_scored_text_do_not_calibrate(run, programs, tmp_path):
     loaded, text = checkpoint.load(run), (programs / "module_3.py").read_text()
     others = [f"def other_{i}(): pass\n" * 40 for i in range(20)]
-    for name, texts in (
-        ("a", [text.strip(), *others[:9]]),
-        ("b", [*others[9:], f"{text}\n\n"]),
-        ("c", others[:9]),
-    ):
+    records = {"a": [text.strip(), *others[:9]], "b": [*others[9:], f"{text}\n\n"], "c": others[:9]}
+    for name, texts in records.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     file, a, b, c = str(programs / "module_3.py"), *(str(tmp_path / f"{name}.jsonl") for name in "abc")
     for calibration, validation in ((a, file), (file, a), (a, b), (b, a), (c, a)):
-        with pytest.raises(ValueError, match="it calibrates the change and would score it"):
-            require_separate(loaded, [calibration], [validation])
+        refuses(SCORED, require_separate, loaded, [calibration], [validation])
     require_separate(loaded, [c], [file])
     require_separate(loaded, [c], [b])
-
-
-def test_the_scored_tails_of_named_documents_do_not_calibrate(tmp_path):
-    texts = [tmp_path / f"{i}.txt" for i in range(4)]  # one of them is not for calibration
-    for name, text in zip("abcd", texts, strict=True):
-        text.write_text("".join(f"{name}{i}\n" for i in range(300)) + f"{name.upper()}\n" * 30)
-    fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
-    train(TrainConfig(sources=tuple(map(str, texts)), **fixed), tmp_path / "run", display()[0])
-    loaded = checkpoint.load(tmp_path / "run")
-    ids = calibration_ids(loaded, [str(text) for text in texts], 10**6)
-    assert not set("ABCD") & set(loaded.require_tokenizer().decode(ids.flatten().tolist()))
 
 
 @pytest.mark.parametrize("name", ["quantize", "narrow"])
@@ -174,8 +153,8 @@ def test_a_model_whose_logits_are_no_numbers_is_refused_before_the_work(run, tmp
         loaded.model.norm.weight[3] = torch.nan
     checkpoint.save(loaded.model, tmp_path / "nan", loaded.tokenizer, 32, loaded.card)
     request = {"kind": "int8"} if name == "quantize" else {"blocks": 1, "calibration": ()}
-    with pytest.raises(ValueError, match="its logits are not finite; dunes inspect --values"):
-        augment_folder(tmp_path / "nan", tmp_path / "out", name, **request)
+    words = "its logits are not finite; dunes inspect --values"
+    refuses(words, augment_folder, tmp_path / "nan", tmp_path / "out", name, **request)
     assert not (tmp_path / "out").exists()
 
 
@@ -192,18 +171,12 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
 
 
-@pytest.mark.parametrize(
-    ("verb", "request_"),
-    [
-        ("prune", {}),
-        ("narrow", {"blocks": 1}),
-        ("expand", {"blocks": 1}),
-        ("upcycle", {"experts": 4}),
-        ("experts", {"experts": 4}),
-        ("lora_experts", {"experts": 4}),
-    ],
-)
-def test_the_next_command_quotes_a_folder_with_spaces(run, tmp_path, monkeypatch, capsys, verb, request_):
+EXPERTS = ("upcycle", "experts", "lora_experts")
+
+
+@pytest.mark.parametrize("verb", ["prune", "narrow", "expand", *EXPERTS])
+def test_the_next_command_quotes_a_folder_with_spaces(run, tmp_path, monkeypatch, capsys, verb):
+    request_ = {"experts": 4} if verb in EXPERTS else {} if verb == "prune" else {"blocks": 1}
     monkeypatch.setattr("dunes.runs.augment.augment_folder", lambda *arguments, **options: [])
     getattr(augment, verb)(str(run), tmp_path / "a model", **request_)
     assert f"--from '{tmp_path}/a model'" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """torch.compile: one graph for each family's loss and forward, with the numbers that eager gives."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -71,20 +72,44 @@ def assert_forward_compiles(model, backend, **options):
             assert (compiled(ids) - model(ids)).abs().max() <= LIMIT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_of_every_family_is_one_graph(family):
-    assert_compiles(build(family), "aot_eager")
+def quantized_and_adapted(kind):
+    model = build("llama")
+    quantize(model, kind=kind)
+    attach(model, rank=4)
+    for name, p in model.named_parameters():
+        if ".B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+def adapted_experts():
+    model = build("qwen3_moe")
+    attach(model, rank=2, where="blocks.**")
+    return model
+
+
+def checkpointed():
+    model = build("llama", depth=2)
+    replace_modules(model, "blocks.*", Checkpointed)
+    return model
+
+
+MODELS = {family: partial(build, family) for family in FAMILIES} | {
+    "adapters on an int8 base": partial(quantized_and_adapted, "int8"),
+    "adapters on an nf4 base": partial(quantized_and_adapted, "nf4"),
+    "adapters on experts": adapted_experts,
+    "checkpointed blocks": checkpointed,
+    "experts whose sides do not fit a grouped product": partial(build, "mixtral", hidden=33),
+    "such experts in float64": lambda: build("mixtral", hidden=33).double(),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_of_every_family_is_one_graph(family):
-    torch.compiler.reset()
-    model = build(family)
-    with torch.no_grad():
-        logits = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())
-        assert (logits - model(tokens())).abs().max() <= LIMIT
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_forward_are_one_graph_each(name):
+    model = MODELS[name]()
+    assert_compiles(model, "aot_eager")
+    assert_forward_compiles(model, "aot_eager")
 
 
 def test_a_compiled_model_trains_with_its_loss_in_the_graph():
@@ -168,25 +193,8 @@ def test_texts_of_other_lengths_need_no_other_graph():
 def test_packed_documents_are_one_graph():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 0, -1], [*range(12)]])
     targets = tokens(2, 12).where(positions >= 0, cross_entropy.IGNORE)
-    assert_compiles(
-        build("mistral"),
-        "aot_eager",
-        lambda model, *batch: loss(model, batch),
-        (tokens(2, 12), targets, positions),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_adapters_on_a_quantized_base_are_one_graph(kind):
-    model = build("llama")
-    quantize(model, kind=kind)
-    attach(model, rank=4)
-    for name, p in model.named_parameters():
-        if ".B" in name:
-            torch.nn.init.normal_(p, std=0.1)
-    assert_compiles(model, "aot_eager")
-    assert_forward_compiles(model, "aot_eager")
+    packed_loss = lambda model, *batch: loss(model, batch)
+    assert_compiles(build("mistral"), "aot_eager", packed_loss, (tokens(2, 12), targets, positions))
 
 
 @pytest.mark.slow
@@ -197,28 +205,6 @@ def test_experts_in_int8_are_one_graph_though_nobody_knows_their_rows():
     with torch.no_grad():
         logits = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens())
         assert (logits - model(tokens())).abs().max() <= LIMIT
-
-
-@pytest.mark.slow
-def test_experts_whose_sides_do_not_fit_a_grouped_product_are_one_graph():
-    model = build("mixtral", hidden=33)
-    assert_compiles(model, "aot_eager")
-    assert_compiles(model.double(), "aot_eager")
-
-
-@pytest.mark.slow
-def test_adapters_on_experts_are_one_graph():
-    model = build("qwen3_moe")
-    attach(model, rank=2, where="blocks.**")
-    assert_compiles(model, "aot_eager")
-    assert_forward_compiles(model, "aot_eager")
-
-
-@pytest.mark.slow
-def test_checkpointed_blocks_are_one_graph():
-    model = build("llama", depth=2)
-    replace_modules(model, "blocks.*", Checkpointed)
-    assert_compiles(model, "aot_eager")
 
 
 @pytest.mark.slow

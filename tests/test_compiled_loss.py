@@ -60,9 +60,8 @@ def changes(folder):
 
 def trained(folder, expected=0, resume=False, **options):
     show, out = display()
-    config = (
-        TrainConfig(sources=()) if resume else toy(CODE, **{"steps": STEPS, "lr": RATE, "size": "1x64"} | options)
-    )
+    options = {"steps": STEPS, "lr": RATE, "size": "1x64"} | options
+    config = TrainConfig(sources=()) if resume else toy(CODE, **options)
     assert train(config, folder, show, resume=resume) == expected
     return out.getvalue().replace("\n", " ")
 
@@ -163,29 +162,17 @@ def failing(loss, backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "value", "words"),
     [
-        (lambda m: m.setattr(module, "compiled_loss", failing), "the loss is eager again: no such kernel"),
-        (
-            lambda m: m.setattr(module, "compiled_loss", no_cache),
-            "the loss is eager again: no folder of the cache",
-        ),
-        (
-            lambda m: m.setattr(kernels, "has_compiler", lambda: no_cache(0, 0)),
-            "stays eager: no folder of the cache",
-        ),
-        (
-            lambda m: m.setattr(kernels, "has_compiler", lambda: False),
-            "the loss stays eager: no C++ compiler; install",
-        ),
-        (
-            lambda m: m.setattr(module.measure, "free_memory", lambda device: 6 * 10**8),
-            "GB of memory, and 0.6 are",
-        ),
+        ("dunes.runs.compiled_loss.compiled_loss", failing, "the loss is eager again: no such kernel"),
+        ("dunes.runs.compiled_loss.compiled_loss", no_cache, "the loss is eager again: no folder of the cache"),
+        ("dunes.ops.kernels.has_compiler", lambda: no_cache(0, 0), "stays eager: no folder of the cache"),
+        ("dunes.ops.kernels.has_compiler", lambda: False, "the loss stays eager: no C++ compiler; install"),
+        ("dunes.runs.compiled_loss.measure.free_memory", lambda device: 6 * 10**8, "GB of memory, and 0.6 are"),
     ],
 )
-def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(change, words, eager, tmp_path, soon):
-    change(soon)
+def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(name, value, words, eager, tmp_path, soon):
+    soon.setattr(name, value)
     said = trained(tmp_path / "run")
     assert said.count("eager") == 1
     assert words in said

@@ -129,9 +129,8 @@ def test_the_longest_match_of_bytes_is_the_last_one_of_all_lengths():
         hidden = sorted(chance.randrange(len(text) + 1) for _ in range(2))
         for part in (index, index.without([(hidden[0], hidden[1])])):
             for _ in range(4):
-                context = text[: chance.randrange(len(text) + 1)] + random_text(
-                    chance, alphabet, chance.randrange(3)
-                )
+                start = text[: chance.randrange(len(text) + 1)]
+                context = start + random_text(chance, alphabet, chance.randrange(3))
                 *_, expected = (0, 0, 0), *part.matches(context)
                 assert part.longest(bytes(context), bytes(text)) == expected
                 longest = max(longest, expected[0])
@@ -159,9 +158,8 @@ def brute_followers(text, context):
 def test_blended_probabilities_of_a_small_text():
     """After "1 2": 3 twice and 4 once; after "2" also 5. (2 + 2 q(3)) / 5 with q(3) = 2 / (4 + 3)."""
     found = followers(index_ids([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 2, 5, 6], 16), [1, 2])
-    assert dict(zip(found.ids.tolist(), found.probs, strict=True)) == pytest.approx(
-        {3: (2 + 2 * 2 / 7) / 5, 4: (1 + 2 * 1 / 7) / 5, 5: 2 * 1 / 7 / 5}
-    )
+    probs = {3: (2 + 2 * 2 / 7) / 5, 4: (1 + 2 * 1 / 7) / 5, 5: 2 * 1 / 7 / 5}
+    assert dict(zip(found.ids.tolist(), found.probs, strict=True)) == pytest.approx(probs)
     assert dict(zip(found.ids.tolist(), found.shares, strict=True)) == pytest.approx({3: 2 / 3, 4: 1 / 3, 5: 0})
     assert (found.length, found.places) == (2, 3)
 
@@ -205,10 +203,7 @@ def test_sources_of_bytes_with_and_without_an_index_match_alike():
         text = bytes(chance.choices(b"abc", k=chance.randrange(1, 40)))
         context = bytes(chance.choices(b"abc", k=chance.randrange(6)))
         index = ContextIndex(np.frombuffer(text, np.uint8))
-        (length, positions), (n, last) = (
-            TextSource(text, index).longest(context),
-            TextSource(text).longest(context),
-        )
+        (length, positions), (n, last) = (s.longest(context) for s in (TextSource(text, index), TextSource(text)))
         assert length == n
         assert positions == sorted(positions, reverse=True)
         assert not last or positions[0] == last[0] or len(positions) >= 8
@@ -230,9 +225,8 @@ def encode(data):
     """The longest pieces from the left."""
     ids = []
     while data:
-        ids.append(
-            max((i for i, p in enumerate(PIECES) if p and data.startswith(p)), key=lambda i: len(PIECES[i]))
-        )
+        fitting = (i for i, p in enumerate(PIECES) if p and data.startswith(p))
+        ids.append(max(fitting, key=lambda i: len(PIECES[i])))
         data = data[len(PIECES[ids[-1]]) :]
     return ids
 
@@ -576,14 +570,12 @@ def test_remembered_logits_are_those_of_the_model(family):
                 found += [known.get([*asked[0], *more[: n + 1]]) for n in range(len(more))]
                 asked += [asked[0], *([*asked[0], *more[: n + 1]] for n in range(len(more)))]
             count = len(forwards)
-            worst = max(
-                worst, *((row - fresh_logits(model, t)).abs().max() for row, t in zip(found, asked, strict=True))
-            )
+            pairs = zip(found, asked, strict=True)
+            worst = max(worst, *((row - fresh_logits(model, t)).abs().max() for row, t in pairs))
             del forwards[count:]
             known.after(asked[:3])
             assert len(forwards) == count, "they are remembered"
             texts += asked
-    print(f"largest difference {worst:.1e}")
     assert worst < 2e-4
 
 

@@ -65,10 +65,8 @@ def one_rank(rank, folder):
 def test_two_processes_under_fully_shard_have_one_process_s_losses(tmp_path):
     code = "import sys, test_distributed; test_distributed.one_rank(int(sys.argv[1]), sys.argv[2])"
     options = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parent}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code, str(rank), str(tmp_path)], **options)
-        for rank in range(RANKS)
-    ]
+    command = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], **options) for rank in range(RANKS)]
     found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in ranks]
     module = model()
     want = record(Trainer(module, adamw(module, 1e-2), loss, accumulate=4), micro_batches())

@@ -294,23 +294,19 @@ def test_openais_client(clients_port):
     import openai
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{clients_port}/v1", api_key="none") as client:
-        ask_openais(client, openai)
-
-
-def ask_openais(client, openai):
-    assert [m.id for m in client.models.list()] == ["run"]
-    line = client.completions.create(model="run", prompt=BEFORE, suffix="\n", max_tokens=64).choices[0].text
-    assert line.startswith("ue_3 * ")
-    settings = {"model": "run", "prompt": "def task_", "max_tokens": 12, "temperature": 0}
-    whole = client.completions.create(**settings, logprobs=2)
-    assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
-    parts = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
-    assert "".join(p.choices[0].text for p in parts if p.choices) == whole.choices[0].text
-    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        client.chat.completions.create(model="run", messages=[{"role": "user", "content": "hi"}])
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model="run", prompt="a", temperature=-1)
+        assert [m.id for m in client.models.list()] == ["run"]
+        line = client.completions.create(model="run", prompt=BEFORE, suffix="\n", max_tokens=64).choices[0].text
+        assert line.startswith("ue_3 * ")
+        settings = {"model": "run", "prompt": "def task_", "max_tokens": 12, "temperature": 0}
+        whole = client.completions.create(**settings, logprobs=2)
+        assert len(whole.choices[0].logprobs.token_logprobs) == whole.usage.completion_tokens
+        parts = list(client.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
+        assert "".join(p.choices[0].text for p in parts if p.choices) == whole.choices[0].text
+        assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError, match="chat template"):
+            client.chat.completions.create(model="run", messages=[{"role": "user", "content": "hi"}])
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.completions.create(model="run", prompt="a", temperature=-1)
 
 
 @needs("ollama")
@@ -319,18 +315,15 @@ def test_ollamas_client(clients_port):
 
     client = ollama.Client(f"http://127.0.0.1:{clients_port}")
     with client._client:
-        ask_ollamas(client, ollama)
-
-
-def ask_ollamas(client, ollama):
-    assert [m.model for m in client.list().models] == ["run"]
-    assert "insert" in client.show("run").capabilities
-    assert client.generate("run", BEFORE, suffix="\n").response.startswith("ue_3 * ")
-    parts = list(client.generate("run", "def task_", stream=True, options={"num_predict": 7, "temperature": 0}))
-    assert parts[-1].done
-    assert parts[-1].eval_count == 7
-    with pytest.raises(ollama.ResponseError, match="chat template"):
-        client.chat("run", [{"role": "user", "content": "hi"}])
+        assert [m.model for m in client.list().models] == ["run"]
+        assert "insert" in client.show("run").capabilities
+        assert client.generate("run", BEFORE, suffix="\n").response.startswith("ue_3 * ")
+        options = {"num_predict": 7, "temperature": 0}
+        parts = list(client.generate("run", "def task_", stream=True, options=options))
+        assert parts[-1].done
+        assert parts[-1].eval_count == 7
+        with pytest.raises(ollama.ResponseError, match="chat template"):
+            client.chat("run", [{"role": "user", "content": "hi"}])
 
 
 @needs("mistralai")
@@ -338,14 +331,10 @@ def test_mistrals_client(clients_port):
     from mistralai.client import Mistral
 
     with Mistral(server_url=f"http://127.0.0.1:{clients_port}", api_key="none") as client:
-        ask_mistrals(client)
-
-
-def ask_mistrals(client):
-    line = client.fim.complete(model="run", prompt=BEFORE, suffix="\n").choices[0].message.content
-    assert line.startswith("ue_3 * ")
-    parts = list(client.fim.stream(model="run", prompt=BEFORE, suffix="\n"))
-    assert "".join(p.data.choices[0].delta.content or "" for p in parts) == line
+        line = client.fim.complete(model="run", prompt=BEFORE, suffix="\n").choices[0].message.content
+        assert line.startswith("ue_3 * ")
+        parts = list(client.fim.stream(model="run", prompt=BEFORE, suffix="\n"))
+        assert "".join(p.data.choices[0].delta.content or "" for p in parts) == line
 
 
 @needs("lm_eval", "tenacity", "aiohttp")
@@ -355,13 +344,8 @@ def test_the_harness_scores_as_the_model(clients_port, run):
     from dunes.checkpoint import load_with_tokenizer
 
     loaded = load_with_tokenizer(run)
-    model = LocalCompletionsAPI(
-        base_url=f"http://127.0.0.1:{clients_port}/v1/completions",
-        model="run",
-        tokenizer=str(run),
-        tokenizer_backend="huggingface",
-        max_length=90,
-    )
+    how = {"model": "run", "tokenizer": str(run), "tokenizer_backend": "huggingface", "max_length": 90}
+    model = LocalCompletionsAPI(base_url=f"http://127.0.0.1:{clients_port}/v1/completions", **how)
     ids, cut = loaded.tokenizer.encode(BEFORE), 12
     import torch
 
@@ -393,9 +377,8 @@ async def _speak(run, tmp_path):
     uri = (tmp_path / "new.py").as_uri()
     text = f"x = '🙂é'; {BEFORE.replace(chr(10), '; ')}"  # characters of two units before the cursor
     document = types.TextDocumentIdentifier(uri)
-    client.text_document_did_open(
-        types.DidOpenTextDocumentParams(types.TextDocumentItem(uri, "python", 1, f"{FIRST}\n{text}"))
-    )
+    opened = types.TextDocumentItem(uri, "python", 1, f"{FIRST}\n{text}")
+    client.text_document_did_open(types.DidOpenTextDocumentParams(opened))
     column = len(text.encode("utf-16-le")) // 2
     context = types.InlineCompletionContext(types.InlineCompletionTriggerKind.Automatic)
     ask = types.InlineCompletionParams(context, document, types.Position(1, column))
@@ -493,26 +476,13 @@ def test_the_llm_command(clients_port, tmp_path):
     address = f"http://127.0.0.1:{clients_port}/v1"
     entry = f"- model_id: ours\n  model_name: run\n  api_base: {address}\n  completion: true\n"
     (tmp_path / "extra-openai-models.yaml").write_text(entry)
-    command = [
-        sys.executable,
-        "-m",
-        "llm",
-        "-m",
-        "ours",
-        "-o",
-        "temperature",
-        "0",
-        "-o",
-        "max_tokens",
-        "9",
-        "def task_",
-    ]
+    options = ["-m", "llm", "-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "9"]
+    command = [sys.executable, *options, "def task_"]
     env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     body = {"prompt": "def task_", "max_tokens": 9, "temperature": 0}
-    assert done.stdout.rstrip("\n") == ok(clients_port, "/v1/completions", body)["choices"][0]["text"].rstrip(
-        "\n"
-    ), done.stderr
+    expected = ok(clients_port, "/v1/completions", body)["choices"][0]["text"]
+    assert done.stdout.rstrip("\n") == expected.rstrip("\n"), done.stderr
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /infill HTTP/1.1\r\nHost: localhost\r\n", b"BODY"])

@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import data
+from conftest import data, refuses
 from dunes.data import (
     check_report,
     data_report,
@@ -94,9 +94,8 @@ def spaced():
 def read_config(inner, special):
     """With these special tokens, of which the first stands before a text."""
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    inner.post_processor = processors.TemplateProcessing(
-        single=f"{special[0]} $A", special_tokens=[(special[0], inner.token_to_id(special[0]))]
-    )
+    begin = [(special[0], inner.token_to_id(special[0]))]
+    inner.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=begin)
     made = Tokenizer(inner)
     made._special = replace(made._special, eos=inner.token_to_id(special[-1]))
     return made
@@ -125,10 +124,14 @@ def made(talk, template, tokenizer, **options):
     return example
 
 
+def own_form(name, tokenizer):
+    """A template of ours as a model brings one."""
+    return ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)
+
+
 def spelled(ids, tokenizer):
-    return "".join(
-        t for t, _ in trained_spans(examples.Example(np.array(ids), np.zeros(len(ids), bool)), tokenizer)
-    )
+    example = examples.Example(np.array(ids), np.zeros(len(ids), bool))
+    return "".join(t for t, _ in trained_spans(example, tokenizer))
 
 
 # Reading
@@ -157,14 +160,11 @@ def test_each_kind_is_found_by_looking(kind, write, tmp_path):
     found = read_records(put(tmp_path, content, "data.txt"))
     assert found.format == kind
     assert [list(r.turns) for r in found.rows] == [WANTED if kind != "text" else [Turn("text", "Hi")]] * 2
-    assert [r.place.rpartition(", ")[2] for r in found.rows] == {
-        "list": ["row 1", "row 2"],
-        "blank lines": ["line 3", "line 5"],
-    }.get(write, ["line 1", "line 2"])
+    places = {"list": ["row 1", "row 2"], "blank lines": ["line 3", "line 5"]}.get(write, ["line 1", "line 2"])
+    assert [r.place.rpartition(", ")[2] for r in found.rows] == places
     form = "a JSON list" if write == "list" else "JSON lines"
-    assert (
-        found.description == f"{tmp_path / 'data.txt'}: 2 records of {RECORD_FORMATS[kind].description}, in {form}"
-    )
+    words = f"2 records of {RECORD_FORMATS[kind].description}, in {form}"
+    assert found.description == f"{tmp_path / 'data.txt'}: {words}"
 
 
 def test_other_spellings_are_read_as_what_they_say(tmp_path):
@@ -222,9 +222,8 @@ def test_fields_with_a_meaning_are_used(case, tmp_path):
     (record,) = read_records(put(tmp_path, lines(row))).rows
     assert list(record.turns) == turns
     texts = [t.text for t in turns if t.trained or t.role == "user"]
-    assert [t for _, t in examples.record_texts(tmp_path / "data.json")] == ["\n\n".join(texts)], (
-        "in training, too"
-    )
+    trained = [t for _, t in examples.record_texts(tmp_path / "data.json")]
+    assert trained == ["\n\n".join(texts)], "in training, too"
 
 
 def test_what_is_ignored_is_listed_once(tmp_path):
@@ -236,9 +235,8 @@ def test_what_is_ignored_is_listed_once(tmp_path):
     put(tmp_path, lines(chat | {"id": 0, "system": "S"}, chat | {"text": "y"}), "b.jsonl")
     put(tmp_path, lines({"text": "a", "system": "S", "images": [1], "a\nb": 1}), "c.jsonl")
     found, _ = read_dataset(tmp_path)
-    assert examples.ignored_line(found) == [
-        "ignored fields: text, topic, id, name (of messages), id (of messages), system, images, a b"
-    ]
+    names = "text, topic, id, name (of messages), id (of messages), system, images, a b"
+    assert examples.ignored_line(found) == [f"ignored fields: {names}"]
     many = read_records(put(tmp_path, lines(FORMS["text"] | {f"f{i}": i + 1 for i in range(30)}), "d.jsonl"))
     assert examples.ignored_line([many])[0].endswith(", f19, 10 more")
     assert examples.ignored_line([read_records(put(tmp_path, lines(FORMS["messages"] | {"prompt": None})))]) == []
@@ -257,12 +255,10 @@ def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
     assert spelled(prompt, bpe) == texts[0][: len(spelled(prompt, bpe))]
     for template, row in (
         (get_template("chatml"), records[1]),
-        (ModelTemplate(get_template("chatml").jinja(bpe), bpe), records[0]),
+        (own_form("chatml", bpe), records[0]),
     ):
-        with pytest.raises(
-            ValueError, match=r"^.*line [12]: chat_template_kwargs: the chat template .* reads no 'think'"
-        ):
-            list(tokenize_records([records[2], row], template, bpe))
+        words = r"^.*line [12]: chat_template_kwargs: the chat template .* reads no 'think'"
+        refuses(words, list, tokenize_records([records[2], row], template, bpe))
     with pytest.raises(ValueError, match="reads no 'messages'"):
         list(tokenize_records([replace(records[0], variables={"messages": []})], own, bpe))
 
@@ -270,10 +266,8 @@ def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
 def test_a_prompt_that_is_excluded_is_no_target_of_all(bpe):
     talk = (Turn("user", "Hi", trained=False), WANTED[1])
     assert made(talk, get_template("chatml"), bpe).loss_mask.any()
-    with pytest.raises(
-        ValueError, match="made, row 1: a user message is excluded from the loss, but --train-on all"
-    ):
-        made(talk, get_template("chatml"), bpe, train_on="all")
+    words = "made, row 1: a user message is excluded from the loss, but --train-on all"
+    refuses(words, made, talk, get_template("chatml"), bpe, train_on="all")
 
 
 BAD = {
@@ -336,19 +330,15 @@ BAD = {
 @pytest.mark.parametrize("which", BAD)
 def test_a_bad_row_is_named(which, tmp_path):
     content, expected = BAD[which]
-    with pytest.raises(ValueError, match=expected) as caught:
-        read_records(put(tmp_path, content))
-    assert str(caught.value).startswith(str(tmp_path / "data.json"))
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 700
+    message = refuses(expected, read_records, put(tmp_path, content))
+    assert message.startswith(str(tmp_path / "data.json"))
+    assert len(message) < 700
 
 
 def test_a_row_without_end_and_a_missing_file_are_named(tmp_path):
     path = put(tmp_path, lines(FORMS["text"]) + '\n{"text": "' + "a" * MAX_ROW_BYTES)
-    with pytest.raises(ValueError, match=f"line 2: more than {MAX_ROW_BYTES} bytes"):
-        read_records(path)
-    with pytest.raises(ValueError, match="nowhere: cannot be read"):
-        read_records(tmp_path / "nowhere")
+    refuses(f"line 2: more than {MAX_ROW_BYTES} bytes", read_records, path)
+    refuses("nowhere: cannot be read", read_records, tmp_path / "nowhere")
 
 
 def test_no_file_breaks_the_reader(tmp_path):
@@ -398,10 +388,8 @@ def test_alpacas_prompts_to_the_byte(name, given, bpe, tmp_path):
     assert [p.trained for p in pieces] == [False, False, True, True]
     example = made(record.turns, get_template(name), bpe)
     assert spelled(example.ids, bpe) == f"{END}{want}Three.\nReally{END}"
-    text = render(
-        get_template(name).jinja(bpe), [{"role": "user", "content": TASK["instruction"], "input": given or ""}]
-    )
-    assert text == END + want
+    message = {"role": "user", "content": TASK["instruction"], "input": given or ""}
+    assert render(get_template(name).jinja(bpe), [message]) == END + want
 
 
 @pytest.mark.parametrize("answer", ["The answer", " The", "\nThe", "", "a {b} <|endoftext|> c", "é漢"])
@@ -437,11 +425,8 @@ def test_following_text_gets_no_space_whatever_sets_it(scheme):
     inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme=scheme)])
     inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
     tokenizer = Tokenizer(inner)
-    assert (tokenizer.encode("a"), tokenizer.encode_continuation("a"), tokenizer.encode_continuation(" a")) == (
-        [2],
-        [1],
-        [2],
-    )
+    assert tokenizer.encode("a") == tokenizer.encode_continuation(" a") == [2]
+    assert tokenizer.encode_continuation("a") == [1]
 
 
 def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
@@ -449,13 +434,9 @@ def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
     talk = (Turn("user", wrote), Turn("assistant", wrote))
     for template, tokenizer, special in (
         (get_template("chatml"), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
-        (ModelTemplate(get_template("chatml").jinja(bpe), bpe), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
+        (own_form("chatml", bpe), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
         (get_template("llama3"), llama3, {"<|start_header_id|>": 2, "<|end_header_id|>": 2, "<|eot_id|>": 2}),
-        (
-            ModelTemplate(get_template("llama3").jinja(llama3), llama3),
-            llama3,
-            {"<|start_header_id|>": 2, "<|eot_id|>": 2},
-        ),
+        (own_form("llama3", llama3), llama3, {"<|start_header_id|>": 2, "<|eot_id|>": 2}),
     ):
         ids = made(talk, template, tokenizer).ids.tolist()
         assert {t: ids.count(tokenizer.token_id(t)) for t in special} == special
@@ -481,12 +462,8 @@ THEIRS = {
 @pytest.mark.parametrize("name", THEIRS)
 @pytest.mark.parametrize("turns", [1, 2, 3, 4])
 def test_chat_templates_give_transformers_ids(name, turns, bpe, llama3, spaced):
-    tokenizer, bos, eos = {
-        "llama3": (llama3, LLAMA3_TOKENS[0], LLAMA3_TOKENS[-1]),
-        "chatml": (bpe, END, END),
-        "mistral": (spaced, "<s>", "</s>"),
-        "llama2": (spaced, "<s>", "</s>"),
-    }[name]
+    ends = {"llama3": (llama3, LLAMA3_TOKENS[0], LLAMA3_TOKENS[-1]), "chatml": (bpe, END, END)}
+    tokenizer, bos, eos = ends.get(name, (spaced, "<s>", "</s>"))
     start = 1 if name == "mistral" else 0
     messages = CHAT[start : start + turns]
     opened = messages[-1]["role"] != "assistant"
@@ -496,7 +473,7 @@ def test_chat_templates_give_transformers_ids(name, turns, bpe, llama3, spaced):
     options = {"chat_template": THEIRS[name], "add_generation_prompt": opened, "return_dict": False}
     want = oracle(tokenizer, bos_token=bos, eos_token=eos).apply_chat_template(messages, **options)
     own = ModelTemplate(THEIRS[name].replace("bos_token", f"'{bos}'").replace("eos_token", f"'{eos}'"), tokenizer)
-    ours = ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)
+    ours = own_form(name, tokenizer)
     for template in (get_template(name), own, ours):
         (pieces,) = template.render([talk], opened)
         assert encode_segments(pieces, tokenizer)[0] == want
@@ -508,7 +485,7 @@ def test_chat_templates_give_transformers_ids(name, turns, bpe, llama3, spaced):
 def test_a_prompt_has_the_ids_with_which_the_answer_is_trained(name, bpe, llama3, spaced):
     tokenizer = {"llama3": llama3, "mistral": spaced, "llama2": spaced}.get(name, bpe)
     talk = (Turn("user", "Response:"), Turn("assistant", "The answer"))
-    for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
+    for template in (get_template(name), own_form(name, tokenizer)):
         example = made(talk, template, tokenizer)
         first = int(example.loss_mask.argmax())
         assert encode_prompt(template, talk[:1], tokenizer) == example.ids[:first].tolist()
@@ -523,7 +500,7 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
     talk = (Turn("system", "S"), *chat("user", "assistant", "user"), Turn("assistant", "no", trained=False))
     talk += chat("user", "assistant")
     stop = get_template(name).stop_id(tokenizer)
-    for template in (get_template(name), ModelTemplate(get_template(name).jinja(tokenizer), tokenizer)):
+    for template in (get_template(name), own_form(name, tokenizer)):
         example = made(talk, template, tokenizer)
         parts = [t for t, trained in trained_spans(example, tokenizer) if trained]
         end = tokenizer.inner.id_to_token(stop)
@@ -553,11 +530,7 @@ REFUSED = {
     ),
     "assistant first": ("llama2", ("assistant", "user", "assistant"), "found assistant, user, assistant"),
     "system later": ("mistral", ("user", "system", "assistant"), "found user, system, assistant"),
-    "several": (
-        "alpaca",
-        ("user", "assistant", "user", "assistant"),
-        "has one instruction and one answer, found user",
-    ),
+    "several": ("alpaca", ("user", "assistant") * 2, "has one instruction and one answer, found user"),
     "a system": ("alpaca-newline", ("system", "user", "assistant"), "alpaca-newline has one instruction"),
     "text": ("alpaca", ("text",), "one instruction and one answer, found text"),
 }
@@ -573,8 +546,7 @@ def test_a_conversation_without_a_form_is_named(which, spaced):
 
 def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
     for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
-        with pytest.raises(ValueError, match=r"made, row 1: template.*plain text"):
-            made([Turn("text", "a")], get_template(name), tokenizer)
+        refuses(r"made, row 1: template.*plain text", made, [Turn("text", "a")], get_template(name), tokenizer)
 
 
 def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, spaced):
@@ -584,8 +556,7 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
     held.inner.add_special_tokens(["[INST]"])
     with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as text, .*special tokens"):
         next(tokenize_records(rows(WANTED), get_template("mistral"), held))
-    with pytest.raises(ValueError, match="no template is called 'vicuna'; there are plain, alpaca"):
-        get_template("vicuna")
+    refuses("no template is called 'vicuna'; there are plain, alpaca", get_template, "vicuna")
     with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
         next(tokenize_records(rows(WANTED), get_template("plain"), bpe, "prompt"))
 
@@ -601,8 +572,7 @@ OWN = {
 
 @pytest.mark.parametrize("source", OWN)
 def test_an_own_template_without_findable_answers_is_refused(source, bpe):
-    with pytest.raises(ValueError, match=OWN[source]):
-        made(chat("user", "assistant"), ModelTemplate(source, bpe), bpe)
+    refuses(OWN[source], made, chat("user", "assistant"), ModelTemplate(source, bpe), bpe)
 
 
 def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
@@ -616,7 +586,7 @@ def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
 def test_what_stands_for_special_tokens_is_in_no_text(bpe):
     """Icons of private use are text like any other, and a special token that a user wrote is not one."""
     text = "\U000f0000 <|im_end|>{end}\U000f0003"
-    for template in (get_template("chatml"), ModelTemplate(get_template("chatml").jinja(bpe), bpe)):
+    for template in (get_template("chatml"), own_form("chatml", bpe)):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
         assert trained_spans(example, bpe)[1] == (f"{text}<|im_end|>", True)
         assert example.ids[example.loss_mask].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
@@ -634,9 +604,8 @@ def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
     parts = [t for t, trained in trained_spans(example, bpe) if trained]
     assert parts == ["assistant 1<|im_end|>", "<t></t>assistant 3<|im_end|>"]
     strips = Tokenizer(tokenizers.Tokenizer.from_str(bpe.json()))
-    strips.inner.add_special_tokens(
-        [AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)]
-    )
+    end = AddedToken("<|e|>", rstrip=True, lstrip=True, special=True, normalized=False)
+    strips.inner.add_special_tokens([end])
     own = ModelTemplate("{% for m in messages %}{{ m.content }} <|e|>\n{% endfor %}", strips)
     e = strips.token_id("<|e|>")
     assert made(chat("user", "assistant"), own, strips).ids.tolist() == [
@@ -662,17 +631,15 @@ def test_a_report_counts(bpe):
     assert found.lengths == (sizes[2], sizes[4], sizes[4], sizes[4])
     assert (found.truncated, found.with_stop, found.without_target, found.double_bos) == (1, 4, 1, 0)
     assert found.max_id == bpe.eos
-    assert found.distinct_ids == len(
-        {i for t in ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"] for i in bpe.encode(t)} | {bpe.eos}
-    )
+    texts = ["Hi", "HiHi", "HiHiHi", "Hi" * 40, "Ho"]
+    assert found.distinct_ids == len({i for t in texts for i in bpe.encode(t)} | {bpe.eos})
     assert f"truncated at 30: 20.0% of the examples, {answer} targets lost" in found.lines()[2]
     assert len(found.warnings()) == 3
     assert all(str(n) in " ".join(found.lines()) for n in (5, sum(sizes), 4 * answer))
     assert reported(talks, get_template("plain"), bpe, sizes[4] - 1).truncated == 0
     assert reported(talks, get_template("plain"), bpe, sizes[4] - 2).truncated == 1
     check_report(found, limit=0.2)
-    with pytest.raises(ValueError, match=r"20.0% of the examples are longer than the context of 30"):
-        check_report(found)
+    refuses(r"20.0% of the examples are longer than the context of 30", check_report, found)
 
 
 GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi"), Turn("assistant", "Ho"))]
@@ -685,12 +652,12 @@ def test_good_examples_are_not_refused(bpe, llama3, spaced):
     check_report(reported(empty, get_template("plain"), bpe))
 
 
-def test_nothing_to_train_on_is_refused(bpe):
+def test_nothing_to_train_on_and_ids_that_the_model_has_not_are_refused(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    with pytest.raises(ValueError, match=r"none of .* tokens is a target"):
-        check_report(reported(masked, get_template("plain"), bpe))
-    with pytest.raises(ValueError, match="no training examples"):
-        check_report(reported([], get_template("plain"), bpe))
+    refuses(r"none of .* tokens is a target", check_report, reported(masked, get_template("plain"), bpe))
+    refuses("no training examples", check_report, reported([], get_template("plain"), bpe))
+    words = f"the examples contain the id {bpe.eos}, and the model has {bpe.eos}"
+    refuses(words, check_report, reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
 
 
 def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
@@ -727,19 +694,13 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
                 check_report(reported(GOOD, get_template("alpaca"), tokenizer, train_on=train_on))
 
 
-def test_ids_that_the_model_has_not_are_refused(bpe):
-    with pytest.raises(ValueError, match=f"the examples contain the id {bpe.eos}, and the model has {bpe.eos}"):
-        check_report(reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
-
-
 def test_silent_truncation_does_not_pass(bpe, monkeypatch):
     """What is cut is counted from the examples themselves, whole until they are put into rows."""
     long = [(Turn("user", "Hi"), Turn("assistant", "Ho " * 99))] * 3
     found = reported(long, get_template("plain"), bpe, 64)
     assert found.truncated == 3
     assert found.lost > 3
-    with pytest.raises(ValueError, match=r"100\.0% of the examples are longer"):
-        check_report(found)
+    refuses(r"100\.0% of the examples are longer", check_report, found)
     original = examples._example
 
     def cut(*args):
@@ -747,8 +708,7 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
         return examples.Example(made.ids[:64], made.loss_mask[:64], made.place)
 
     monkeypatch.setattr(examples, "_example", cut)
-    with pytest.raises(ValueError, match="never a target"):
-        check_report(reported(long, get_template("plain"), bpe, 64))
+    refuses("never a target", check_report, reported(long, get_template("plain"), bpe, 64))
 
 
 def test_few_trained_tokens_are_warned_of(bpe):
@@ -759,10 +719,8 @@ def test_few_trained_tokens_are_warned_of(bpe):
 
 def test_validation_without_targets_is_refused_by_its_name(bpe):
     masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    with pytest.raises(
-        ValueError, match="none of 2 validation examples has a target within the context of 1000 tokens"
-    ):
-        check_report(reported(GOOD, get_template("plain"), bpe, validation=masked))
+    words = "none of 2 validation examples has a target within the context of 1000 tokens"
+    refuses(words, check_report, reported(GOOD, get_template("plain"), bpe, validation=masked))
     found = reported(GOOD, get_template("plain"), bpe, validation=[*masked, *GOOD])
     check_report(found)
     assert any("2 validation examples are skipped: no targets" in line for line in found.warnings())
@@ -772,9 +730,8 @@ def test_validation_without_targets_is_refused_by_its_name(bpe):
 
 
 def test_copies_are_on_one_side_and_stay_there():
-    talks = [
-        (Turn("user", f"ask {i % 150}"), Turn("assistant", "  so\n" if i < 150 else "so")) for i in range(300)
-    ]
+    answers = ["  so\n"] * 150 + ["so"] * 150
+    talks = [(Turn("user", f"ask {i % 150}"), Turn("assistant", answer)) for i, answer in enumerate(answers)]
     learn, hold = split_records(rows(*talks), 0.2)
     assert len(learn) + len(hold) == 300
     assert 20 < len(hold) < 100
@@ -786,17 +743,13 @@ def test_copies_are_on_one_side_and_stay_there():
     assert {r.turns for r in again[1]} == {r.turns for r in hold} & set(talks[:200])
 
 
-def test_a_split_leaves_something_on_both_sides():
+def test_a_split_leaves_something_on_both_sides_and_goes_by_inputs_and_roles():
     two = rows(*[(Turn("user", w), Turn("assistant", "b")) for w in "ab"])
     for share in (1e-9, 0.5, 0.999999):
         assert [len(side) for side in split_records(two, share)] == [1, 1]
     assert split_records(two, 0) == (two, [])
     assert split_records(two[:1] * 3, 0.5) == (two[:1] * 3, [])
-    with pytest.raises(ValueError, match="--val-fraction is 1; it must be at least 0 and below 1"):
-        split_records(two, 1)
-
-
-def test_inputs_and_roles_count_in_a_split():
+    refuses("--val-fraction is 1; it must be at least 0 and below 1", split_records, two, 1)
     a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
     assert len({examples.split_hash(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
 
@@ -832,7 +785,7 @@ def test_every_template_has_a_name_and_a_piece_is_plain():
 
 
 def test_many_conversations_are_rendered_in_their_order(bpe):
-    own = ModelTemplate(get_template("chatml").jinja(bpe), bpe)
+    own = own_form("chatml", bpe)
     talks = [(Turn("user", f"question {i}"), Turn("assistant", "a" * (i % 7))) for i in range(1500)]
     talks[700] = (Turn("user", "q" * 500_000), Turn("assistant", "long"))
     texts = ["".join(piece.text for piece in pieces) for pieces in own.render(talks)]
@@ -850,13 +803,9 @@ def test_fields_that_are_named_are_read_as_plain_text(tmp_path):
     assert [r.turns for r in found.rows] == [(Turn("text", t),) for t in ("Hi\n\nHo", "alone")]
     assert [r.place.rpartition(", ")[2] for r in found.rows] == ["line 1", "line 3"]
     assert found.description.endswith("2 records of plain text, in JSON lines; 2 without text skipped")
-    with pytest.raises(ValueError, match=r"line 1: n: expected a string, found a number"):
-        read_records(put(tmp_path, lines(*asked)), ["n"])
-    with pytest.raises(
-        ValueError,
-        match=r"expected text in the field body, found q, a, n; name the field to read with --text-field",
-    ):
-        read_records(put(tmp_path, lines(*asked)), ["body"])
+    refuses(r"line 1: n: expected a string, found a number", read_records, put(tmp_path, lines(*asked)), ["n"])
+    words = r"expected text in the field body, found q, a, n; name the field to read with --text-field"
+    refuses(words, read_records, put(tmp_path, lines(*asked)), ["body"])
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -878,23 +827,18 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
         polars.DataFrame([row] * 5).write_parquet(path)
         found = read_records(path)
         assert (found.format, found.file_format, len(found.rows)) == (kind, "parquet", 5)
-        assert [r.turns for r in found.rows] == [
-            r.turns for r in read_records(put(tmp_path, lines(*[row] * 5))).rows
-        ]
+        plain = read_records(put(tmp_path, lines(*[row] * 5)))
+        assert [r.turns for r in found.rows] == [r.turns for r in plain.rows]
         assert found.rows[4].place == f"{path}, row 5"
     wide = tmp_path / "wide"
     polars.DataFrame({"id": [1, 2, 3], "body": ["a", None, "c"]}).write_parquet(wide)
     found = read_records(wide, ["body"])
     assert [r.turns[0].text for r in found.rows] == ["a", "c"]
-    with pytest.raises(ValueError, match="expected text in the field text, found id, body; name"):
-        read_records(wide, ["text"])
+    refuses("expected text in the field text, found id, body; name", read_records, wide, ["text"])
     for content in (b"", b"PAR1", b"PAR1" + wide.read_bytes()[4:-9], b'{"text": "a"}'):
-        with pytest.raises(ValueError, match=r"x\.parquet: cannot be read as parquet") as caught:
-            read_records(put(tmp_path, content, "x.parquet"))
-        assert "\n" not in str(caught.value)
+        refuses(r"x\.parquet: cannot be read as parquet", read_records, put(tmp_path, content, "x.parquet"))
     monkeypatch.setitem(sys.modules, "polars", None)
-    with pytest.raises(ValueError, match=re.escape("parquet needs polars; pip install -e '.[parquet]'")):
-        read_records(wide)
+    refuses(re.escape("parquet needs polars; pip install -e '.[parquet]'"), read_records, wide)
 
 
 def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
@@ -927,11 +871,9 @@ def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     ]
     assert len(read_dataset(folder, follow_links=True)[0][-1].rows) == 5
     put(folder, "{broken", "z.jsonl")
-    with pytest.raises(ValueError, match=r"data/z\.jsonl, line 1: not JSON"):
-        read_dataset(folder)
+    refuses(r"data/z\.jsonl, line 1: not JSON", read_dataset, folder)
     put(folder, '[{"name": "settings"}]', "settings.json")
-    with pytest.raises(ValueError, match=r"data/settings\.json, row 1: expected the keys .* --text-field"):
-        read_dataset(folder)
+    refuses(r"data/settings\.json, row 1: expected the keys .* --text-field", read_dataset, folder)
 
 
 def test_a_file_that_is_named_is_what_it_holds(tmp_path):
@@ -942,26 +884,20 @@ def test_a_file_that_is_named_is_what_it_holds(tmp_path):
         assert said == [f"{tmp_path / 'book.txt'}: 1 file of plain text"]
     ((found,), _) = read_dataset(put(tmp_path, lines(FORMS["alpaca"]), "rows"))
     assert found.format == "alpaca"
-    with pytest.raises(ValueError, match="line 1: not JSON"):
-        read_dataset(put(tmp_path, "broken", "data.json"))
+    refuses("line 1: not JSON", read_dataset, put(tmp_path, "broken", "data.json"))
     for content, name in ((b"\xff\xfe", "a.txt"), (b"", "b.txt"), (b"\0", "c")):
-        with pytest.raises(
-            ValueError, match=rf"{name}: nothing to train on \(skipped: 1 (not UTF-8|empty|binary)\)"
-        ):
-            read_dataset(put(tmp_path, content, name))
-    with pytest.raises(ValueError, match="no such file or folder"):
-        read_dataset(tmp_path / "nowhere")
+        words = rf"{name}: nothing to train on \(skipped: 1 (not UTF-8|empty|binary)\)"
+        refuses(words, read_dataset, put(tmp_path, content, name))
+    refuses("no such file or folder", read_dataset, tmp_path / "nowhere")
 
 
 @pytest.mark.timeout(30)
 def test_a_pipe_for_a_file_of_records_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"pipe\.jsonl: cannot be read: not a plain file"):
-        read_dataset(tmp_path / "pipe.jsonl")
+    refuses(r"pipe\.jsonl: cannot be read: not a plain file", read_dataset, tmp_path / "pipe.jsonl")
     if os.path.exists("/proc/kmsg"):
         (tmp_path / "log.jsonl").symlink_to("/proc/kmsg")
-        with pytest.raises(ValueError, match="no records"):
-            read_records(tmp_path / "log.jsonl")
+        refuses("no records", read_records, tmp_path / "log.jsonl")
 
 
 # Plain text in windows
@@ -982,12 +918,8 @@ def test_each_token_of_a_text_is_a_target_once(bpe, llama3, spaced, context):
         assert [p.window_index for p in parts] == [*range(len(parts))]
         counted = data_report(parts, [], context, tokenizer.vocab, get_template("plain"), tokenizer)
         assert (counted.tokens, counted.trained, counted.lost) == (len(text), len(text) - 1, 0)
-        assert (counted.windows, counted.truncated, counted.without_target, counted.double_bos) == (
-            len(parts),
-            0,
-            0,
-            0,
-        )
+        assert counted.windows == len(parts)
+        assert counted.truncated == counted.without_target == counted.double_bos == 0
         check_report(counted)
 
 

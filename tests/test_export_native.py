@@ -8,17 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from torch import nn
 
 import dunes
+from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
 from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network, instructions
 from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx
-from dunes.cli.main import main
 from dunes.generate import packages as step_package
 from dunes.generate import sampler
 from dunes.generate.packages import step_source
@@ -65,12 +66,9 @@ def no_work(monkeypatch):
     def fail(*args, **options):
         raise AssertionError("work before the refusal")
 
-    for module, name in (
-        (export_native, "compile_step"),
-        (export_native, "compile_graph"),
-        (torch.export, "export"),
-    ):
-        monkeypatch.setattr(module, name, fail)
+    for name in ("compile_step", "compile_graph"):
+        monkeypatch.setattr(export_native, name, fail)
+    monkeypatch.setattr(torch.export, "export", fail)
     monkeypatch.setattr(export_native, "has_compiler", lambda: True)  # which imports Inductor
 
 
@@ -103,9 +101,7 @@ def test_a_model_that_cannot_be_exported_is_refused_before_any_work(
     no_work, tmp_path, model, context, dtype, message
 ):
     model = model if isinstance(model, nn.Module) else model()
-    with pytest.raises(ValueError, match=message) as caught:
-        export(loaded(model, context=context), tmp_path / "out", dtype)
-    assert "\n" not in str(caught.value)
+    refuses(message, export, loaded(model, context=context), tmp_path / "out", dtype)
     assert not (tmp_path / "out").exists()
 
 
@@ -114,11 +110,9 @@ def test_an_existing_folder_and_a_missing_compiler_are_refused(no_work, monkeypa
     def try_export(out):
         return export_network(Net(), torch.rand(1, 28, 28), out) if network else export(loaded(), out)
 
-    with pytest.raises(ValueError, match="exists already"):
-        try_export(tmp_path)
+    refuses("exists already", try_export, tmp_path)
     monkeypatch.setattr(export_native, "has_compiler", lambda: False)
-    with pytest.raises(ValueError, match="install g\\+\\+"):
-        try_export(tmp_path / "out")
+    refuses("install g\\+\\+", try_export, tmp_path / "out")
 
 
 class Counting(nn.Module):
@@ -167,8 +161,7 @@ class Pair(nn.Module):
 def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
     no_work, tmp_path, network, example, message
 ):
-    with pytest.raises(ValueError, match=message):
-        export_network(network, example, tmp_path / "out")
+    refuses(message, export_network, network, example, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -180,9 +173,7 @@ def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
 def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
     monkeypatch.setattr(export_native, "has_compiler", lambda: True)
     monkeypatch.setattr(export_native, "compile_graph", lambda *args: pytest.fail("compiled"))
-    with pytest.raises(ValueError, match=message) as caught:
-        export_network(network, torch.rand(1), tmp_path / "out")
-    assert "\n" not in str(caught.value)
+    refuses(message, export_network, network, torch.rand(1), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -190,8 +181,7 @@ def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, 
 def test_code_that_computes_something_else_is_refused(wrong):
     expected = torch.tensor([1.0, -2.0])
     export_native._check_result(expected * (1 + 1e-6), expected)
-    with pytest.raises(ValueError, match=r"compiled, it differs by .* of up to 2"):
-        export_native._check_result(expected * wrong, expected)
+    refuses(r"compiled, it differs by .* of up to 2", export_native._check_result, expected * wrong, expected)
 
 
 def test_only_equal_views_of_one_storage_are_stored_once():
@@ -200,9 +190,8 @@ def test_only_equal_views_of_one_storage_are_stored_once():
     views = {"first": weight, "tied": weight.detach(), "turned": weight.t(), "part": weight[:2]}
     aliases, own = export_native._without_aliases(views | empty)
     assert aliases == {"tied": "first"}
-    assert {name: id(tensor) for name, tensor in own.items()} == {
-        name: id(tensor) for name, tensor in (views | empty).items() if name != "tied"
-    }
+    expected = {name: id(tensor) for name, tensor in (views | empty).items() if name != "tied"}
+    assert {name: id(tensor) for name, tensor in own.items()} == expected
 
 
 @pytest.mark.parametrize("ids", [300, 200])
@@ -213,7 +202,7 @@ def test_a_program_writes_only_ids_that_model_and_tokenizer_have(ids):
     assert (card["vocabulary"], card["embedded"]) == (expected, ids)
 
 
-def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
+def test_the_command_refuses_in_one_line(command, tmp_path):
     model, out = tmp_path / "model", tmp_path / "out"
     checkpoint.save(model_of(), model, Tokenizer.train("bytes", []), CONTEXT)
     for arguments, message in (
@@ -223,17 +212,14 @@ def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, capsys):
         (["--to", "elf"], "expected hf, gguf, compressed-tensors, cpp, onnx"),
     ):
         out.mkdir(exist_ok=True)
-        monkeypatch.setattr("sys.argv", ["dunes", "export", str(model), str(out), *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert stop.value.code == 2
-        error = capsys.readouterr().err.strip()
+        status, _, error = command("export", model, out, *arguments)
+        assert (status, error.count("\n")) == (2, 1)
         assert message in error
-        assert "\n" not in error
 
 
-def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(monkeypatch, tmp_path, capsys):
+def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(monkeypatch, command, tmp_path):
     keep(tmp_path / "net")
+    monkeypatch.setattr(export_native, "has_compiler", lambda: True)
     for arguments, message in (
         (["--to", "cpp"], "--example is missing: the sizes of the network's input"),
         (["--to", "onnx", "--example", "0"], "--example is missing"),
@@ -241,14 +227,9 @@ def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(mon
         (["--to", "cpp", "--example", "1", "28", "28", "--dtype", "float16"], "weights are written in float32"),
         (["--to", "cpp", "--example", "1", "27", "28"], "images of shape (1, 27, 28); expected (B, 28, 28)"),
     ):
-        monkeypatch.setattr(export_native, "has_compiler", lambda: True)
-        monkeypatch.setattr(
-            "sys.argv", ["dunes", "export", str(tmp_path / "net"), str(tmp_path / "out"), *arguments]
-        )
-        with pytest.raises(SystemExit) as stop:
-            main()
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err
+        status, _, error = command("export", tmp_path / "net", tmp_path / "out", *arguments)
+        assert status == 2
+        assert message in error
     assert not (tmp_path / "out").exists()
 
 
@@ -289,21 +270,13 @@ def test_only_tokenizers_trained_here_have_tables():
     tables = encoding_tables(bpe)
     assert tables is not None
     assert (len(tables["first"]), len(tables["merges"]), len(tables["ends"])) == (256, 300 - 265, 300)
-    content = json.loads(bpe.json())
-    content["pre_tokenizer"] = content["pre_tokenizer"]["pretokenizers"][1]
-    assert encoding_tables(from_json(content)) is None
-    content = json.loads(bpe.json())
-    content["added_tokens"][0]["special"] = False
-    assert encoding_tables(from_json(content)) is None
-    content = json.loads(bpe.json())
-    content["normalizer"] = {"type": "NFC"}
-    assert encoding_tables(from_json(content)) is None
-
-
-def from_json(content):
-    import tokenizers
-
-    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))
+    for change in (
+        lambda content: content.update(pre_tokenizer=content["pre_tokenizer"]["pretokenizers"][1]),
+        lambda content: content["added_tokens"][0].update(special=False),
+        lambda content: content.update(normalizer={"type": "NFC"}),
+    ):
+        change(content := json.loads(bpe.json()))
+        assert encoding_tables(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))) is None
 
 
 # The program: from here on everything is compiled.
@@ -387,10 +360,8 @@ def test_its_tokenizers_are_those_of_python(build, folder, tmp_path, kind):
         done = subprocess.run([client, out, prompt], capture_output=True, text=True, check=True)
         assert [int(i) for i in done.stdout.split()] == tokenizer.encode(prompt), prompt
     written = ids_of(build, out, tokenizer.prompt("def"), "--max-tokens", 30)
-    assert (
-        run(build, out, "--max-tokens", 30, "def").stdout
-        == b"def" + b"".join(tokenizer.token_bytes[i] for i in written) + b"\n"
-    )
+    printed = b"def" + b"".join(tokenizer.token_bytes[i] for i in written) + b"\n"
+    assert run(build, out, "--max-tokens", 30, "def").stdout == printed
 
 
 ENCODER = """
@@ -448,10 +419,10 @@ def test_a_folder_for_another_machine_is_refused_in_one_line(build, folder, tmp_
     ):
         out = shutil.copytree(folder, tmp_path / next(iter(facts)))
         edit(out, **facts)
-        refused(run(build, out, "x"), message)
+        fails(run(build, out, "x"), message)
 
 
-def refused(done, message):
+def fails(done, message):
     assert (done.returncode, done.stdout) == (2, b""), done
     error = done.stderr.decode(errors="replace")
     assert message in error, error
@@ -474,7 +445,7 @@ def test_damaged_files_are_refused_in_one_line(build, folder, tmp_path):
                 (out / name).unlink()
             else:
                 (out / name).write_bytes({"truncated": data[:-9], "changed": changed, "empty": b""}[damage])
-            refused(run(build, out, "x"), f"{name}: ")
+            fails(run(build, out, "x"), f"{name}: ")
             shutil.rmtree(out)
 
 
@@ -496,11 +467,11 @@ def test_files_with_their_checksum_and_another_content_are_refused_in_one_line(b
         out = shutil.copytree(folder, tmp_path / str(i))
         (out / "weights.safetensors").write_bytes(changed)
         edit(out, "weights.safetensors")
-        refused(run(build, out, "x"), "")
+        fails(run(build, out, "x"), "")
     for i, text in enumerate(["", "{", '{"format": 1', "[" * 99, '{"format": "x"}', "\x00"]):
         out = shutil.copytree(folder, tmp_path / f"card {i}")
         (out / "card.json").write_text(text)
-        refused(run(build, out, "x"), "card.json: ")
+        fails(run(build, out, "x"), "card.json: ")
 
 
 @pytest.mark.slow
@@ -512,13 +483,13 @@ def test_its_refusals_of_wrong_use_are_one_line(build, folder, tmp_path):
         (["--image", "digit.pgm"], "a model that generates text"),
         (["--max-tokens", "1e3", "x"], "expected a whole number"),
     ):
-        refused(run(build, folder, *arguments), message)
+        fails(run(build, folder, *arguments), message)
     out = shutil.copytree(folder, tmp_path / "out")
     (out / "tokenizer.safetensors").unlink()
     edit(out, no_tokenizer="the model has no tokenizer", files=without(out, "tokenizer.safetensors"))
-    refused(run(build, out, "x"), "the model has no tokenizer: use --ids")
+    fails(run(build, out, "x"), "the model has no tokenizer: use --ids")
     assert len(ids_of(build, out, [5, 6], "--max-tokens", 4)) == 4
-    refused(run(build, tmp_path / "nothing", "x"), "nothing/card.json: cannot be read")
+    fails(run(build, tmp_path / "nothing", "x"), "nothing/card.json: cannot be read")
 
 
 def without(out, name):
@@ -554,16 +525,16 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
     assert label == expected.argmax()
     torch.testing.assert_close(torch.tensor(outputs), expected.detach(), atol=1e-5, rtol=1e-5)
     (tmp_path / "wide.pgm").write_bytes(b"P5 29 28 255\n" + bytes(29 * 28))
-    refused(run(build, tmp_path / "out", "--image", tmp_path / "wide.pgm"), "29 x 28 pixels; expected 28 x 28")
+    fails(run(build, tmp_path / "out", "--image", tmp_path / "wide.pgm"), "29 x 28 pixels; expected 28 x 28")
     (tmp_path / "short.pgm").write_bytes(b"P5 28 28 255\n" + bytes(28 * 27))
-    refused(run(build, tmp_path / "out", "--image", tmp_path / "short.pgm"), "truncated")
-    refused(run(build, tmp_path / "out", "x"), "give it --image")
+    fails(run(build, tmp_path / "out", "--image", tmp_path / "short.pgm"), "truncated")
+    fails(run(build, tmp_path / "out", "x"), "give it --image")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["digits", "lstm"])
 @pytest.mark.parametrize("to", ["cpp", "onnx"])
-def test_the_command_exports_networks(request, kind, to, monkeypatch, tmp_path):
+def test_the_command_exports_networks(request, kind, to, command, tmp_path):
     if kind == "digits":
         network = keep(tmp_path / "net")
     else:
@@ -573,10 +544,7 @@ def test_the_command_exports_networks(request, kind, to, monkeypatch, tmp_path):
     arguments = [tmp_path / "net", out, "--to", to, "--example", 1, 28, 28, "--trust-code"]
     if to == "onnx":
         onnxruntime = pytest.importorskip("onnxruntime")
-    monkeypatch.setattr("sys.argv", ["dunes", "export", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert not stop.value.code
+    assert not command("export", *arguments)[0]
     expected = network(image)[0].detach()
     if to == "onnx":
         (outputs,) = onnxruntime.InferenceSession(out).run(None, {"input": image.numpy()})
@@ -629,32 +597,22 @@ def test_onnx_refuses_by_name(monkeypatch, tmp_path):
     from dunes.checkpoint.formats import onnx as module
 
     monkeypatch.setattr(module, "extra", lambda name, of: None)
-    with pytest.raises(ValueError, match="a mixture of experts"):
-        export_onnx(loaded(model_of("mixtral")), tmp_path / "model.onnx")
-    with pytest.raises(ValueError, match="a sliding window"):
-        export_onnx(loaded(model_of("mistral", window=16)), tmp_path / "model.onnx")
-    with pytest.raises(ValueError, match=r"ends in \.onnx"):
-        export_onnx(loaded(), tmp_path / "model")
+    refuses("a mixture of experts", export_onnx, loaded(model_of("mixtral")), tmp_path / "model.onnx")
+    refuses("a sliding window", export_onnx, loaded(model_of("mistral", window=16)), tmp_path / "model.onnx")
+    refuses(r"ends in \.onnx", export_onnx, loaded(), tmp_path / "model")
     monkeypatch.setattr(module, "LARGEST", 1000)
-    with pytest.raises(ValueError, match="at most 1 kB"):
-        export_onnx(loaded(), tmp_path / "model.onnx")
+    refuses("at most 1 kB", export_onnx, loaded(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_a_texts_beginning_are_those_that_differ():
     step = {name: torch.zeros(2) for name in ("same", "shape", "value", "dtype")}
-    text = {
-        "same": torch.zeros(2),
-        "shape": torch.zeros(1, 2),
-        "value": torch.ones(2),
-        "dtype": torch.zeros(2).half(),
-    }
-    differing = export_native._differing(step, text | {"new": torch.zeros(1)})
+    text = {"same": torch.zeros(2), "shape": torch.zeros(1, 2), "value": torch.ones(2), "new": torch.zeros(1)}
+    differing = export_native._differing(step, text | {"dtype": torch.zeros(2).half()})
     assert {*differing} == {"text.shape", "text.value", "text.dtype", "text.new"}
 
 
 def test_onnx_follows_no_dangling_link(tmp_path):
     pytest.importorskip("onnxscript")
     (tmp_path / "model.onnx").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="expected a new file"):
-        export_onnx(loaded(), tmp_path / "model.onnx")
+    refuses("expected a new file", export_onnx, loaded(), tmp_path / "model.onnx")

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import IDS, build, difference
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment.group_int import unpack
 from dunes.augment.quantized import Quantized
@@ -150,8 +151,7 @@ def test_scales_that_do_not_fit_plain_codes_are_refused(tmp_path, change):
     name = next(key for key in files if key.endswith("_scale"))
     scale = files.pop(name)
     save_file(files if change is None else files | {name: change(scale).contiguous()}, file)
-    with pytest.raises(ValueError, match="its scales do not fit int8 by row; download the file again"):
-        checkpoint.load(tmp_path / "packed")
+    refuses("its scales do not fit int8 by row; download the file again", checkpoint.load, tmp_path / "packed")
 
 
 @pytest.mark.slow
@@ -182,8 +182,7 @@ def test_transformers_opens_it(tmp_path, request_):
 )
 def test_what_the_form_cannot_hold_is_refused(tmp_path, family, request_, message):
     folder = quantized(tmp_path, family, **request_)
-    with pytest.raises(ValueError, match=message):
-        export_packed(folder, tmp_path / "packed")
+    refuses(message, export_packed, folder, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 
 
@@ -191,5 +190,4 @@ def test_the_verb_and_a_plain_model(tmp_path, capsys):
     folder = quantized(tmp_path, kind="int8")
     export(str(folder), tmp_path / "packed", to="compressed-tensors")
     assert "14 layers packed" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="needs quantized layers"):
-        export(str(tmp_path / "dense"), tmp_path / "other", to="compressed-tensors")
+    refuses("needs quantized layers", export, str(tmp_path / "dense"), tmp_path / "other", to="compressed-tensors")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.files import atomic
@@ -31,6 +31,7 @@ from dunes.runs.run import Run, read_metrics
 from dunes.runs.train import prepare, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from test_checkpoint import same
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
 
@@ -295,25 +296,9 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     assert read(tmp_path) == 1
 
 
-def test_numbers_that_are_not_finite_are_never_saved(tmp_path):
-    save_state(tmp_path, 1)
-    with pytest.raises(ValueError, match=r"step-000002: not saved, since weights has values that are not finite"):
-        checkpoint.save_state(tmp_path, 2, {"value": 2, "weights": torch.tensor([1.0, float("inf")])})
-    assert read_state(tmp_path) == 1
-
-
-def test_damage_names_the_file_and_a_state_of_another_format_is_refused(stored):
-    path = stored / "tensors.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    told = []
-    checkpoint.latest_state(stored.parent.parent, told.append)
-    assert "tensors.safetensors: not the bytes that were written" in told[0]
-    old = stored.with_name("step-000001")
-    (old / "state.json").write_text('{"format": 99, "state": {}}')
-    with pytest.raises(ValueError, match="its format is 99, and this version reads 2"):
-        checkpoint.load_state(old)
+def test_a_state_of_another_format_is_refused(stored):
+    (stored / "state.json").write_text('{"format": 99, "state": {}}')
+    refuses("its format is 99, and this version reads 2", checkpoint.load_state, stored)
 
 
 @pytest.mark.slow
@@ -397,9 +382,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
             train(config, tmp_path / "cut", display()[0])
     assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
-    straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "cut")
-    assert same(straight[0], resumed[0])
-    assert straight[1:] == resumed[1:]
+    assert_same_outcome(tmp_path / "straight", tmp_path / "cut")
 
 
 def greedy(*arguments, **named):
@@ -440,9 +423,8 @@ def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code,
 def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):
     done = subprocess.run([sys.executable, "-c", HUNGRY, code, tmp_path / "run"], capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert re.search(
-        r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, including activations \d+", last
-    ), done.stderr
+    words = r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, including activations \d+"
+    assert re.search(words, last), done.stderr
     assert "reduce --batch, --context-length or --size to need less" in last
 
 
@@ -511,14 +493,10 @@ def outcome(folder: Path):
     return state, lines, (folder / "model.safetensors").read_bytes()
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
+def assert_same_outcome(straight: Path, resumed: Path) -> None:
+    (state, *others), (again, *rest) = outcome(straight), outcome(resumed)
+    assert same(state, again)
+    assert others == rest
 
 
 def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
@@ -541,22 +519,12 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
             return inside
 
 
-def test_three_kills_end_bit_for_bit_as_none(code, tmp_path):
-    assert training(code, tmp_path / "straight").wait(timeout=120) == 0
-    killed(code, tmp_path / "killed", 3, seed=0)
-    straight, resumed = outcome(tmp_path / "straight"), outcome(tmp_path / "killed")
-    assert same(straight[0], resumed[0])
-    assert straight[1:] == resumed[1:]
+SEVENTY = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(1500)
-def test_seventy_kills_end_bit_for_bit_as_none(code, tmp_path):
+@pytest.mark.parametrize("kills", [[3], pytest.param([10] * 7, marks=SEVENTY)], ids=["three", "seventy"])
+def test_kills_end_bit_for_bit_as_none(kills, code, tmp_path):
     assert training(code, tmp_path / "straight").wait(timeout=120) == 0
-    straight = outcome(tmp_path / "straight")
-    for part in range(7):
-        killed(code, tmp_path / f"killed-{part}", 10, seed=part + 1)
-        resumed = outcome(tmp_path / f"killed-{part}")
-        assert same(straight[0], resumed[0])
-        assert straight[1:] == resumed[1:]
+    for part, count in enumerate(kills):
+        killed(code, tmp_path / f"killed-{part}", count, seed=part)
+        assert_same_outcome(tmp_path / "straight", tmp_path / f"killed-{part}")

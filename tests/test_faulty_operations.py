@@ -413,16 +413,14 @@ def test_differences_need_float64_and_the_gradient_of_a_kernel_in_float32_is_com
         return small(x)
 
     backward = lambda grad, output: grad * output * slope
-    op = ops.operation(
-        f"dunes_tests::alone_{slope:.0%}"[:-1], reference=small, backward=backward, compiled="reference"
-    )(alone)
+    name = f"dunes_tests::alone_{slope:.0%}"[:-1]
+    op = ops.operation(name, reference=small, backward=backward, compiled="reference")(alone)
     try:
         ops.check(op, arguments(True), backend="aot_eager", seconds=0)
     except ValueError:
         assert slope != 1.0
-    printed = [
-        line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith(("grad", "float"))
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    printed = [line.split()[1] for line in lines if line.startswith(("grad", "float"))]
     assert printed == ["not", "not", "ok" if slope == 1.0 else "failed"]
 
 

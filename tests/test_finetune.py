@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import display, toy
+from conftest import change_json, display, refuses, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
 from dunes.data import Batches
@@ -37,10 +37,8 @@ from dunes.train.loss import next_token_loss
 from test_runs import stopping_at, weights
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-ROWS = [
-    {"instruction": f"What comes after {a} {b}?", "input": "", "output": f"{b} {a}"}
-    for a, b in itertools.permutations(WORDS, 2)
-]
+PAIRS = [(f"What comes after {a} {b}?", f"{b} {a}") for a, b in itertools.permutations(WORDS, 2)]
+ROWS = [{"instruction": question, "input": "", "output": answer} for question, answer in PAIRS]
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +88,15 @@ def finetuned(config, folder, **how):
     return out.getvalue()
 
 
-def score_of(folder, config, train_on="answers"):
+def refuses_run(words, config, folder, **how):
+    """Refused with these words."""
+    refuses(words, finetune, config, folder, display()[0], **how)
+
+
+def score_of(folder, config):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
+    config = replace(config, context_length=loaded.card["finetuned"]["context_length"])
     data = replace(FinetuneData.read(config, display()[0]), base=loaded)
     task = FinetuneTask(data, None, torch.float32)
     return task.score(torch.float32)
@@ -112,9 +116,7 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     card = checkpoint.load(folder).card
     assert card["measured"]["loss"] < card["measured"]["before"] - 0.01
     assert card["template"] == "alpaca"
-    config = replace(config, context_length=card["finetuned"]["context_length"])
     again = score_of(folder, config)
-    print(f"{method}: measured {card['measured']['loss']}, read back {again.loss}")
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
     assert (folder / "adapter_config.json").is_file() != METHODS[method].saves_model
     assert (folder / "chat_template.jinja").is_file()
@@ -132,7 +134,6 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
     ids = torch.arange(60)[None]
     with torch.no_grad():
         difference = (theirs(ids).logits - ours(ids)).abs().max().item()
-    print(f"logits differ by {difference}")
     assert difference <= 1e-5
 
 
@@ -143,10 +144,8 @@ def test_a_form_of_its_own_gets_no_adapter_and_is_not_evaluated_first(
     monkeypatch.setattr(FinetuneTask, "measure_baseline", None)
     base_in(tmp_path / "dense", tokenizer, "gpt2")
     augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", experts=2)
-    with pytest.raises(
-        ValueError, match=r"has no Hugging Face config: .*; save the whole model, as dunes finetune"
-    ):
-        finetune(asked(tmp_path / "moe", examples, method=method), tmp_path / "run", display()[0])
+    words = r"has no Hugging Face config: .*; save the whole model, as dunes finetune"
+    refuses(words, finetune, asked(tmp_path / "moe", examples, method=method), tmp_path / "run", display()[0])
     assert not (tmp_path / "run").exists()
 
 
@@ -155,9 +154,7 @@ def test_a_form_of_its_own_gets_no_adapter_and_is_not_evaluated_first(
 def test_products_in_bfloat16(method, base, examples, tmp_path):
     finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
     card = checkpoint.load(tmp_path / "run").card
-    again = score_of(
-        tmp_path / "run", replace(asked(base, examples), context_length=card["finetuned"]["context_length"])
-    )
+    again = score_of(tmp_path / "run", asked(base, examples))
     assert card["measured"]["loss"] < card["measured"]["before"] * 0.99
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
 
@@ -179,9 +176,8 @@ def test_a_half_base_learns_in_float32_like_its_float32_copy(base, examples, tmp
     ["lora", "qlora", "full", *(pytest.param(m, marks=pytest.mark.slow) for m in ("pissa", "lora-experts"))],
 )
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, base, examples, tmp_path, monkeypatch):
-    config = asked(
-        base, examples, method=method, steps=24, dropout=0.1 if method == "lora" else 0.0, micro_batch=2
-    )
+    dropout = 0.1 if method == "lora" else 0.0
+    config = asked(base, examples, method=method, steps=24, dropout=dropout, micro_batch=2)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
     finetuned(config, straight)
     with monkeypatch.context() as patch:
@@ -219,15 +215,12 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
     config = asked(mine, rows)
     finetuned(config, tmp_path / "run")
     rows.write_text(json.dumps(ROWS[:-1]))
-    with pytest.raises(ValueError, match="cannot resume: examples changed"):
-        finetune(config, tmp_path / "run", display()[0], resume=True)
+    refuses_run("cannot resume: examples changed", config, tmp_path / "run", resume=True)
     rows.write_text(json.dumps(ROWS))
     other = initialise(checkpoint.load(mine).model, seed=4)
     checkpoint.save(other, mine, tokenizer, 128)
-    with pytest.raises(ValueError, match="cannot resume: base changed"):
-        finetune(config, tmp_path / "run", display()[0], resume=True)
-    with pytest.raises(ValueError, match="contains a run of another kind"):
-        train(toy(tmp_path), tmp_path / "run", display()[0], resume=True)
+    refuses_run("cannot resume: base changed", config, tmp_path / "run", resume=True)
+    refuses("contains a run of another kind", train, toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
@@ -236,18 +229,14 @@ def test_a_run_does_not_go_on_with_a_base_of_other_settings(method, tokenizer, e
     config = asked(base, examples, steps=1, method=method)
     finetuned(config, tmp_path / "run")
     fingerprints = FinetuneTask.fingerprints.func
+    more = property(lambda task: fingerprints(task) | {"of tomorrow": "1"})
     with monkeypatch.context() as later:  # a state that is older than a fingerprint says nothing of it
-        later.setattr(
-            FinetuneTask, "fingerprints", property(lambda task: fingerprints(task) | {"of tomorrow": "1"})
-        )
+        later.setattr(FinetuneTask, "fingerprints", more)
         assert finetune(config, tmp_path / "run", display()[0], resume=True) == 0
-    hf_config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(hf_config | {"rms_norm_eps": 0.01}))
+    change_json(base / "config.json", rms_norm_eps=0.01)
     (base / "dunes.json").unlink()
-    with pytest.raises(
-        ValueError, match=r"cannot resume: the model's config\.rms_norm_eps was 1e-0\d, now 0\.01; "
-    ):
-        finetune(config, tmp_path / "run", display()[0], resume=True)
+    words = r"cannot resume: the model's config\.rms_norm_eps was 1e-0\d, now 0\.01; "
+    refuses(words, finetune, config, tmp_path / "run", display()[0], resume=True)
 
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
@@ -264,8 +253,7 @@ def test_a_finetune_knows_its_base_rounded_and_refuses_another(method, tokenizer
     print(f"{method}: moved {((rounded - said).norm() / said.norm()).item():.1e}")
     assert 0 < (rounded - said).norm() < 0.2 * said.norm()
     checkpoint.save(initialise(model, seed=5), base, tokenizer, 128)
-    with pytest.raises(ValueError, match="made for a different base"):
-        checkpoint.load(tmp_path / "run")
+    refuses("made for a different base", checkpoint.load, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -283,8 +271,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     again = {"resume": True, "asked": ["data"], "override": ["data"]}
     assert finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again) == 0
     (tmp_path / "there" / "moved.json").write_text(json.dumps(ROWS[1:]))
-    with pytest.raises(ValueError, match="cannot resume: examples changed"):
-        finetune(FinetuneConfig(data="moved.json"), tmp_path / "run", display()[0], **again)
+    refuses_run("cannot resume: examples changed", FinetuneConfig(data="moved.json"), tmp_path / "run", **again)
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -296,8 +283,7 @@ def test_a_model_that_is_no_run_s_is_not_written_over(method, base, tokenizer, e
     assert (other / "model.safetensors").read_bytes() == before
     assert not (other / "state").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file: is not a writable folder"):
-        finetune(asked(base, examples, method=method), tmp_path / "file" / "run", display()[0])
+    refuses_run("file: is not a writable folder", asked(base, examples, method=method), tmp_path / "file" / "run")
 
 
 def test_an_adapter_that_cannot_be_written_is_not_trained(tokenizer, examples, tmp_path):
@@ -312,9 +298,8 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     monkeypatch.setattr(loop_module, "_check_due", lambda step: step % 3 == 0)
     config, folder = asked(base, examples, method="full", steps=24, lr=3.0), tmp_path / "run"
     out = finetuned(config, folder)
-    checks = {
-        r["step"]: r["bits_per_byte"] for r in read_metrics(folder / "metrics.jsonl") if "bits_per_byte" in r
-    }
+    lines = read_metrics(folder / METRICS)
+    checks = {r["step"]: r["bits_per_byte"] for r in lines if "bits_per_byte" in r}
     best = min(checks, key=checks.get)
     (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
     assert f"after step {best}" in warning
@@ -322,7 +307,6 @@ def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp
     card = checkpoint.load(folder).card
     assert card["finetuned"]["best_step"] == best
     assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
-    config = replace(config, context_length=card["finetuned"]["context_length"])
     assert score_of(folder, config).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
     assert checks[24] > 1.5 * checks[best]
     assert f"the weights of step {best} were saved" in out
@@ -341,9 +325,8 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
         return score
 
     config, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
-    monkeypatch.setattr(
-        FinetuneTask, "measure_baseline", lambda self, *a: Baseline(Score(30.0, 10, 10), None, [], "")
-    )
+    baseline = Baseline(Score(30.0, 10, 10), None, [], "")
+    monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
@@ -373,10 +356,7 @@ REFUSED = {
     "odd batch": ({"batch": 4, "micro_batch": 3}, "--micro-batch is 3, which does not divide --batch 4"),
     "no token": ({"template": "llama3"}, "the tokenizer has no <|start_header_id|>"),
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
-    "nothing": (
-        {"method": "full", "target_modules": ("blocks.9.**",)},
-        "blocks.9.** matches no parameter",
-    ),
+    "nothing": ({"method": "full", "target_modules": ("blocks.9.**",)}, "blocks.9.** matches no parameter"),
     "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
     "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
@@ -402,8 +382,8 @@ def test_an_adapter_in_the_model_is_not_replaced_without_a_word(base, examples, 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_is_said_before_anything_is_written(case, base, examples, tmp_path):
     changes, words = REFUSED[case]
-    with pytest.raises(ValueError, match=re.escape(words)):
-        finetune(replace(asked(base, examples), **changes), tmp_path / "run", display()[0])
+    attempt = lambda: finetune(replace(asked(base, examples), **changes), tmp_path / "run", display()[0])
+    refuses(re.escape(words), attempt)
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 
@@ -417,8 +397,7 @@ def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
     rows = tmp_path / "rows.json"
     said = ({"role": "user"}, {"role": "assistant", "weight": 0})
     rows.write_text(json.dumps([{"messages": [{**s, "content": w} for s in said]} for w in WORDS]))
-    with pytest.raises(ValueError, match="tokens is a target: the examples have no answers"):
-        finetune(asked(base, rows), tmp_path / "run", display()[0])
+    refuses_run("tokens is a target: the examples have no answers", asked(base, rows), tmp_path / "run")
 
 
 def chats(path, weights, size=1):
@@ -456,9 +435,8 @@ def test_validation_without_targets_is_named_before_the_start(base, examples, tm
 
 def test_tasks_with_a_history_get_a_template_that_can_write_it(base, tmp_path):
     path = tmp_path / "rows.json"
-    path.write_text(
-        json.dumps([{**r, "system": "Be brief.", "history": [["Hi", "Ho"]], "topic": "x"} for r in ROWS])
-    )
+    more = {"system": "Be brief.", "history": [["Hi", "Ho"]], "topic": "x"}
+    path.write_text(json.dumps([r | more for r in ROWS]))
     out = finetuned(asked(base, path), tmp_path / "run", dry_run=True, examples=1)
     assert "template: chatml" in out
     assert "ignored fields: topic" in out
@@ -466,21 +444,11 @@ def test_tasks_with_a_history_get_a_template_that_can_write_it(base, tmp_path):
     assert "⟦Ho<|im_end|>⟧" in out
 
 
-def test_a_leak_that_differs_in_space_is_told(base, examples, tmp_path):
-    other = tmp_path / "valid.json"
-    other.write_text(
-        json.dumps([{**r, "output": r["output"] + " "} for r in ROWS[:3]] + [{**ROWS[5], "output": "new"}])
-    )
-    out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run", dry_run=True)
-    assert "warning: 3 validation examples are in the training data" in out
-
-
 def test_an_adapter_is_no_base_and_the_base_is_no_place_for_the_run(base, examples, tmp_path):
     finetuned(asked(base, examples, steps=1), tmp_path / "run")
     with pytest.raises(ValueError, match="an adapter, not a base model; merge it first: dunes augment merge"):
         finetune(asked(tmp_path / "run", examples), tmp_path / "two", display()[0])
-    with pytest.raises(ValueError, match="contains a model that was not made by a run"):
-        finetune(asked(base, examples), base, display()[0])
+    refuses_run("contains a model that was not made by a run", asked(base, examples), base)
 
 
 def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
@@ -529,15 +497,13 @@ def test_other_families(family, tokenizer, examples, tmp_path):
 @pytest.mark.slow
 def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_path):
     narrow = base_in(tmp_path / "narrow", tokenizer, context=16)
-    assert "warning: the base model was trained on 16 tokens" in finetuned(
-        asked(narrow, examples), tmp_path / "run"
-    )
+    out = finetuned(asked(narrow, examples), tmp_path / "run")
+    assert "warning: the base model was trained on 16 tokens" in out
     assert checkpoint.load(tmp_path / "run").context_length >= 32
     finetuned(asked(narrow, examples, method="full"), tmp_path / "full")
     assert checkpoint.load(tmp_path / "full").context_length >= 32
     learnt = base_in(tmp_path / "learnt", tokenizer, "gpt2", context=16)
-    with pytest.raises(ValueError, match="longer than the context of 16"):
-        finetune(asked(learnt, examples), tmp_path / "no", display()[0])
+    refuses_run("longer than the context of 16", asked(learnt, examples), tmp_path / "no")
     with pytest.raises(ValueError, match="--context-length is 64; this model supports at most 16 tokens"):
         finetune(asked(learnt, examples, context_length=64), tmp_path / "no", display()[0])
 
@@ -547,9 +513,8 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     folder = tmp_path / "run"
     out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
     domain = json.loads((folder / "dunes.json").read_text())["measured"]["forgetting"]
-    found = re.search(
-        r"forgetting: loss on the base model's own text ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)", out
-    )
+    words = r"forgetting: loss on the base model's own text ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)"
+    found = re.search(words, out)
     assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
     assert domain["before"] != domain["after"]
     page = (folder / "samples.md").read_text()
@@ -560,11 +525,8 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
     before = json.loads((folder / "state" / "baseline.json").read_text())["answers"]
     assert len(before) == 3
-    without = finetuned(asked(base, examples), tmp_path / "other")
-    assert (
-        "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
-        in without
-    )
+    words = "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
+    assert words in finetuned(asked(base, examples), tmp_path / "other")
 
 
 TIMED = {"seconds": 0.0}
@@ -596,9 +558,10 @@ def test_the_domain_is_one_text_before_and_after(base, examples, code, tmp_path,
     assert cards[0]["before"] == cards[1]["before"]
 
 
-def test_validation_may_have_a_file_of_its_own(base, examples, tmp_path):
+def test_validation_may_have_a_file_of_its_own_and_a_leak_that_differs_in_space_is_told(base, examples, tmp_path):
     other = tmp_path / "valid.jsonl"
-    other.write_text("".join(json.dumps(r) + "\n" for r in [*ROWS[:3], {**ROWS[5], "output": "another"}]))
+    copies = [{**r, "output": r["output"] + " "} for r in ROWS[:3]]
+    other.write_text("".join(json.dumps(r) + "\n" for r in [*copies, {**ROWS[5], "output": "another"}]))
     out = finetuned(asked(base, examples, val_data=str(other)), tmp_path / "run")
     assert "90 examples, 4 for validation; 0 duplicates, 3 validation examples are in the training data" in out
     assert "warning: 3 validation examples are in the training data" in out
@@ -649,9 +612,8 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert asked_for + held == ids[1:]
     assert len(held) == pytest.approx(0.2 * len(ids), abs=1)
     # An epoch asks for each of them once, and nothing is left out of a row.
-    epoch = [
-        t for _, targets, _ in map(rows.batch, range(rows.rows_per_epoch)) for t in targets[targets >= 0].tolist()
-    ]
+    batches = map(rows.batch, range(rows.rows_per_epoch))
+    epoch = [t for _, targets, _ in batches for t in targets[targets >= 0].tolist()]
     assert sorted(epoch) == sorted(asked_for)
     out = finetuned(asked(base, book, steps=30, method="full", lr=0.003), tmp_path / "run")
     assert " 0 for validation" not in out
@@ -659,9 +621,7 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     card = checkpoint.load(tmp_path / "run").card
     assert card["measured"]["tokens"] == len(held)
     assert card["measured"]["loss"] < card["measured"]["before"]
-    again = score_of(
-        tmp_path / "run", replace(asked(base, book), context_length=card["finetuned"]["context_length"])
-    )
+    again = score_of(tmp_path / "run", asked(base, book))
     assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
 
 
@@ -686,13 +646,10 @@ def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book
     one, two = weights(tmp_path / "straight"), weights(tmp_path / "halves")
     assert all(torch.equal(one[k], two[k]) for k in one)
     (folder / "bad.jsonl").write_text("{")
-    with pytest.raises(ValueError, match=r"bad\.jsonl, line 1: not JSON"):
-        finetune(asked(base, folder), tmp_path / "bad", display()[0])
+    refuses_run(r"bad\.jsonl, line 1: not JSON", asked(base, folder), tmp_path / "bad")
     (folder / "bad.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(
-        ValueError, match=r"bad\.jsonl, line 1: expected the keys .*found q, a; name .*--text-field"
-    ):
-        finetune(asked(base, folder), tmp_path / "bad", display()[0])
+    words = r"bad\.jsonl, line 1: expected the keys .*found q, a; name .*--text-field"
+    refuses(words, finetune, asked(base, folder), tmp_path / "bad", display()[0])
     both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), val_data=str(book))
     assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry_run=True)
 
@@ -703,22 +660,17 @@ def test_windows_are_shown_and_a_context_is_not_grown_for_plain_text(tokenizer, 
     assert "warning: the base model was trained on" not in out
     assert "truncated at 16: 0.0% of the examples" in out
     assert out.count("book.txt, window") == 2
-    assert "truncated at 40: 0.0%" in finetuned(
-        asked(narrow, book, context_length=40), tmp_path / "run", dry_run=True
-    )
+    longer = asked(narrow, book, context_length=40)
+    assert "truncated at 40: 0.0%" in finetuned(longer, tmp_path / "run", dry_run=True)
 
 
-def test_another_template_than_the_base_was_taught_with_is_told(base, examples, tmp_path):
+def test_another_template_than_the_base_was_taught_with_is_told_and_plain_rows_leave_it(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
     again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry_run=True)
     assert "template: alpaca\n" in again
     assert "warning: it replaces the place" not in again
     other = finetuned(asked(tmp_path / "alpaca", examples, template="chatml"), tmp_path / "other", dry_run=True)
     assert "warning: it replaces the base model's own template: alpaca" in other
-
-
-def test_rows_that_are_written_as_they_are_read_leave_the_base_its_template(base, examples, tmp_path):
-    finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": r["instruction"]}) + "\n" for r in ROWS))
     out = finetuned(asked(tmp_path / "alpaca", rows), tmp_path / "more")
@@ -747,11 +699,8 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     data = ready(base, examples, method=method)
     config = data.config
     rows = lesson_module._full_batch(config)
-    learning = TrainSetup(
-        lambda model: optimizer(config, model),
-        next_token_loss,
-        lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows),
-    )
+    zeros = lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows)
+    learning = TrainSetup(lambda model: optimizer(config, model), next_token_loss, zeros)
     shape = Shape(config.micro_batch, config.context_length, torch.float32)
 
     def real():
@@ -765,9 +714,8 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
     more = said.pop("activations") / seen.pop("activations")
     assert 1 <= more < 1.5
-    assert {k: said[k] for k in ("parameters", "gradients", "optimizer") if k in said} == {
-        k: seen[k] for k in ("parameters", "gradients", "optimizer") if k in seen
-    }
+    kinds = ("parameters", "gradients", "optimizer")
+    assert {k: said[k] for k in kinds if k in said} == {k: seen[k] for k in kinds if k in seen}
 
 
 def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
@@ -813,9 +761,8 @@ def test_what_is_chosen(base, examples):
     assert learning_rate(config, 192) == pytest.approx(2.2e-3, rel=0.02)
     assert learning_rate(config, 32) == 0.005
     assert learning_rate(replace(config, lr=0.5, method="rslora", alpha=8.0), 512) == 0.5
-    assert learning_rate(replace(config, rank=64), 192) == learning_rate(config, 192), (
-        "alpha / rank evens that out"
-    )
+    higher = replace(config, rank=64)
+    assert learning_rate(higher, 192) == learning_rate(config, 192), "alpha / rank evens that out"
     assert learning_rate(replace(config, alpha=64.0), 192) == learning_rate(config, 192) / 2
     assert learning_rate(replace(config, method="rslora"), 192) == learning_rate(config, 192) / 4
     assert choose_batch(config, 512, 10_000) == 8

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 import make_gallery
-from conftest import display
+from conftest import display, refuses
 from dunes import checkpoint
 from dunes.checkpoint.card import read_card
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from refusal import refuses
 
 GALLERY = Path(__file__).parent / "gallery"
 LOGITS, EXPECTED = load_file(GALLERY / "expected.safetensors"), json.loads((GALLERY / "expected.json").read_text())

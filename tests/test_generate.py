@@ -8,12 +8,12 @@ from copy import deepcopy
 import pytest
 import torch
 
+from conftest import refuses
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import ForwardContext, RollingCache, cache_for
 from own_parts import OWN, of_own_parts
-from refusal import refuses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -21,7 +21,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer
+from conftest import metaspace_tokenizer, refuses
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
@@ -35,7 +35,6 @@ from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_he
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
 from own_parts import of_own_parts
-from refusal import refuses
 from test_tokenizer_conversion import ranked, ranks, trained
 
 TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.changes import decide_change
@@ -23,7 +24,6 @@ from dunes.checkpoint.export import export
 from dunes.models import llama
 from dunes.ops import int4_linear
 from dunes.runs.augment import augment_folder
-from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 

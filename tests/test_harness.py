@@ -11,10 +11,9 @@ from functools import partial
 import pytest
 import yaml
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes.evaluate.tasks import run_tasks
 from dunes.runs.train import train
-from refusal import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}

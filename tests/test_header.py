@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from conftest import refuses
 from dunes import measure
 from dunes.checkpoint.weights import header
 from dunes.checkpoint.weights.mapped_file import MappedFile
 from dunes.files import json_file
-from refusal import refuses
 
 CPU = torch.device("cpu")
 DTYPES = (

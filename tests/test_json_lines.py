@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes import checkpoint
 from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_writer
@@ -21,7 +21,6 @@ from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from refusal import refuses
 from test_recipes import recipe
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}

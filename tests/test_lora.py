@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference, trained
+from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import (
     Adapted,
@@ -30,7 +31,6 @@ from dunes.ops import low_rank
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, adamw, cast_frozen, mutable_buffers, next_token
 from dunes.train.loss import next_token_loss
-from refusal import refuses
 
 KINDS = {
     "lora": {},

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference, trained
+from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import (
     Adapted,
@@ -37,7 +38,6 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.finetune_method import apply_method, unused_options
 from dunes.train import Trainer, adamw, next_token
 from dunes.train.loss import next_token_loss
-from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 CONFIG = LoraConfig(rank=3, alpha=6.0)

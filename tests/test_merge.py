@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adapters import difference, trained
+from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, Merged, attach, dequantize, detach, quantize
 from dunes.augment.adapted import Adapter
@@ -19,7 +20,6 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
-from refusal import refuses
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
 

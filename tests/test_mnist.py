@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import data
+from conftest import data, refuses
 from dunes.data import Rows, drawn_digits, fetch_digits, read_digits
 from dunes.data import mnist as files
 from dunes.models import mnist
 from dunes.runs.picture import mistakes_picture
 from dunes.train import Diverged, Trainer, cross_entropy, sgd
-from refusal import refuses
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source, write_card
@@ -26,7 +26,6 @@ from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.train import train
 from dunes.text import Tokenizer
-from refusal import refuses
 
 SECRET = b'{"secret": 1}'
 CONFIG = llama.Config(vocab=265, dim=16, depth=1, heads=2, kv_heads=2, head_dim=8, hidden=16, context_length=32)

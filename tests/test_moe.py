@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from conftest import refuses
 from dunes import tree
 from dunes.augment import attach
 from dunes.generate import Request, generate, generate_all
@@ -21,7 +22,6 @@ from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z
 from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss
-from refusal import refuses
 
 
 def moe(experts=5, dim=16, hidden=24, top_k=2, **options):

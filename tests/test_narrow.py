@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repeat_structure
 from dunes.augment.changes import decide_change
@@ -13,7 +14,6 @@ from dunes.checkpoint import Architecture
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MoE
-from refusal import refuses
 from test_calibrate import IDS, model_of
 from test_prune import LONG, loss
 from test_prune_folders import without_measuring

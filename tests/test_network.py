@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.checkpoint.architecture import import_build
 from dunes.cli.main import main
 from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
-from refusal import refuses
 
 Architecture = checkpoint.Architecture
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from conftest import refuses
 from dunes import ops
 from dunes.ops import attention, cross_entropy, experts, gated, int8_linear, kernels, low_rank, rms_norm, rotary
 from dunes.ops.gram import add_gram, mirror, plain_gram
-from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from conftest import refuses
 from dunes import augment, tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, Example, PackedText, Windows, packing
@@ -25,7 +26,6 @@ from dunes.train import loss
 from dunes.train.loss import next_token_loss
 from dunes.train.trainer import Trainer
 from own_parts import OWN, of_own_parts
-from refusal import refuses
 
 VOCAB, CONTEXT, END = 50, 24, 49
 FAMILY = ("llama", "gpt2", "mistral")

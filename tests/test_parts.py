@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import refuses
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import (
@@ -21,7 +22,6 @@ from dunes.parts import (
 )
 from dunes.tree import watch
 from own_parts import Average
-from refusal import refuses
 
 VOCAB, CONTEXT = 61, 40
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import dunes
+from conftest import refuses
 from dunes import measure
 from dunes.checkpoint.weights import pickle_file
-from refusal import refuses
 
 CPU = torch.device("cpu")
 FORMATS = {"zip": {}, "legacy": {"_use_new_zipfile_serialization": False}, "protocol 4": {"pickle_protocol": 4}}

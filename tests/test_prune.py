@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import data
+from conftest import data, refuses
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, repeat_structure, sparsegpt
 from dunes.augment.calibrate import Gram, calibrate_blocks
@@ -23,7 +23,6 @@ from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
 from dunes.train.loss import next_token_loss
-from refusal import refuses
 from test_calibrate import IDS, model_of
 
 STEPS = 700

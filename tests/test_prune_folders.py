@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from conftest import display
+from conftest import display, refuses
 from dunes import checkpoint, tree
 from dunes.augment.masked import masked_places
 from dunes.augment.options import Prune
@@ -18,7 +18,6 @@ from dunes.evaluate.score import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from refusal import refuses
 from test_finetune import asked, base, examples, finetuned, tokenizer
 from test_runs import stop
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from adapters import difference
+from conftest import refuses
 from dunes import tree
 from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.calibrate import Gram, calibrate_blocks
@@ -17,7 +18,6 @@ from dunes.augment.quantization import NF4, Int8, describe
 from dunes.augment.quantized import Grid
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from refusal import refuses
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
 GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]

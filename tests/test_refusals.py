@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import typed_parts
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.cli.main import main
@@ -18,7 +19,6 @@ from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMS
 from dunes.runs.autosize import BATCH, COMPLETION_BATCH, COMPLETION_CONTEXT, CONTEXT
 from dunes.runs.train_config import TrainOptimization
 from dunes.text import Tokenizer
-from refusal import refuses
 
 IDS = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(0))
 CHANGES = {

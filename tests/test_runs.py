@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, metaspace_tokenizer, toy
+from conftest import display, metaspace_tokenizer, refuses, toy
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.architecture import has_own_form
@@ -45,7 +45,6 @@ from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
-from refusal import refuses
 
 
 def weights(folder):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import data
+from conftest import data, refuses
 from dunes.data.self_instruct import (
     PROMPTS,
     REQUEST,
@@ -24,7 +24,6 @@ from dunes.data.self_instruct import (
     read_seed_tasks,
     rejection_reason,
 )
-from refusal import refuses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

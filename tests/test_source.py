@@ -35,8 +35,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
+from conftest import refuses
 from native_files import native_name
-from refusal import refuses
 
 WORDS = {
     "vocab_size": 97,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import adapter_active, row_adapters
 from dunes.cli import verbs
@@ -32,7 +33,6 @@ from dunes.models.initialise import initialise
 from dunes.parts import RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
-from refusal import refuses
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
 from test_text_generator import TEXT, adapted, evaluated
 

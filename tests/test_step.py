@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.augment.lora import row_adapters
 from dunes.bench import BENCHMARKS
@@ -49,7 +50,6 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
 from dunes.text import Tokenizer
-from refusal import refuses
 
 needs_compiler = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from math import inf, nan
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.state import write_manifest
 from dunes.cli import bench as bench_verbs
@@ -18,7 +18,6 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics, run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from refusal import refuses
 
 
 def refused(call, *arguments, **named):

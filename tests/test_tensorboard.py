@@ -7,14 +7,13 @@ import warnings
 import numpy as np
 import pytest
 
-from conftest import display, toy
+from conftest import display, refuses, toy
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs.run import read_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
-from refusal import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 TAGS = {

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from conftest import refuses
 from dunes.checkpoint import LoadedModel
 from dunes.text import END, KINDS, SPECIAL, DecodeStream, Tokenizer
-from refusal import refuses
 
 ALPHABET = "abc äβ漢😀\t\r\n\ufeff\u2028<|>"
 """All that the chars tokenizer here knows."""

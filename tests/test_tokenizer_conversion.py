@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from conftest import refuses
 from dunes.checkpoint import LoadedModel
 from dunes.text import DecodeStream, Tokenizer, llama3, sentencepiece, tekken
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
-from refusal import refuses
 
 spm = pytest.importorskip("sentencepiece")
 mistral = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import refuses
 from dunes import checkpoint, train
 from dunes.augment import attach
 from dunes.data import Windows
@@ -19,7 +20,6 @@ from dunes.train import Clock, Diverged, Record, Schedule, Trainer, next_token
 from dunes.train import trainer as trainer_module
 from dunes.train.loss import IGNORE
 from dunes.train.optim import Muon
-from refusal import refuses
 
 VOCAB = 23
 

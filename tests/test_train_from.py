@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import expansion
 from adapters import IDS
-from conftest import display
+from conftest import display, refuses
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.checkpoint import Architecture
@@ -31,7 +31,6 @@ from dunes.runs.train import dropouts, outline_with_base, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from killed_runs import exit_code
-from refusal import refuses
 from test_changes import KINDS, PAIRS, REFUSED
 from test_runs import stop, weights
 from test_stored_state import resealed

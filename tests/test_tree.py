@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import refuses
 from dunes import tree
 from dunes.augment.quantization import Int8
 from dunes.models import mixtral, qwen3
-from refusal import refuses
 
 
 class Wrapped(nn.Module):

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.cli import augment, bench
 from dunes.cli import main as command
@@ -15,7 +16,6 @@ from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.serve.handshake import message
 from dunes.text import Tokenizer
 from own_parts import OwnMLP
-from refusal import refuses
 from test_network import rename
 
 OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import decide_change, make_change
@@ -24,7 +25,6 @@ from dunes.evaluate.score import calibration_ids
 from dunes.runs import augment
 from dunes.runs.augment import augment_folder, undo_folder
 from killed_runs import PROCESSES
-from refusal import refuses
 from test_calibrate import model_of
 from test_finetune import tokenizer
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from adapters import difference
+from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure
 from dunes.checkpoint.formats.adapter import peft_factors
@@ -15,7 +16,6 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MoE
 from dunes.runs.augment import augment_folder
-from refusal import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 IDS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(1))

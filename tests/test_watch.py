@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recomputed
 
+from conftest import refuses
 from dunes import tree
 from own_networks import NETWORKS, ConvNet, Rows, Tied
-from refusal import refuses
 
 
 def hook_tables(network):

@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from adapters import trained
+from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.bench import subject
 from dunes.checkpoint import inspect
@@ -21,7 +22,6 @@ from dunes.generate import generate
 from dunes.inference.chat import load_chat_engine
 from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
-from refusal import refuses
 
 IDS = torch.arange(24).view(2, 12)
 NONE = "no tokenizer.json, tokenizer.model or tekken.json"

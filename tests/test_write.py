@@ -12,6 +12,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
@@ -29,7 +30,6 @@ from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
-from refusal import refuses
 
 
 def test_the_rate_of_a_prompt_ends_with_the_first_token():
