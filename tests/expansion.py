@@ -28,13 +28,13 @@ class Gate(nn.Module):
         return x + self.scale * (self.base(x, ctx, layer) - x)
 
 
-def decide(model, *, every=1):
+def decide(model, options):
     for place in tree.places(model):
         if isinstance(tree.innermost(place.module), Quantized) or isinstance(place.module, Adapted):
             earlier = "quantized" if isinstance(tree.innermost(place.module), Quantized) else "adapted"
             raise ValueError(f"{place.name}: already {earlier}; expand the dense model first")
-    places = {f"blocks.{2 * i + 1}": {"of": i} for i in range(0, len(model.blocks), every)}
-    return Change("expand", VERSION, {"every": every}, places, tuple(f"{place}.**" for place in places))
+    places = {f"blocks.{2 * i + 1}": {"of": i} for i in range(len(model.blocks))}
+    return Change("expand", VERSION, options.request(), places, tuple(f"{place}.**" for place in places))
 
 
 def shape(model, change):

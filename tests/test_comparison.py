@@ -171,14 +171,13 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
 
 
-EXPERTS = ("upcycle", "experts", "lora_experts")
+EXPERTS = ("upcycle", "experts", "lora-experts")
 
 
 @pytest.mark.parametrize("verb", ["prune", "narrow", "expand", *EXPERTS])
 def test_the_next_command_quotes_a_folder_with_spaces(run, tmp_path, monkeypatch, capsys, verb):
-    request_ = {"experts": 4} if verb in EXPERTS else {} if verb == "prune" else {"blocks": 1}
     monkeypatch.setattr("dunes.runs.augment.augment_folder", lambda *arguments, **options: [])
-    getattr(augment, verb)(str(run), tmp_path / "a model", **request_)
+    augment.COMMANDS[verb](str(run), tmp_path / "a model")
     assert f"--from '{tmp_path}/a model'" in capsys.readouterr().out
 
 

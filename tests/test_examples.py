@@ -572,7 +572,7 @@ OWN = {
 
 @pytest.mark.parametrize("source", OWN)
 def test_an_own_template_without_findable_answers_is_refused(source, bpe):
-    refuses(OWN[source], made, chat("user", "assistant"), ModelTemplate(source, bpe), bpe)
+    refuses(OWN[source], lambda: made(chat("user", "assistant"), ModelTemplate(source, bpe), bpe))
 
 
 def test_an_own_template_that_refuses_a_conversation_names_it(bpe):

@@ -325,7 +325,7 @@ class LoraExperts(Options):
 class Routing(Options):
     """Shared experts, a selection bias and a z-loss for the mixtures of a model, which change no output."""
 
-    where: Where = ("**",)
+    where: str = "**"
     """The mixtures."""
     shared: int = 0
     """Experts, built like those that exist, whose output projections are zero at first."""
