@@ -58,6 +58,7 @@ def test_a_thousand_flipped_bits_are_all_noticed_and_the_older_state_is_used(sto
         if path.name != "manifest.json" or b"".join(data.split()) != b"".join(whole.split()):
             assert found.name == "step-000001", path
             assert len(told) == 1
+            assert path.name == "manifest.json" or f"{path.name}: not the bytes that were written" in told[0]
         path.write_bytes(whole)
     assert checkpoint.latest_state(run) == stored
 
