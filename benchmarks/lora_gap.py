@@ -27,6 +27,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.evaluate import score
 from dunes.evaluate.loss import evaluate
+from dunes.extra import extra
 from dunes.files.json_file import append_record, read_records
 from dunes.parts import Decoder
 from dunes.text.templates import get_template
@@ -262,8 +263,14 @@ def main(
     if picture is not None:
         usual = [r for r in rows if r["method"].count(",") < 2 and r["loss"] < r["before"]]
         title = "finetuning at several learning rates"
-        plot.save_plot(plot.loss_over_lr(usual, title, "validation loss, nats/token"), picture)
+        plot.save_plot(loss_over_lr(usual, title, "validation loss, nats/token"), picture)
     print(json.dumps({"benchmark": "lora_gap", "rows": rows}))
+
+
+def loss_over_lr(results: list[dict[str, Any]], title: str, of: str) -> Any:
+    """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
+    records = [{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results]
+    return plot.line_plot(records, "method", title, "learning rate", of) + extra("plotnine", "plot").scale_x_log10()
 
 
 if __name__ == "__main__":

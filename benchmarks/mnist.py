@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
-from dunes.bench.plot import accuracy_over_time, save_plot
+from dunes.bench import plot
 from dunes.data import Digits, Rows, read_digits
+from dunes.extra import extra
 from dunes.models import mnist
 from dunes.train import Trainer, cross_entropy, fast_run, sgd
 
@@ -175,8 +177,18 @@ def main(
             for name in sides
             for i in range(epochs)
         ]
-        save_plot(accuracy_over_time(points, "test accuracy over training time"), picture)
+        plot.save_plot(accuracy_over_time(points, "test accuracy over training time"), picture)
     print(json.dumps({"threads": threads, "seconds": times, "accuracy": scores}))
+
+
+def accuracy_over_time(points: list[dict[str, Any]], title: str) -> Any:
+    """Accuracy over seconds of training (logarithmic); points have `loop`, `seconds` and `accuracy`."""
+    p = extra("plotnine", "plot")
+    records = [{"loop": str(q["loop"]), "x": float(q["seconds"]), "y": float(q["accuracy"])} for q in points]
+    percent = p.scale_y_continuous(labels=lambda values: [f"{v:.1%}" for v in values])
+    return (
+        plot.line_plot(records, "loop", title, "seconds", "accuracy") + p.scale_x_log10(labels=plot.rounded) + percent
+    )
 
 
 if __name__ == "__main__":

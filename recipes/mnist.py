@@ -13,10 +13,10 @@ from dunes.cli.recipe import run_recipe
 from dunes.data import Digits, Rows, drawn_digits, fetch_digits, read_digits
 from dunes.files.staging import cache_home
 from dunes.models import mnist
-from dunes.runs.picture import mistakes_picture
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 
 NETWORKS = {"mlp": mnist.mlp, "conv_net": mnist.conv_net}
 OPTIMIZERS = {
@@ -84,6 +84,24 @@ def guesses(model: torch.nn.Module, test: Digits) -> torch.Tensor:
 
 def accuracy(model: torch.nn.Module, test: Digits) -> float:
     return (guesses(model, test) == test.labels).float().mean().item()
+
+
+def mistakes_picture(images: torch.Tensor, labels: torch.Tensor, guesses: torch.Tensor, path: Path) -> None:
+    """The first 50 images (N, height, width) whose guess is not their label, with both, as a PNG."""
+    wrong = (guesses != labels).nonzero().flatten().tolist()
+    height, width = images.shape[1] + 12, images.shape[2] + 6
+    canvas = torch.zeros(5 * height, 10 * width)
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    for place, i in enumerate(wrong[:50]):
+        top, left = place // 10 * height + 12, place % 10 * width
+        canvas[top : top + images.shape[1], left : left + images.shape[2]] = images[i]
+        axes.text(left, top - 2, f"{int(labels[i])}: {int(guesses[i])}", fontsize=9, color="#8c5a1f")
+    axes.imshow(canvas.numpy(), cmap="gray_r", vmin=0)
+    axes.set_axis_off()
+    shown = ", the first 50 of them" if len(wrong) > 50 else ""
+    figure.suptitle(f"{len(wrong):,} of {len(labels):,} wrong{shown} (label: guess)", fontsize=11)
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

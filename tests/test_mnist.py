@@ -15,8 +15,8 @@ from conftest import data, refuses
 from dunes.data import Rows, drawn_digits, fetch_digits, read_digits
 from dunes.data import mnist as files
 from dunes.models import mnist
-from dunes.runs.picture import mistakes_picture
 from dunes.train import Diverged, Trainer, cross_entropy, sgd
+from test_recipes import recipe
 
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
 
@@ -168,7 +168,7 @@ def test_pixels_that_are_not_finite_change_no_weight():
 def test_the_picture_of_mistakes(tmp_path):
     digits = drawn_digits(60)
     for guesses in (digits.labels, (digits.labels + 1) % 10):
-        mistakes_picture(digits.images, digits.labels, guesses, tmp_path / "mistakes.png")
+        recipe("mnist").mistakes_picture(digits.images, digits.labels, guesses, tmp_path / "mistakes.png")
         assert (tmp_path / "mistakes.png").read_bytes()[:4] == b"\x89PNG"
 
 

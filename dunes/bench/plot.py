@@ -87,7 +87,7 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
         _base(_frame(records), high=high, x="x", y="y", color="line", shape="line")
         + p.geom_line(p.aes(y="fit"), size=0.8)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=_round)
+        + p.scale_x_log10(labels=rounded)
         + p.scale_y_log10(labels=lambda v: [format_value(t) for t in v])
         + p.scale_color_manual(COLOURS * 4)
         + p.guides(color=p.guide_legend(ncol=1), shape=p.guide_legend(ncol=1))
@@ -95,7 +95,7 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
     )
 
 
-def _round(values: Sequence[float]) -> list[str]:
+def rounded(values: Sequence[float]) -> list[str]:
     return [format_count(v) for v in values]
 
 
@@ -115,7 +115,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
         + ([ends] if interval else [])
         + p.geom_text(p.aes(label="label", y="high"), ha="left", size=9)
         + p.scale_x_discrete(limits=order)
-        + p.scale_y_continuous(labels=_round, expand=(0, 0, 0.18, 0))
+        + p.scale_y_continuous(labels=rounded, expand=(0, 0, 0.18, 0))
         + p.coord_flip()
         + p.labs(title=title, x="", y=unit)
         + p.theme(panel_grid_major_y=p.element_blank())
@@ -136,8 +136,8 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
         _base(frame, high=3.6 + 0.25 * len(results), x="limit", y="rate", color="line")
         + p.geom_line(p.aes("x", "y"), equal, color="#222222", linetype="dashed", inherit_aes=False)
         + p.geom_point(size=3)
-        + p.scale_x_log10(labels=_round)
-        + p.scale_y_log10(labels=_round)
+        + p.scale_x_log10(labels=rounded)
+        + p.scale_y_log10(labels=rounded)
         + p.scale_color_manual(COLOURS * (1 + len(results) // len(COLOURS)))
         + p.guides(color=p.guide_legend(ncol=1))
         + p.labs(title=title, x=f"limit, {results[0]['unit']}/s", y=f"{results[0]['unit']}/s")
@@ -156,24 +156,10 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
                 records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
     if not records:
         raise ValueError(f"{', '.join(runs)}: no run has a validation loss yet; train for at least 10 steps")
-    return _lines(records, "run", "validation bits/byte", over, "bits/byte")
+    return line_plot(records, "run", "validation bits/byte", over, "bits/byte")
 
 
-def loss_over_lr(results: Sequence[Mapping[str, Any]], title: str, of: str) -> Any:
-    """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
-    records = [{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results]
-    return _lines(records, "method", title, "learning rate", of) + _plotnine().scale_x_log10()
-
-
-def accuracy_over_time(points: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Accuracy over seconds of training (logarithmic); points have `loop`, `seconds` and `accuracy`."""
-    p = _plotnine()
-    records = [{"loop": str(q["loop"]), "x": float(q["seconds"]), "y": float(q["accuracy"])} for q in points]
-    percent = p.scale_y_continuous(labels=lambda values: [f"{v:.1%}" for v in values])
-    return _lines(records, "loop", title, "seconds", "accuracy") + p.scale_x_log10(labels=_round) + percent
-
-
-def _lines(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
+def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
     """A line through x and y of the records for each value of column `by`."""
     p = _plotnine()
     return (

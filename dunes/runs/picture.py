@@ -6,9 +6,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from dunes.evaluate.comparison import Comparison
 from dunes.evaluate.loss import Score
 
@@ -65,26 +62,6 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
     axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
-
-
-def mistakes_picture(images: Tensor, labels: Tensor, guesses: Tensor, path: Path) -> None:
-    """The first 50 images (N, height, width) whose guess is not their label, with both, as a PNG."""
-    from matplotlib.figure import Figure
-
-    wrong = (guesses != labels).nonzero().flatten().tolist()
-    height, width = images.shape[1] + 12, images.shape[2] + 6
-    canvas = torch.zeros(5 * height, 10 * width)
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    for place, i in enumerate(wrong[:50]):
-        top, left = place // 10 * height + 12, place % 10 * width
-        canvas[top : top + images.shape[1], left : left + images.shape[2]] = images[i]
-        axes.text(left, top - 2, f"{int(labels[i])}: {int(guesses[i])}", fontsize=9, color=TRAINING)
-    axes.imshow(canvas.numpy(), cmap="gray_r", vmin=0)
-    axes.set_axis_off()
-    shown = ", the first 50 of them" if len(wrong) > 50 else ""
-    figure.suptitle(f"{len(wrong):,} of {len(labels):,} wrong{shown} (label: guess)", fontsize=11)
     figure.savefig(path, dpi=130)
 
 
