@@ -270,7 +270,9 @@ def main(
 def loss_over_lr(results: list[dict[str, Any]], title: str, of: str) -> Any:
     """A loss over the learning rate, a line for each `method`; records have `method`, `rate` and `loss`."""
     records = [{"method": str(f["method"]), "x": float(f["rate"]), "y": float(f["loss"])} for f in results]
-    return plot.line_plot(records, "method", title, "learning rate", of) + extra("plotnine", "plot").scale_x_log10()
+    return (
+        plot.line_plot(records, "method", title, "learning rate", of) + extra("plotnine", "plot").scale_x_log10()
+    )
 
 
 if __name__ == "__main__":

@@ -187,7 +187,9 @@ def accuracy_over_time(points: list[dict[str, Any]], title: str) -> Any:
     records = [{"loop": str(q["loop"]), "x": float(q["seconds"]), "y": float(q["accuracy"])} for q in points]
     percent = p.scale_y_continuous(labels=lambda values: [f"{v:.1%}" for v in values])
     return (
-        plot.line_plot(records, "loop", title, "seconds", "accuracy") + p.scale_x_log10(labels=plot.rounded) + percent
+        plot.line_plot(records, "loop", title, "seconds", "accuracy")
+        + p.scale_x_log10(labels=plot.rounded)
+        + percent
     )
 
 
