@@ -25,6 +25,7 @@ from dunes.augment import (
     repeat_structure,
     undo_change,
 )
+from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.checkpoint.loading import add_adapter
@@ -479,3 +480,21 @@ def test_plain_lines_begin_when_a_user_waits(monkeypatch):
         for now[0] in (1000.0, 1009.0, 1011.0, 1015.0, 1022.0):
             display.state(f"at {now[0]:.0f}", 0.5)
     assert [line.split()[-1] for line in out.getvalue().splitlines()] == ["1011", "1022"]
+
+
+def test_options_from_python_have_any_form_and_the_record_is_json():
+    after = [0]
+    for given in (after, (0,), {0}, range(1)):
+        record = decide_change(build(), "expand", blocks=1, after=given).record()
+        assert json.loads(json.dumps(record))["request"]["after"] == [0]
+    after.append(1)
+    assert decide_change(build(), "quantize", kind="int4", act_order=None).request["method"] == "rtn"
+    ids = torch.randint(0, 50, (8, 32))
+    request = decide_change(build(), "quantize", kind="int4", ids=ids, act_order=None).request
+    assert (request["method"], request["act_order"]) == ("gptq", True)
+
+
+def test_a_file_of_changes_is_an_attribute_of_the_room_from_the_start():
+    code = "import dunes.augment as a; a.lora.decide; a.quantize; assert 'lora' in dir(a); a.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "module 'dunes.augment' has no attribute 'nothing'" in done.stderr

@@ -466,9 +466,14 @@ def test_the_first_answer_is_the_librarys_own():
         start(lambda: None, io.BytesIO(), out, first, True)
         assert out.closed or out.getvalue() == b"", "it is not answered twice"
     for body in (b"[]", b"{", b'{"jsonrpc":"2.0","method":"initialized","params":{}}'):
-        sent = io.BytesIO(b"Content-Length: %d\r\n\r\n" % len(body) + body + b"more")
-        assert shake_hands(sent, out, __version__) == (body, False)
+        message_ = b"Content-Length: %d\r\n\r\n" % len(body) + body
+        sent, kept = io.BytesIO(message_ + b"more"), io.BytesIO()
+        assert shake_hands(sent, out, __version__) == (message_, False)
         assert sent.read() == b"more"
+        kept.close = lambda: None
+        start(lambda: None, io.BytesIO(), kept, message_, False)
+        print(kept.getvalue())
+        assert (b"window/showMessage" in kept.getvalue()) == (b"initialized" not in body), "as the library says"
 
 
 @needs("llm")

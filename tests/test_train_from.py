@@ -87,6 +87,17 @@ def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):
     assert first["validation_loss"] == pytest.approx(score.loss, abs=1e-6)
 
 
+def test_a_longer_context_is_that_of_the_saved_model_in_every_form(converted, code, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "own", ("lora-experts", {"experts": 2, "rank": 2}))
+    own = changed(converted, tmp_path / "own", "own")
+    for folder in (converted, own):
+        run = tmp_path / f"run-{folder.name}"
+        longer = checkpoint.load(folder).context_length * 2
+        assert train(going_on(folder, code, steps=2, context_length=longer), run, display()[0]) == 0
+        assert checkpoint.load(run).context_length == longer
+        assert json.loads((run / "dunes.json").read_text())["context_length"] == longer
+
+
 def changed(base, folder, *kinds, **options):
     """The base after these changes, the last with these options, in a folder."""
     loaded, made = checkpoint.load(base), []

@@ -3,7 +3,7 @@
 torch is loaded when one of these names is first asked for: `augment.options` is read without it.
 """
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         files = ("adapted", "change", "changes", "lora", "merging", "quantization")
-        modules = (importlib.import_module(f"{__name__}.{file}") for file in files)
-        return next(getattr(module, name) for module in modules if hasattr(module, name))
+        if name in __all__:
+            modules = (importlib.import_module(f"{__name__}.{file}") for file in files)
+            return next(getattr(module, name) for module in modules if hasattr(module, name))
+        if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
 
 
 __all__ = [
@@ -55,4 +57,4 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*globals(), *__all__})

@@ -24,7 +24,6 @@ from dunes.parts import MLP, Attention, GatedMLP, MoE
 from dunes.parts.moe import choose_experts, load_balance
 
 VERSION = 1
-"""All linear layers of the blocks but routers, and but the experts of a mixture."""
 ROUTER_DEVIATION = 0.02
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)

@@ -3,7 +3,7 @@
 They are read without importing torch. A field that is not offered has its value from Python alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -68,11 +68,11 @@ class Options:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    if name == "where":
-        return [value] if isinstance(value, str) else list(value)
     if name == "ranks":
         return [list(pair) for pair in (value.items() if isinstance(value, Mapping) else value)]
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, str):
+        return [value] if name == "where" else value
+    return list(value) if isinstance(value, Iterable) else value
 
 
 @dataclass(frozen=True, kw_only=True)

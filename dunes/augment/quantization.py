@@ -297,10 +297,10 @@ def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, A
     base stay comparable with older ones.
     """
     require_method(kinds, method)
-    if not act_order and method != "gptq":
+    if act_order is False and method != "gptq":
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
     if method == "gptq":
-        return {"method": method, "act_order": act_order}
+        return {"method": method, "act_order": act_order is not False}
     return {"method": method} if {*BY_GROUP} & {*kinds} else {}
 
 

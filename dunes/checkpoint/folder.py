@@ -125,9 +125,9 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # `known` first for its place in the file, and last because facts must not override it.
+    # Both first for their places in the file, and last because facts must not override them.
     length = {} if context_length is None else {"context_length": context_length}
-    card = {**known, **length, "changes": [], **facts, **known}
+    card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
 
 

@@ -102,7 +102,8 @@ def _augment(name: str, model: str, out: Path, options: Options, given: dict[str
     measure.use_best_threads()
     with _display() as display:
         folder = checkpoint.locate_model(model).folder
-        lines = make(folder, out, show=display.time_left, **vars(options), **given)
+        request = {option: value for option, value in vars(options).items() if option != "where" or value}
+        lines = make(folder, out, show=display.time_left, **request, **given)
     print("\n".join(lines))
 
 

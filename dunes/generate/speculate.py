@@ -32,10 +32,10 @@ def look_up(
 ) -> Proposal:
     """Propose what followed the last earlier occurrence of the text's end, of as many as possible of its last ids.
 
-    It is repeated if it is shorter than `count`. Known as prompt look-up decoding.
+    It is repeated if it is shorter than `count`. Known as prompt look-up decoding. Ids are below 0x110000.
     """
-    text = "".join(map(chr, ids))  # which is searched in no time
-    length, position = last_match(text, text[-longest:])
+    text = "".join(map(chr, ids))  # a search in text is C
+    length, position = last_match(text, text[max(0, len(text) - longest) :])
     return Proposal((list(ids[position:]) * count)[: min(count, limit)] if length >= shortest else ())
 
 

@@ -191,6 +191,14 @@ def score_base(run: Run, display: Display) -> None:
     display.detail(f"validation loss before training: {values}")
 
 
+def with_context(base: LoadedModel, length: int) -> LoadedModel:
+    """The model with this context length, also in the config that a form of its own is saved with."""
+    architecture = base.architecture
+    if hasattr(architecture.config, "context_length"):
+        architecture = replace(architecture, config=replace(architecture.config, context_length=length))
+    return replace(base, context_length=length, architecture=architecture)
+
+
 def prepare(
     config: TrainConfig,
     folder: Path,
@@ -213,7 +221,7 @@ def prepare(
         tokens = replace(tokens, fingerprints=fingerprints)
         model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
         select_trainable(model, config.trainable, base)
-        loaded = replace(base, context_length=max(config.context_length, base.context_length))
+        loaded = with_context(base, max(config.context_length, base.context_length))
     schedule = build_schedule(config)
     optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config.lr_factors, base))

@@ -33,8 +33,8 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Answer the first message if it is `initialize`; the message as the library has to read it, and whether it is
-    answered."""
+    """Answer the first message if it is `initialize`; its text for the library, and True; all of another message
+    as it came, and False."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line
@@ -48,7 +48,7 @@ def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes,
         if content["method"] != "initialize" or "id" not in content:
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):
-        return body, False
+        return head + b"\r\n" + body, False
     result = {"capabilities": capabilities(encoding), "serverInfo": {"name": "dunes", "version": version}}
     stdout.write(message({"id": content["id"], "jsonrpc": "2.0", "result": result}))
     stdout.flush()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote, urlparse
 
 from lsprotocol import types
@@ -41,10 +41,25 @@ def start(
     """Speak on these streams until the editor ends it, from its first message on; `load` loads the model, in
     another thread."""
     server = Server(load)
-    server.protocol.set_writer(StdoutWriter(io.BytesIO() if is_answered else stdout))
-    with suppress(Exception):  # what is no message is passed over, as the library does
-        server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
-    server.start_io(stdin, stdout)
+    if is_answered:
+        server.protocol.set_writer(StdoutWriter(io.BytesIO()))
+        with suppress(Exception):  # the editor has its answer
+            server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
+    server.start_io(stdin if is_answered else cast(BinaryIO, Replayed(first, stdin)), stdout)
+
+
+class Replayed:
+    """A stream that begins with these bytes."""
+
+    def __init__(self, first: bytes, then: BinaryIO) -> None:
+        self._first, self._then = io.BytesIO(first), then
+
+    def readline(self) -> bytes:
+        return self._first.readline() or self._then.readline()
+
+    def read(self, n: int) -> bytes:
+        data = self._first.read(n)
+        return data + self._then.read(n - len(data)) if len(data) < n else data
 
 
 class Server(LanguageServer):
