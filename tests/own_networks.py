@@ -32,6 +32,19 @@ class Rows(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])["scores"]
 
 
+class Shared(nn.Module):
+    """Two layers with one matrix, and a buffer that is a view of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.again, self.down = nn.Linear(784, 784), nn.Linear(784, 784), nn.Linear(784, 10)
+        self.again.weight = self.up.weight
+        self.register_buffer("shift", self.down.bias.data)
+
+    def forward(self, x):
+        return self.down(self.again(self.up(x.flatten(1) / 255).relu())) + self.shift
+
+
 class Named(nn.Linear):
     def __init__(self, inputs):
         super().__init__(inputs, 10)

@@ -20,6 +20,7 @@ from dunes.checkpoint.formats import cpp as export_native
 from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network, instructions
 from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx
+from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.generate import packages as step_package
 from dunes.generate import sampler
 from dunes.generate.packages import step_source
@@ -27,7 +28,7 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
 from dunes.text import Tokenizer
-from own_networks import Rows
+from own_networks import Rows, Shared
 from own_parts import ShiftedMLP
 
 CONTEXT = 64
@@ -532,14 +533,24 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["digits", "lstm"])
+def test_weights_that_are_written_wrong_are_found_before_the_folder_is_in_place(monkeypatch, tmp_path):
+    write = export_native.write_file
+    halved = lambda path, weights: write(path, in_memory({n: t.read() / 2 for n, t in weights.items()}))
+    monkeypatch.setattr(export_native, "write_file", halved)
+    refuses("compiled, it differs by", export_network, Net(), torch.rand(1, 28, 28), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["digits", "lstm", "shared"])
 @pytest.mark.parametrize("to", ["cpp", "onnx"])
 def test_the_command_exports_networks(request, kind, to, command, tmp_path):
     if kind == "digits":
         network = keep(tmp_path / "net")
     else:
-        checkpoint.save(Rows(), tmp_path / "net", architecture=checkpoint.Architecture.of_function(Rows))
-        network = checkpoint.load_network(tmp_path / "net", build=Rows)
+        build = Rows if kind == "lstm" else Shared
+        checkpoint.save(build(), tmp_path / "net", architecture=checkpoint.Architecture.of_function(build))
+        network = checkpoint.load_network(tmp_path / "net", build=build)
     out, image = tmp_path / ("out" if to == "cpp" else "out.onnx"), torch.randint(256, (1, 28, 28)).float()
     arguments = [tmp_path / "net", out, "--to", to, "--example", 1, 28, 28, "--trust-code"]
     if to == "onnx":
@@ -591,6 +602,19 @@ def test_onnx_of_adapters_and_quantized_layers(tmp_path):
         export_onnx(loaded(model), tmp_path / f"{change}.onnx")
         (logits,) = onnxruntime.InferenceSession(tmp_path / f"{change}.onnx").run(None, {"ids": ids.numpy()})
         torch.testing.assert_close(torch.from_numpy(logits), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_onnx_that_computes_something_else_is_not_written(monkeypatch, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Off(onnxruntime.InferenceSession):
+        def run(self, *arguments):
+            return [output * 1.001 for output in super().run(*arguments)]
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Off)
+    refuses("--to onnx: onnxruntime computes another result", export_onnx, loaded(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
 
 
 def test_onnx_refuses_by_name(monkeypatch, tmp_path):

@@ -169,6 +169,12 @@ def test_strides_of_size_one_dimensions_are_ignored(tmp_path):
     assert mapped.tensor(3, (0, 2), torch.uint8, (1 << 80, 1 << 80)).shape == (0, 2)
 
 
+def test_strides_are_those_of_torch(tmp_path):
+    (tmp_path / "x").write_bytes(bytes(100))
+    read = MappedFile(tmp_path / "x").tensor(0, (4, 1, 5, 5), torch.uint8)
+    assert read.stride() == (25, 25, 5, 1)  # with (25, 1, 5, 1), convolutions give outputs in `channels_last`
+
+
 def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")

@@ -159,7 +159,7 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
             tree.replace(copy, {place.name}, lambda m, make=replacement: make(), reach="inner")  # type: ignore[misc]
     _make_lazy(copy, track_reads(cast(in_memory(copy.state_dict()), dtype), tick))
     with torch.no_grad():
-        result: Tensor = copy(_prompts(vocab, context_length))
+        result: Tensor = copy(prompts(vocab, context_length))
     return result
 
 
@@ -196,11 +196,11 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
         weights["head.weight"] = weights["embed.token.weight"]
     _make_lazy(model, weights)
     with torch.no_grad():
-        result: Tensor = model(_prompts(source.config.vocab, source.config.context_length))
+        result: Tensor = model(prompts(source.config.vocab, source.config.context_length))
     return result
 
 
-def _prompts(vocab: int, context_length: int) -> Tensor:
+def prompts(vocab: int, context_length: int) -> Tensor:
     """Random ids, the same for all models of these sizes."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(vocab, (PROMPTS, min(TOKENS, context_length)), generator=draw)

@@ -316,13 +316,19 @@ def _digests(package: Path) -> Mapping[str, str]:
 
 
 def _bind(model: nn.Module, package: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> CompiledStep:
-    """The step with these weights. Raises ValueError if it computes something else than the model."""
-    known = {n: package / name for n, name in FILES.items() if name in _digests(package)}
-    files = {n: (f, weights if n != TEXT else step_weights(model, _dtype(model))) for n, f in known.items()}
+    names = {n: name for n, name in FILES.items() if name in _digests(package)}
+    of_text = step_weights(model, _dtype(model)) if TEXT in names else {}
+    return bind_step(model, {n: (package / f, of_text if n == TEXT else weights) for n, f in names.items()}, dtype)
+
+
+def bind_step(
+    model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
+) -> CompiledStep:
+    """The step of these files and weights. Raises ValueError if it computes something else than the model."""
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
-    for n, file in known.items():
+    for n, (file, _) in files.items():
         kept = CHECKED - n if n != TEXT else 0
         cache.truncate(torch.tensor([kept]))
         for tensor in cache.keys + cache.values:

@@ -291,15 +291,15 @@ def model_state(model: nn.Module) -> object:
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
-    weights = {name: rounded.get(id(t), t) for name, t in _named_tensors(Step(model)).items()}
+    weights = {name: rounded.get(id(t), t) for name, t in named_tensors(Step(model)).items()}
     for name, layer in _replaced(model).items():
-        weights |= {f"model.{name}.{key}": t for key, t in _named_tensors(layer).items()}
+        weights |= {f"model.{name}.{key}": t for key, t in named_tensors(layer).items()}
     return weights
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model to export, whose matrices have this dtype and no values."""
-    memo: dict[int, Any] = {id(t): t for t in _named_tensors(model).values()}
+    memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _replaced(model).items()}
     return copy.deepcopy(model, memo)
@@ -315,7 +315,8 @@ def _matrices(model: nn.Module) -> list[Tensor]:
     return [m.weight for m in model.modules() if tree.is_dense(m) or type(m) is nn.Embedding]
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by all of their names: tied ones stand under each."""
     parameters, buffers = module.named_parameters, module.named_buffers
     return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 

@@ -24,19 +24,22 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.convert import exclusive_folder
+from dunes.checkpoint.weights import header
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_writer import CODES, write_file
 from dunes.files import atomic
 from dunes.generate.packages import (
+    FILES,
     PACKAGE,
     TOLERANCE,
+    bind_step,
     check_step,
     compile_graph,
     compile_step,
     load_step,
     native_files,
 )
-from dunes.generate.step import FEW, CompiledStep, load_native, step_weights
+from dunes.generate.step import FEW, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import has_compiler
 from dunes.parts import Decoder, cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
@@ -79,7 +82,8 @@ def export_native(
 
     `dtype` and the time are those of `compile_step`; `show` is told before it begins. Raises ValueError, before
     any work, if `out` exists, without a C++ compiler, and for models that are no decoders, that need their whole
-    text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled.
+    text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled, and,
+    with nothing written, if code and weights of the folder compute something else.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
@@ -104,7 +108,13 @@ def export_native(
         if tables is not None:
             write_file(folder / TABLES, in_memory({k: torch.from_numpy(v) for k, v in tables.items()}))
 
-    return _write(out, "decoder", weights, card, fill)
+    def verify(folder: Path, written: Mapping[str, Tensor]) -> None:
+        own = {name: tensor for name, tensor in written.items() if not name.startswith(OF_TEXTS)}
+        of_text = own | {n.removeprefix(OF_TEXTS): t for n, t in written.items() if n not in own}
+        code = {n: (folder / name, of_text if n == TEXT else own) for n, name in FILES.items() if name in names}
+        bind_step(model, code, chosen)
+
+    return _write(out, "decoder", weights, card, fill, verify)
 
 
 def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
@@ -121,15 +131,16 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
         warnings.simplefilter("ignore")  # torch's own deprecations
         graph = _export_network(model, example)
         compile_graph(graph, Path(folder) / PACKAGE)
-        weights = _tensors(model)
-        _check_result(load_native(Path(folder) / PACKAGE, weights)([example])[0], expected)
         card = {"input": list(example.shape), "output": list(expected.shape)}
 
         def fill(staged: Path) -> None:
             for file in Path(folder).glob(f"{Path(PACKAGE).stem}.*"):
                 shutil.copy(file, staged)
 
-        return _write(out, "network", weights, card | {"aliases": {}}, fill)
+        def verify(staged: Path, written: Mapping[str, Tensor]) -> None:
+            _check_result(load_native(staged / PACKAGE, written)([example])[0], expected)
+
+        return _write(out, "network", named_tensors(model), card, fill, verify)
 
 
 def check_target(out: Path) -> None:
@@ -158,7 +169,7 @@ def _check_network(model: nn.Module, example: Tensor) -> Tensor:
     """What the network computes from the example. Raises ValueError for one that cannot be exported."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
-    if elsewhere := [n for n, t in _tensors(model).items() if t.device.type != "cpu"]:
+    if elsewhere := [n for n, t in named_tensors(model).items() if t.device.type != "cpu"]:
         raise ValueError(f"--to cpp: code is compiled for the CPU, and {elsewhere[0]} is on another device")
     before = {name: buffer._version for name, buffer in model.named_buffers()}
     with torch.no_grad(), tree.mode(model, False):
@@ -186,10 +197,6 @@ def _check_result(result: Tensor, expected: Tensor) -> None:
     difference, largest = (result - expected).abs().max(), expected.abs().max()
     if not difference <= TOLERANCE[torch.float32] * largest:
         raise ValueError(f"compiled, it differs by {difference:.1e} from the network, of up to {largest:.1e}")
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -234,9 +241,17 @@ def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
 
 
 def _write(
-    out: Path, kind: str, weights: Mapping[str, Tensor], facts: Mapping[str, Any], fill: Callable[[Path], None]
+    out: Path,
+    kind: str,
+    weights: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    fill: Callable[[Path], None],
+    verify: Callable[[Path, Mapping[str, Tensor]], None],
 ) -> str:
-    """Write the folder with these weights, whatever `fill` writes, the sources, and the card."""
+    """Write the folder with these weights, whatever `fill` writes, the sources, and the card.
+
+    `verify` gets the staged folder with the weights read back, and raises ValueError if they are wrong.
+    """
     aliases, own = _without_aliases(weights)
     card = {
         "format": FORMAT,
@@ -252,6 +267,8 @@ def _write(
     def write(folder: Path) -> None:
         fill(folder)
         write_file(folder / WEIGHTS, in_memory(own))
+        written = {name: tensor.read() for name, tensor in header.tensors(folder / WEIGHTS).items()}
+        verify(folder, written | {name: written[first] for name, first in aliases.items()})
         files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
         for file in sorted(SOURCES.iterdir()):
             shutil.copy(file, folder)

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dunes import tree
 from dunes.augment import dequantize
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.verify import EXACT, prompts
 from dunes.extra import extra
 from dunes.files import atomic
-from dunes.parts import MoE
+from dunes.parts import MoE, vocabulary_size
 from dunes.units import format_bytes
 
 SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
@@ -25,23 +27,27 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on what was written.
 
     The model becomes float32, and quantized layers dense. Raises ValueError if `out` exists, without the extra
-    packages, and for mixtures, windows and more than 2 GB, before any work, and for what torch cannot export.
+    packages, and for mixtures, windows and more than 2 GB, before any work; for what torch cannot export; and,
+    with nothing written, if onnxruntime computes other logits.
     """
     if any(isinstance(module, MoE) for module in loaded.model.modules()):
         raise ValueError("--to onnx: a mixture of experts, whose calls depend on the tokens, cannot be exported")
     if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
     dequantize(loaded.model)
-    ids, free = torch.zeros(2, min(8, loaded.context_length), dtype=torch.long), torch.export.Dim
+    ids, free = prompts(vocabulary_size(loaded.model) or 1, min(8, loaded.context_length)), torch.export.Dim
     shapes = {"ids": {0: free("batch"), 1: free("tokens", max=loaded.context_length)}}
     size = write_onnx(loaded.model, ids, out, input_names=["ids"], output_names=["logits"], dynamic_shapes=shapes)
     return f"{size}: ids (batch, tokens) to logits (batch, tokens, vocabulary)"
 
 
 def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
-    """Write the forward of any network with the shapes of this example, unless `options` of torch free them."""
+    """Write the forward of any network with the shapes of this example, unless `options` of torch free them.
+
+    Raises ValueError as `export_onnx` does; what is compared are the outputs for the example.
+    """
     options = {"input_names": ["input"], "output_names": ["output"]} | options
-    checker = [extra(module, "onnx") for module in ("onnxscript", "onnx.checker")][1]
+    runtime, _, checker = [extra(module, "onnx") for module in ("onnxruntime", "onnxscript", "onnx.checker")]
     if out.exists() or out.is_symlink() or out.suffix != SUFFIX:
         raise ValueError(f"{out}: expected a new file that ends in {SUFFIX}; choose another name, or remove it")
     if (size := sum(t.nbytes for t in model.float().state_dict().values())) > LARGEST:
@@ -50,11 +56,23 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")  # torch's own deprecations
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torchvision, which is not needed
+            expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)
     except Exception as error:  # torch raises whatever it meets
         reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
         raise ValueError(f"--to onnx: torch cannot export this model: {reason}") from None
     out.parent.mkdir(parents=True, exist_ok=True)
-    atomic.replace_file(out, lambda path: program.save(str(path), external_data=False))
+
+    def write(path: Path) -> None:
+        program.save(str(path), external_data=False)
+        session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        computed = session.run(None, {session.get_inputs()[0].name: example.numpy()})
+        for got, want in zip(map(torch.from_numpy, computed), expected, strict=True):
+            limit = EXACT * float(want.double().nan_to_num(0, 0, 0).abs().max())
+            if not torch.allclose(got.double(), want.double(), 0, limit, equal_nan=True):
+                off = float((got.double() - want.double()).abs().max())
+                raise ValueError(f"--to onnx: onnxruntime computes another result, {off:.1e} apart")
+
+    atomic.replace_file(out, write)
     return format_bytes(out.stat().st_size)

@@ -73,8 +73,9 @@ class MappedFile:
             flat = flat != 0
         elif offset % dtype.itemsize:
             flat = flat.clone()
-        # The stride of a dimension of size 1 is never used, and may exceed int64.
-        steps = tuple(step if size > 1 else 1 for size, step in zip(shape, steps, strict=True))
+        # The stride of a dimension of size 1 may exceed int64. It is kept otherwise: torch takes the strides of
+        # (4, 1, 5, 5) for `channels_last` if the second is 1.
+        steps = tuple(step if size > 1 else min(step, self.size) for size, step in zip(shape, steps, strict=True))
         return flat.view(dtype).as_strided(shape, steps)
 
     def release(self) -> None:
