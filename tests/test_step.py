@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import math
 import os
 import pwd
 import shutil
@@ -37,7 +36,6 @@ from dunes.generate import (
     generate_all,
     limit_vocab,
     look_up,
-    prefix_cache,
     prompt_tokens,
     sampler,
 )
@@ -143,15 +141,6 @@ def example_cache(model):
     return cache
 
 
-@pytest.fixture(autouse=True)
-def ahead(request, monkeypatch):
-    """For how long ids are computed before they are asked for: not at all, so that steps can be counted."""
-    monkeypatch.setattr(prefix_cache, "AHEAD", getattr(request, "param", 0.0))
-
-
-AHEAD = pytest.mark.parametrize("ahead", [0.0, math.inf], indirect=True)
-
-
 class PlainStep(CompiledStep):
     """What a CompiledStep computes, without a compiler."""
 
@@ -210,7 +199,6 @@ def assert_equal_tokens(left, right):
 
 
 @pytest.mark.slow
-@AHEAD
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("few", [False, True])
@@ -221,34 +209,6 @@ def test_a_step_gives_the_tokens_of_the_model(name, window, few):
     assert_equal_tokens(tokens_of(model, step, REQUESTS[name]()), want)
     assert len({t.id for t in want}) > 4
     assert step.calls > (0 if name == "look-up" and not few else len(want) // 2)
-
-
-@pytest.mark.parametrize("ahead", [math.inf], indirect=True)
-@pytest.mark.parametrize("name", ["greedy", "vocabulary", "stop", "penalty", "drawn"])
-def test_the_most_probable_ids_are_computed_before_they_are_asked_for(name):
-    model, calls = model_of(tied=False), []
-    step = PlainStep(model, few=True)
-    tokens = tokens_of(model, step, REQUESTS[name](), lambda requests, cache, n: calls.append(step.calls))
-    assert (len(tokens), calls[-1]) == ((5, 6) if name == "stop" else (60, 59)), "none is in vain"
-    assert calls[0] == {"greedy": 46, "vocabulary": 2, "stop": 6}.get(name, 1)
-
-
-@pytest.mark.parametrize("ahead", [math.inf], indirect=True)
-def test_ids_computed_ahead_of_another_text_are_not_taken(monkeypatch):
-    model = model_of(tied=False)
-    step = PlainStep(model)
-    cache = PrefixCache(model, step=step)
-    begin = lambda ids, n: [t.id for t, _ in zip(generate_in(cache, ids), range(n), strict=False)]
-    generate_in = lambda cache, ids: generate(model, ids, max_tokens=20, context_length=48, cache=cache)
-    first = begin([5, 6, 7], 4)
-    cache.logits({0: [9, 8, 7, 6, 5]})
-    with torch.autocast("cpu"):
-        cache.logits({0: [9, 8, 7, 6, 4, 3]})
-    other = [*begin([9, 8, 7, 6], 4), *begin([9, 8, 7, 6, 4], 4)]
-    assert begin([5, 6, 7], 4) == first
-    cache = PrefixCache(model)
-    assert other == [*begin([9, 8, 7, 6], 4), *begin([9, 8, 7, 6, 4], 4)]
-    assert first == begin([5, 6, 7], 4)
 
 
 def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monkeypatch):
@@ -341,7 +301,6 @@ def choose_otherwise(requests, cache, n):
         requests[0].sample = Fresh()
 
 
-@AHEAD
 @pytest.mark.parametrize("between", [next_request, truncate, edit, choose_otherwise])
 def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
     model = model_of(tied=False)

@@ -124,19 +124,10 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
     """The next token of the only row by the compiled step; None where it takes more, or the step does not fit."""
     if request.proposer is not None or request.alternatives:
         return None
-    text = request.window(context_length)
-    end = min(context_length, len(text) + request.end - len(request.ids) - 1)
-    follows = lambda id, index: index < end and request.sample.returns_best(id) and id not in request.stop
-    if (steps := cache.scores(text, follows=follows)) is None:
+    if (steps := cache.scores(request.window(context_length))) is None:
         return None
     scores, sample = steps[0], request.sample
-    if sample.returns_best(scores.best):
-        return Token(scores.best, scores.logprob(scores.best))
-    if scores.all_logits is None:  # the sampler is another one since they were computed
-        if (steps := cache.scores(text)) is None:
-            return None
-        (scores,) = steps
-    id = int(sample(scores.logits, request.ids))
+    id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))
     return Token(id, scores.logprob(id))
 
 

@@ -30,8 +30,6 @@ MAX_STEPPED, IN_FLOAT32 = 16, 8
 15 at 1.1B; with matrices in float32 16, 9 and 10."""
 PADDED = 8
 """Tokens of padding in the other rows that cost no more than a copy of the keys and values of one."""
-AHEAD = 8e-3
-"""Seconds during which the most probable ids may be computed before they are asked for."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
 
@@ -62,7 +60,6 @@ class PrefixCache:
         self.step, self.format = step, format
         self._adapted: list[Any] = []
         self._fitting: object = None  # the `_state` in which the step fitted the model
-        self._later: dict[int, Scores] = {}  # after so many ids, computed ahead
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -105,22 +102,14 @@ class PrefixCache:
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
         return {i: logits[i][-last[i] :] for i in texts}
 
-    def scores(
-        self, text: Sequence[int], last: int = 1, follows: Callable[[int, int], bool] | None = None
-    ) -> list[Scores] | None:
-        """What follows the text after each of its `last` ids, by the step.
+    def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
+        """The step's scores of the next token after each of the text's `last` ids.
 
-        None if it does not fit, or a forward of the ids that are new is faster. If the most probable id certainly
-        `follows` at an index of the text, it may be evaluated at once, for a later call: between two steps
-        Python's own code leaves the processor's caches, so a small model is faster several tokens at a time.
+        None if the step does not fit, or a forward of the ids that are new is faster.
         """
-        held, step, cache, later = self.ids[0], self.step, self.cache, self._later
+        held, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
             return None
-        if follows and len(text) in later and held[: len(text)] == text and self._fitting == self._state():
-            return [later.pop(len(text))]
-        began = perf_counter()
-        later.clear()
         kept = common_length(held, text, last) if len(self.ids) == 1 else 0
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
         begins = not kept and last == 1 and len(text) > limit and self._reads_text(step, len(text))
@@ -140,26 +129,10 @@ class PrefixCache:
                 self.forwards += 1
             if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse
                 return None
-            if follows and cache.window is None:
-                self._go_on(held, scores[-1].best, follows, began + AHEAD)
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
             return None
         self.ids[0], self.vocab = held, self.vocab or len(scores[0].logits)
         return scores[-last:]
-
-    def _go_on(self, held: list[int], best: int, follows: Callable[[int, int], bool], until: float) -> None:
-        """Evaluate the most probable id after the ids that are held, and after this one, `until` a time (s)."""
-        assert self.step is not None
-        assert self.cache is not None
-
-        def goes_on(id: int, index: int) -> bool:
-            return perf_counter() < until and follows(id, index)
-
-        if goes_on(best, len(held)):
-            for scores in self.step.greedy(best, self.cache, goes_on):
-                held.append(best)
-                best, self._later[len(held)] = scores.best, scores
-                self.forwards += 1
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
         """Whether the step reads a text of so many tokens at once, faster than the model."""
@@ -198,7 +171,6 @@ class PrefixCache:
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
-        self._later.clear()
         whole = len(rows) == len(self.ids)
         index = torch.tensor(() if whole else rows, dtype=torch.long, device=self.cache.length.device)
         part = self.cache if whole else self.cache.select_rows(index)

@@ -9,7 +9,6 @@ changed in place.
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
 
 import copy
-import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -147,9 +146,9 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
 
 
 class Scores(NamedTuple):
-    """Row `row` of the logits (T, V) of next tokens, if they are kept, and of the summary of a `Step`."""
+    """Row `row` of the logits (T, V) of next tokens, and of the summary of a `Step`."""
 
-    all_logits: Tensor | None
+    all_logits: Tensor
     row: int
     best: int
     top: float
@@ -158,7 +157,6 @@ class Scores(NamedTuple):
     @property
     def logits(self) -> Tensor:
         """The logits (V,); a view, which is made when it is needed."""
-        assert self.all_logits is not None
         return self.all_logits[self.row]
 
     def logprob(self, id: int) -> float:
@@ -224,32 +222,6 @@ class CompiledStep:
         cache.advance(_COUNTS[len(ids)])
         return _scores(summary, logits.clone())[: len(ids)]
 
-    def greedy(self, id: int, cache: Cache, follows: Callable[[int, int], bool]) -> list[Scores]:
-        """The scores after this token and each most probable one that then `follows`; logits only for the last.
-
-        They are those of one call after another in the only row of a cache that is not rolling, in less time:
-        once the processor has read a model's weights, Python's own code is no longer in its caches. What follows
-        is asked with an id and its position. It ends before NaN.
-        """
-        (id_view, slot_view), tensors, run = _numbers.views[1], _numbers.tensors[1], self._run[1]
-        first, numbers = int(cache.length), cache.slot_numbers(cache.capacity)
-        layers = [*cache.keys, *cache.values]
-        steps: list[Scores] = []
-        while True:
-            id_view[0], slot_view[0] = id, first + len(steps)
-            logits, summary = run([*tensors, numbers[: first + len(steps) + 1], *layers])
-            (scores,) = _scores(summary)
-            if math.isnan(scores.log_sum):
-                break
-            steps.append(scores)
-            id = scores.best
-            if not follows(id, first + len(steps)):
-                steps[-1] = scores._replace(all_logits=logits.clone())
-                break
-        cache.start_row(len(steps), 0)
-        cache.advance(torch.tensor([len(steps)]))
-        return steps
-
     def read_text(self, ids: Sequence[int], cache: Cache) -> Scores:
         """The scores after the ids that a text begins with, two or more, in the only row of an empty cache."""
         cache.start(len(ids))
@@ -258,7 +230,7 @@ class CompiledStep:
         return _scores(summary, logits.clone())[0]
 
 
-def _scores(summary: Tensor, logits: Tensor | None = None) -> list[Scores]:
+def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
     return [Scores(logits, i, int(row[0]), row[1], row[2]) for i, row in enumerate(summary.tolist())]
 
 

@@ -82,13 +82,9 @@ class Cache:
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
-        return n, self.slot_numbers(n + slots)[: n + slots]
-
-    def slot_numbers(self, n: int) -> Tensor:
-        """The numbers from 0, at least `n` of them."""
-        if self._slot_numbers.shape[0] < n:
-            self._slot_numbers = torch.arange(2 * n, device=self.length.device)
-        return self._slot_numbers
+        if self._slot_numbers.shape[0] < n + slots:
+            self._slot_numbers = torch.arange(2 * (n + slots), device=self.length.device)
+        return n, self._slot_numbers[: n + slots]
 
     def allocate_like(self, other: "Cache") -> None:
         """Allocate layers with the heads and dtypes of the other cache's, as their first forward would."""
