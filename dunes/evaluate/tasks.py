@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness on a model folder."""
+"""Tasks of lm-evaluation-harness on a model folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ def run_tasks(
     out: Path | None = None,
     any_base: bool = False,
 ) -> dict[str, Any]:
-    """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
+    """Results of the harness for tasks, groups or tags by name; also written to `out`, with every sample.
 
-    `task_folder` contains YAML files of more tasks; `limit` is the maximum number of documents per task;
+    `task_folder` contains YAML files of additional tasks; `limit` is the maximum number of documents per task;
     `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
     or setting.
     """
