@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
     @property
     def supports_packing(self) -> bool | None:
-        """Whether packed documents stay separate, which depends on `position`; None: unknown."""
+        """True if packed documents stay separate, which depends on `position`; None: unknown."""
         return self.position is None or getattr(self.position, "supports_packing", None)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
