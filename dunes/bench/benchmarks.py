@@ -8,7 +8,7 @@
         ...
 
 `Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as the inference
-benchmarks of gpt-fast and nanochat do; of experts, the expected number selected under uniform routing.
+benchmarks of gpt-fast and nanochat do. Experts count as often as uniform routing would select them.
 """
 
 import warnings
@@ -197,8 +197,7 @@ def _stored_bytes(module: nn.Module) -> int:
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     """Bytes of weights, codes and scales that a forward pass of `tokens` tokens reads.
 
-    Embeddings count a few rows, adapters only if active, experts as the expected number selected under uniform
-    routing.
+    Embeddings count a few rows, adapters only if active, experts as often as uniform routing would select them.
     """
     tied = _table(model).nbytes if model.head is None else 0
     whole, embeddings = _active_bytes(model), _active_bytes(model.embed)

@@ -423,7 +423,8 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show what a model folder contains, how much memory it needs, and if it would load, without loading it.
+    """Show the contents of a model folder, the memory it needs, and problems that prevent loading, without loading
+    it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 

@@ -65,8 +65,8 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order;
-    cursors in brackets that their line closes later are repeated with these brackets behind them.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
+    Cursors inside brackets that the line closes later are repeated, with the closing brackets behind the cursor.
 
     Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
     short ones. At least one character other than indentation precedes a cursor, and at least one follows.
@@ -93,8 +93,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The brackets that close those left open by a text, innermost first, and the position of the first unmatched
-    one."""
+    """The closing brackets that a text still needs, innermost first, and the position of its first unmatched
+    closing one."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:
@@ -125,7 +125,7 @@ def _cut(text: str, line: Line, column: int, kind: Literal["character", "line st
 
 
 def _closed(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with closing brackets behind it for those open there, if the line closes the innermost later."""
+    """The cursor with the closing brackets of all open ones behind it, if the line closes the innermost later."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

@@ -53,8 +53,8 @@ RESAMPLES = 2_000
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """The index of a run's training files, the named texts that the gate is fitted on, and all named texts, which
-    are indexed when the run ends."""
+    """The index of a run's training files, the (name, text) pairs for fitting the gate, and the pairs of all files
+    for the index at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]

@@ -35,8 +35,8 @@ ROOM = 3 * CANDIDATES + TOP
 CHUNK = 64
 """Positions in a contiguous chunk, about."""
 FEWEST = 8
-"""Minimum positions per text. Positions near the beginning have little text above: a gate fitted on those of many
-small files lost 0.17 nats on others (LOG.md)."""
+"""Minimum positions per text. With fewer, many small files give only positions with little text above, and the
+gate lost 0.17 nats on others (LOG.md)."""
 
 
 SourcesOf = Callable[[list[int]], Sources]
@@ -154,7 +154,7 @@ def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> It
     """For each id of a text, after its header or from index `first` on: the id, the model's log-probabilities
     (V,), and the candidates for copying.
 
-    The sources are the lines above; without `first`, those of a long text may lack the last percent.
+    Candidates come from the lines above; without `first`, a long text may lack its last percent there.
     """
     context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)

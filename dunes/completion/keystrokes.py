@@ -53,8 +53,8 @@ class Typing:
 class FileSuggestions:
     """The suggestions of a completer in a file; each is requested once.
 
-    `cold` has the seconds of the first request, `warm` those of a request one key after the previous one on the
-    same line. With `below`, the completer gets the text from the next line on, otherwise no text after the cursor.
+    `cold` has the seconds of the first request, `warm` of requests one key after the previous one on the same
+    line. With `below`, the completer gets the text from the next line on, otherwise no text after the cursor.
     """
 
     def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
@@ -120,7 +120,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
     """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none does.
 
-    The files must be unseen by the completer, and not be those of the evaluation.
+    The files must be unseen by the completer, and not be evaluated on.
     """
     asked = [s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))]
     if not asked:

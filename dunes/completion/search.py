@@ -131,8 +131,7 @@ class LineSearch:
         return text.rstrip("\r\n")
 
     def logprob(self, beam: Beam, text: str) -> float:
-        """Log-probability of the ids that contain all of this text after the typed part, and that an identifier at
-        its end ends there."""
+        """Log-probability of this text after the typed part, and that an identifier at its end is complete."""
         total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:
@@ -213,7 +212,7 @@ class LineSearch:
     def _decided(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam is far more probable than the second, or hopeless.
 
-        Beams that have not yet covered the typed text are not comparable with those that have.
+        Beams that have not yet covered the typed text are not comparable with others.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._rest, beams)) and (lead >= LEAD or self._hopeless(beams))

@@ -65,7 +65,7 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """The ids without the last ones that could be part of a longer token, and the bytes of those.
+        """The ids without the last ones that could be part of a longer token, and the bytes of these last ones.
 
         Text that ends in several tokens may continue as one longer token. Characters that no token has stay.
         """

@@ -491,7 +491,7 @@ def split_records(
 
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
-    """The hash by which each record is split: of its words, in [0, 1), equal for near-duplicate texts.
+    """Hash of each record's words, in [0, 1), by which records are split; near-duplicate texts have equal hashes.
 
     A large group's hash is increased by one, so that it is selected last. `split_version` 0 hashes words alone.
     """

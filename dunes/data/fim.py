@@ -172,8 +172,7 @@ def _before_line_end(text: str, index: int) -> int:
 
 
 def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
-    """A function that returns a mask of the ids (B, N) in file headers: <|file_sep|> up to the first line end
-    after it.
+    """A function from ids (B, N) to a mask of file headers: from <|file_sep|> to the next line end.
 
     The mask is empty for a tokenizer without <|file_sep|>.
     """

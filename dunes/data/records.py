@@ -22,7 +22,7 @@ MAX_LIST_BYTES = 1 << 31
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 TABLE = ".parquet"
 JSON = (".json", ".json.gz")
-"""Suffixes of files that may contain records; those of LINES and TABLE always do."""
+"""Suffixes of files that may contain records; LINES and TABLE always do."""
 
 PARQUET_ROWS = 8192
 """Rows of a parquet file in memory at a time."""

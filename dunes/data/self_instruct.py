@@ -128,7 +128,7 @@ def _seed_task(place: str, row: Any) -> Task:
 def generate(
     ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Generate until `wanted` tasks are kept, including those of the rounds `before`; yield each new round.
+    """Generate until `wanted` tasks are kept, including tasks of the rounds `before`; yield each new round.
 
     Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
     for too few seeds, and after ten rounds without a kept task.
@@ -171,7 +171,7 @@ def build_prompt(tasks: Sequence[Task]) -> str:
 
 
 def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
-    """The items of an answer to a prompt whose next task has the number `first`.
+    """The items of an answer whose first task has the number `first`.
 
     The last item of a truncated answer is dropped.
     """

@@ -87,7 +87,7 @@ def collect_corpus(
 
     Files with about `share` of the text (default `validation_share`) are for validation, at least one of several
     but never all; of files of records, about `share` of the records. Near-duplicates are on the same side, except
-    with `split_version` 0; versions 0 and 1, of earlier trainings, select files by hash alone. Links to files
+    with `split_version` 0. Versions 0 and 1 (of earlier trainings) select files by hash alone. Links to files
     outside the sources are only followed with `follow_links`. Of records only the fields in `text_field` are read,
     if any. Raises ValueError if a source is missing, if a file of records named by the user cannot be read, if
     there is no text, or for an unknown version.
@@ -134,8 +134,8 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     """The corpus with about `share` of its text moved from training to the test split.
 
     Of three or more files at least one is for the test, never all. Near-duplicates are on one side. The documents
-    are then sorted by path. Records are not divided again. Up to version 1 of the split, test files are those
-    whose hashes are in [share, 2 * share).
+    are then sorted by path. Records are not divided again. Up to version 1 of the split, test files have hashes in
+    [share, 2 * share).
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]

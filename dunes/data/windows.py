@@ -23,7 +23,7 @@ from dunes.units import plural
 
 ROUNDS = 4
 Transform = Callable[[NDArray[np.int64], np.random.Generator], NDArray[np.int64]]
-"""Maps a document's ids and a random generator to as many ids."""
+"""Maps a document's ids (N,) and a random generator to new ids (N,)."""
 
 
 class Arrange(Protocol):

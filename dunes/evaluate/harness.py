@@ -1,7 +1,7 @@
 """A model folder as a model of lm-evaluation-harness.
 
-Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports
-lm_eval, so only `evaluate/tasks.py` imports it, when needed.
+Results equal the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports lm_eval, so
+only `evaluate/tasks.py` imports it, when needed.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 

@@ -1,4 +1,4 @@
-"""Staging folders: one for each writer; those of dead writers are removed.
+"""Staging folders, one for each writer; folders of dead writers are removed.
 
 A writer locks its folder (flock), and the lock ends with the process. On a disk shared by several machines, the
 lock is visible only to processes of the same machine.

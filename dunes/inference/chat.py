@@ -385,7 +385,7 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in its own process at low priority, which outlives this one."""
+    """Compile the step of a model folder in a low-priority process that outlives this one."""
     command, environment = python_command(
         "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
     )

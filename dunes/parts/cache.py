@@ -53,7 +53,7 @@ class Cache:
 
     @property
     def in_order(self) -> bool:
-        """True if the readable keys are those of positions 0..S-1 in every row, and the last T are new."""
+        """True if the readable keys have positions 0..S-1 in every row, and the last T are new."""
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Cache:
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Start new tokens of a single row: the first slot to write, and the position (S,) in each slot to read.
 
-        If `slots` exceeds the tokens, positions for further tokens follow, which `advance` does not count.
+        If `slots` > `new`, positions of later tokens follow; `advance` does not count these.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)

@@ -72,8 +72,8 @@ class ForwardContext:
         return attend(q, k, v, self.mask(window), dropout)
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """Attention mask (B, T, S), True if a query may attend to a key; None if query t attends to exactly keys
-        0..t.
+        """Attention mask (B, T, S), True if a query may attend to a key; None if it is plainly causal (query t,
+        keys 0..t).
 
         A window is the number of keys a query attends to, itself included. Raises ValueError if the cache has
         fewer.

@@ -211,7 +211,7 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are not ignored, with a few others up to the same multiple."""
+    """Indices of the targets (N,) other than IGNORE, padded with a few others to a multiple of PAD_MULTIPLE."""
     counted = targets != IGNORE
     count = int(counted.sum())
     return torch.sort(~counted, stable=True).indices[: count + -count % PAD_MULTIPLE]

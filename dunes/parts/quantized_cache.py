@@ -2,9 +2,9 @@
 
 KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so they are quantized per
 channel over a group of tokens; values have no such channels. A group of G tokens is stored as codes when it is
-complete, and a query reads the codes once the entire group has left the last R tokens, the query's own included;
-until then it reads the tokens in full precision. So the values a query reads follow from its position alone, not
-from how a text was split into forwards, nor from other rows.
+complete. A query reads these codes once the entire group is older than the last R tokens (including the query's
+own); until then it reads the group in full precision. So the values a query reads follow from its position alone,
+not from how a text was split into forwards, nor from other rows.
 
 Full-precision tokens stay longer than they are read, in a ring of a few groups, so that a short rollback is exact.
 """
@@ -192,7 +192,7 @@ class _Writes:
     ring: Tensor
     """Slots (B, T) in the ring; W for tokens that it does not keep."""
     groups: Tensor
-    """Groups (B, n) that may become complete; the extra last group stands for those that do not."""
+    """Numbers (B, n) of the groups that may become complete; the extra last group stands for incomplete ones."""
     index: Tensor
     """Offsets (B, T) in these groups; n * G for none."""
     begun: Tensor

@@ -160,8 +160,8 @@ Settings = Mapping[str, tuple[float, float, float]]
 def read_text(
     fields: Fields, settings: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """A text request with the settings in these fields, or in `options`, and more attributes; `tokens` is the
-    default of the field `limit`."""
+    """Read a TextRequest from the fields, with settings in `options` if given and attributes in `more`; `tokens`
+    is the default of the field named `limit`."""
     options, found = options or fields, dict[str, Any]()
     for name, (default, low, high) in settings.items():
         read: Any = options.integer if isinstance(default, int) else options.number

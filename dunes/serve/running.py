@@ -73,7 +73,7 @@ class Running:
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Complete lines of other files with this text of an open file, in all models."""
+        """Let all models copy from this text of an open file when they complete other files."""
         for model in self.served.values():
             model.take_in(self.worker, {model.name_of(path): text})
 

@@ -85,7 +85,7 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts; `files` is their form prepared by the completer."""
+        """Use these texts for completion; `files` is the completer's prepared form of them."""
         self.completer.use(files)
         self.files.update(texts)
 
@@ -234,7 +234,7 @@ class ServedModel:
         return answers
 
     def warm(self, files: Sequence[tuple[str, str]]) -> None:
-        """Index files in advance that a request contains; thread-safe."""
+        """Index the files of a coming request in advance; thread-safe."""
         if files and isinstance(self.now.completer, FolderCompleter):
             self.now.completer.index_files(files)
 

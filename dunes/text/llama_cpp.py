@@ -1,8 +1,8 @@
 """llama.cpp's tokenization of a text, from the vocabulary in a GGUF file alone.
 
-It has no normalizer, and knows only the type of a token: special ones are searched in the raw text (lstrip and
-rstrip are set by name for a few models, not from the file); between them, `gpt2` is byte-level BPE on words of a
-pattern, `llama` merges the two neighbours whose merged text has the highest score.
+There is no normalizer. Special tokens are searched in the raw text by their type (lstrip and rstrip are set by
+name for a few models, not from the file). The text between them is split by byte-level BPE on words of a pattern
+(`gpt2`), or by merging the neighbours whose merged text has the highest score (`llama`).
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 

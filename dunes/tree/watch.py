@@ -1,7 +1,7 @@
 """Watch the outputs of modules and their gradients, and leave no hooks on the model.
 
-Compiled code ignores hooks added after compilation, and keeps those it was compiled with. So it runs uncompiled
-while it is watched.
+Compiled code ignores hooks added after compilation, and keeps the hooks it was compiled with. So it runs
+uncompiled while it is watched.
 """
 
 import sys
