@@ -59,7 +59,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Summaries that differ only in the axis, by the settings that distinguish the lines; no single points."""
+    """Lines of at least two summaries that differ only in the axis, by the settings that distinguish the lines."""
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
     others = [n for n in SETTING if n not in along]
     groups = group_rows(results, others)

@@ -187,8 +187,8 @@ def find_completer(
 class CopyNearest:
     """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
 
-    Matches are searched in `far`, above the cursor in the file, and below it if that text is given; of equally
-    long matches the file's wins, then the last in a text. Both probabilities only rank matches, by their length.
+    Matches are searched in `far`, and in the file above and (if given) below the cursor. Of equally long matches
+    the file's wins, then the last in a text. Both probabilities only rank matches, by their length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

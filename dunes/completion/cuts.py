@@ -1,7 +1,7 @@
 """Cursor positions for evaluating completion: seeded positions in the lines of a file.
 
-The positions are a pure function of the seed, the file's name and its text, so that every completer is asked the
-same, and a new file moves no position in another.
+The positions are a pure function of the seed, the file's name and its text, so that all completers get the same
+requests, and a new file changes no position in another.
 """
 
 import re
@@ -69,7 +69,7 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     Cursors inside brackets that the line closes later are repeated, with the closing brackets behind the cursor.
 
     Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
-    short ones. At least one character other than indentation precedes a cursor, and at least one follows.
+    short ones. A cursor has at least one character of the line before it (without indentation), and one after it.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]

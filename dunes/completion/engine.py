@@ -39,7 +39,7 @@ MERGED = 3
 @dataclass(frozen=True)
 class OpenFiles:
     """Texts by name of files that changed since the index was built (None: deleted), and indexes of them. Each
-    index has the names of the files whose newest text it contains; later ones are smaller."""
+    index comes with the names of the files whose newest text it contains; later indexes are smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()

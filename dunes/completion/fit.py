@@ -161,8 +161,8 @@ def fit_mixture(
     """Two gates for the engine's model and index, and facts: the loss in nats/token on the unseen third of the
     texts, without and with the first gate. None without a token.
 
-    The first gate is not fitted on every third text, so that thresholds fitted on these are not overconfident; the
-    second is fitted on all texts and is the one to use.
+    The first gate leaves out every third text, so that thresholds fitted on these are not overconfident. The
+    second gate is fitted on all texts, and is the one to use.
     """
     parts = [text for number, text in enumerate(texts) if number % 3] or texts, _others(texts)
     places, others = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)

@@ -44,9 +44,9 @@ SourcesOf = Callable[[list[int]], Sources]
 
 
 class Places(NamedTuple):
-    """Training data of the gate: features (N, C, F) of the candidates, their log-probabilities under the model (N,
-    C), and a mask of candidates that exist (N, C); the model's highest log-probability, the target's candidate
-    index (-1 for none), the target's log-probability, and the log of the total probability of all other ids (N,).
+    """Training data of the gate. Per candidate: features (N, C, F), log-probability under the model (N, C), and a
+    mask, False for padding (N, C). Per position (N,): the model's highest log-probability, the target's candidate
+    index (-1: none) and log-probability, and the log of the total probability of all ids that are no candidates.
     """
 
     features: Tensor

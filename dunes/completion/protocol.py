@@ -6,8 +6,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The rest of a line; `word` and `line` are the probabilities in [0, 1] that its first word, and all of it,
-    are right. `ends_line` is False if the line goes on."""
+    """The rest of a line; `word` is the probability in [0, 1] that its first word is right, `line` that all of it
+    is. `ends_line` is False if the line goes on."""
 
     text: str
     word: float = 1.0

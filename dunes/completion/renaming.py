@@ -27,7 +27,7 @@ _CASES = (str, str.lower, str.upper, lambda w: w[:1].upper() + w[1:], lambda w: 
 
 
 class _Name(NamedTuple):
-    """A word that replaces another, and spellings in other words of the parts that differ."""
+    """A word `new` that replaces `old`, and (old, new) spellings of their differing parts inside other words."""
 
     old: str
     new: str
@@ -44,7 +44,7 @@ def renamed_rest(before: str) -> str:
 
 
 def _repeated(here: Sequence[str], there: Sequence[str], text: str) -> str:
-    """The rest of `there` after the tokens of `here`, renamed as `here` renames it; empty if it does not."""
+    """The rest of the line `there` with the renaming of the line `here`; empty if nothing is renamed."""
     if not 1 < len(here) <= len(there):
         return ""
     pairs, part = [*zip(here, there, strict=False)], here[-1]

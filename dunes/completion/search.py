@@ -252,8 +252,8 @@ def beam_search(
     """Beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if nothing may follow.
 
     `logprobs` returns the next-id log-probabilities (V,) of each of several texts, -inf for forbidden ids. The
-    search stops when no unfinished beam is as probable as the best one that `ends`, or when `decided` is True for
-    all remaining beams, sorted by probability.
+    search stops when no unfinished beam is as probable as the best finished one (`ends`), or when `decided`
+    returns True for the beams, sorted by probability.
     """
     beams, finished, left = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):

@@ -65,7 +65,7 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """The ids without the last ones that could be part of a longer token, and the bytes of these last ones.
+        """The ids before those that a longer token could replace, and the bytes of the replaceable ids.
 
         Text that ends in several tokens may continue as one longer token. Characters that no token has stay.
         """
@@ -80,8 +80,8 @@ class FileTokenizer:
     def allowed(self, typed: bytes) -> Tensor | None:
         """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
 
-        It includes ids that start with the bytes, and ids that are a prefix of them: the intended line may be
-        spelled in shorter tokens than one that covers all typed bytes.
+        It includes ids that start with these bytes, and ids that are a prefix of them: the line may be spelled in
+        shorter tokens.
         """
         return self._allowed(typed) if typed else None
 
@@ -168,8 +168,8 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     """The suggestion without an end that already follows the cursor; empty if it repeats the next lines.
 
     `typed` is the line before the cursor: together with the suggestion it may equal the next line. If the line
-    goes on behind the cursor, only one line is suggested, up to a bracket or quote that it did not open and that
-    the text behind the cursor closes.
+    goes on behind the cursor, the suggestion is a single line. It ends before a closing bracket or quote that the
+    text behind the cursor already has.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closed(first_line(suggestion), rest, typed)

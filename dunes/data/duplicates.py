@@ -17,11 +17,11 @@ from dunes.data.document import Document, NamedText
 
 SPLIT_VERSION = 2
 """Version of the split into training and validation: 0 splits by the hash of each text, 1 keeps near-duplicates
-together, 2 takes a share of the text in each kind and size, rather than of the files."""
+together, 2 selects a share of the bytes (not of the files) of each kind and size."""
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this fraction of the texts is the last to be selected for validation,
-so that it does not displace all others."""
+"""Fraction of the texts above which a group of near-duplicates is the last to be selected for validation: it would
+displace all others."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -36,12 +36,12 @@ SIMILAR = 0.7
 FEW_LINES = 6
 """Minimum number of distinct lines of texts compared by lines; shorter texts are equal by chance."""
 SHORT_LINE = 4
-"""Minimum bytes of a line that counts; shorter ones, such as brackets, are equal by chance."""
+"""Minimum bytes of a line that counts; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
 """Texts are compared if one of their KEYS rarest hashes is equal."""
 COMPARED = 8
-"""Maximum texts compared per hash, so that a line in every file, as of a licence, costs no more than any other."""
+"""Maximum texts compared per hash, which bounds the cost of a line in every file, such as a licence."""
 
 
 def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
@@ -100,7 +100,7 @@ def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
 
 
 def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -> Iterable[list[int]]:
-    """Groups of texts that share one of their rarest hashes, in order; of equal digests only the first text."""
+    """Groups of texts with one of their rarest hashes in common, in order; equal digests count as one text."""
     wide = [i for i, s in enumerate(sketches) if firsts[i] == i and (s != EMPTY).sum() >= FEW_LINES]
     if not wide:
         return

@@ -537,9 +537,9 @@ def tokenize_records(
     """Encode records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS
     token.
 
-    An answer that its record excludes from the loss is never trained on. Raises ValueError that names a record
-    which the template does not support, or which excludes a prompt when all prompts are trained on, and, before
-    the first record, tokens that the template needs and the tokenizer lacks.
+    An answer that its record excludes from the loss is never trained on. Raises ValueError for a record that the
+    template does not support, for one that excludes a prompt although all prompts are trained on, and first of all
+    for special tokens missing in the tokenizer.
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")

@@ -1,8 +1,8 @@
 """A corpus: the text in files and folders.
 
 Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
-reason. Validation files are selected by a hash of their path within their kind and size, so that the split is the
-same on every machine; near-duplicates of a file are on its side. Validation records are selected by hash.
+reason. Within each kind and size, validation files are selected by a hash of their path, so that the split is the
+same on every machine. Near-duplicates of a file are on its side. Validation records are selected by hash.
 """
 
 from collections import Counter
@@ -85,12 +85,12 @@ def collect_corpus(
 ) -> Corpus:
     """The corpus of files and folders; `stdlib` is the standard library of the running Python.
 
-    Files with about `share` of the text (default `validation_share`) are for validation, at least one of several
-    but never all; of files of records, about `share` of the records. Near-duplicates are on the same side, except
-    with `split_version` 0. Versions 0 and 1 (of earlier trainings) select files by hash alone. Links to files
-    outside the sources are only followed with `follow_links`. Of records only the fields in `text_field` are read,
-    if any. Raises ValueError if a source is missing, if a file of records named by the user cannot be read, if
-    there is no text, or for an unknown version.
+    About `share` of the text (default `validation_share`) is for validation: whole files, at least one of several
+    but never all, and single records. Near-duplicates are on the same side, except with `split_version` 0.
+    Versions 0 and 1 (of earlier trainings) select files by hash alone. Links to files outside the sources are only
+    followed with `follow_links`. Of records only the fields in `text_field` are read, if any. Raises ValueError if
+    a source is missing, if a file of records named by the user cannot be read, if there is no text, or for an
+    unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
@@ -222,8 +222,8 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 def _held_out_first(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
     """The groups in order of selection for validation, and the number of them that have about `share` of the text.
 
-    Each kind and size contributes about that share of its text, by the hashes of its files; smaller files make up
-    for files that are too large. Groups that alone have a quarter of the share come last.
+    Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
+    make up for files that are too large. Groups that alone have a quarter of the share come last.
     """
     size, kinds = sum(g.size for g in groups), Counter(g.kind for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}

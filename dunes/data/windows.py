@@ -107,7 +107,7 @@ class Windows:
 
     Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
     epochs. Raises ValueError if there are fewer tokens than one window needs, and for `arrange` on transformed
-    documents, which are no text that could be cut.
+    documents, which it cannot cut.
     """
 
     tokens: TokenIds

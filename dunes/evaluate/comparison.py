@@ -98,7 +98,7 @@ class Comparison:
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
-    """Measure both folders, with their loss if there are validation ids; the reason if a process failed."""
+    """Measure both folders, with their loss if there are validation ids. Returns a message if a process failed."""
     try:
         with TemporaryDirectory() as scratch:
             if ids is not None:

@@ -112,7 +112,7 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 
 def stand_in(head: bytes) -> str:
-    """The kind of placeholder that starts with these bytes, and the remedy; empty for a real file."""
+    """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
     kinds = (
         f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head)
     )
@@ -120,7 +120,7 @@ def stand_in(head: bytes) -> str:
 
 
 def _other_content(suffix: str, head: bytes) -> str:
-    """The kind of content that starts with these bytes, and the remedy; empty if it matches the suffix."""
+    """A description of mismatched content, and the remedy; empty if the first bytes match the suffix."""
     if not head.strip(b"\0"):
         return f"{'begins with zeros' if head else 'empty'}, as a download that has not ended; {_AGAIN}"
     if _PAGE.match(head):

@@ -1,7 +1,7 @@
 """Complete architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf,
 NAMES.
 
-A family may also have ALIASES, other weight names that are read but not written, and IGNORED_NAMES, other tensors.
+A family may also have ALIASES (weight names that are read but not written) and IGNORED_NAMES (no weights).
 """
 
 from types import ModuleType

@@ -1,6 +1,6 @@
 """LLaMA: rotary positions, RMSNorm, SwiGLU, grouped-query attention. https://arxiv.org/abs/2307.09288
 
-Config and build also serve families that differ in one part, which they pass in.
+Families that differ in one part reuse Config and build, and pass that part to `build`.
 """
 
 from collections.abc import Callable, Mapping

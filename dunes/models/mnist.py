@@ -15,7 +15,7 @@ STD = 78.6
 
 
 class Normalize(nn.Module):
-    """Images (B, 28, 28), 0 to 255 in any dtype, to float32 with mean 0 and standard deviation 1 on MNIST.
+    """Converts images (B, 28, 28), 0 to 255 in any dtype, to float32 of mean 0 and standard deviation 1 on MNIST.
 
     Data stay uint8 until here, which gathers a quarter of the bytes. Raises ValueError for other shapes.
     """
@@ -34,7 +34,7 @@ def mlp(hidden: int = 128) -> nn.Sequential:
 def conv_net(dropout: float = 0.25) -> nn.Sequential:
     """Two convolutions of 5 x 5 with pooling, then 320-50-10: images (B, 28, 28) from 0 to 255 -> scores (B, 10).
 
-    `dropout` is the probability of a channel of the second convolution, and of a hidden unit, to be zero.
+    `dropout` is the probability of zeroing a channel of the second convolution, or a hidden unit.
     """
     features = [
         *(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU()),

@@ -1,7 +1,7 @@
 """Weight names in another format: one table, read in both directions.
 
-`{i}` in a name stands for a number, the same on both sides. A number that only our side has (`{e}`, an expert)
-indexes the first dimension of their tensor, which stacks ours.
+`{i}` in a name stands for a number, the same on both sides. A number on our side alone (`{e}`, an expert) is an
+index into the first dimension of their tensor, which stacks ours.
 """
 
 import re

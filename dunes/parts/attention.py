@@ -12,10 +12,10 @@ from dunes.units import plural
 class Attention(nn.Module):
     """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
 
-    `position` encodes positions into queries and keys: Rotary, or any callable of (x, context), which declares
-    `supports_packing = True` if it uses only the positions in the context. `q_norm` and `k_norm` are applied to
-    each head before that. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
-    Raises ValueError if `heads` is no multiple of `kv_heads`.
+    `position` encodes positions into queries and keys: Rotary, or any callable of (x, context); it declares
+    `supports_packing = True` if it uses only the context's positions. `q_norm` and `k_norm` are applied to each
+    head before that. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only. Raises
+    ValueError if `heads` is no multiple of `kv_heads`.
     """
 
     def __init__(

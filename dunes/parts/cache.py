@@ -1,8 +1,8 @@
 """The KV cache: one object for all layers, owned by the caller.
 
 It is allocated once, at its full capacity, when a layer first writes to it. A token at position p is stored in
-slot p, or in a rolling cache in slot p modulo the capacity, so rows of unequal length need no shifting: padding
-(position -1) is written to an extra slot that is never read.
+slot p, or in a rolling cache in slot p modulo the capacity, so rows of unequal length need no shifting. Padding
+(position -1) is written to an extra slot, which is never read.
 """
 
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, D head dim.

@@ -18,10 +18,10 @@ from dunes.units import plural
 class ForwardContext:
     """Built once per forward and passed to every block.
 
-    `positions` is (B or 1, T), -1 for padding. Without a cache, a position that is not its predecessor's plus one
-    starts a new document, and documents do not attend to each other: this separates packed examples. For a single
-    row, `document_starts` (T,) may give the index at which each token's document starts; T must then be a multiple
-    of `ops.attention.QUERY_BLOCK`.
+    `positions` is (B or 1, T), -1 for padding. Without a cache, packed documents are separated by their positions:
+    any other position than the previous plus one starts a new document, and documents do not attend to each other.
+    For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
+    be a multiple of `ops.attention.QUERY_BLOCK`.
     """
 
     def __init__(

@@ -88,8 +88,8 @@ class Decoder(nn.Module):
         `cache.start`, and the new keys and values are added to the cache.
 
         The loss is the summed cross entropy of the targets, nats in float32, and their count, which excludes
-        IGNORE. In training it includes the auxiliary losses of parts, per target, which are also returned by name
-        as sums and counts. Raises ValueError for targets together with `cache` or `last`.
+        IGNORE. In training it includes the parts' auxiliary losses, scaled by the count; these are also returned
+        by name as (sum, count). Raises ValueError for targets together with `cache` or `last`.
         """
         if targets is not None:
             if cache is not None or last is not None:
@@ -287,8 +287,8 @@ def auxiliary_losses(
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """Mean of each named loss over the parts that recorded something for it, and their metrics.
 
-    Parts of several kinds, such as mixtures and LoRA experts beside them, each have their own mean, and these are
-    added: each kind is balanced as it would be alone. A kind is the method that computes the losses.
+    Each kind of part, such as mixtures and LoRA experts, has its own mean, and the means are added, so that a kind
+    is balanced as if it were alone. A kind is the method that computes the losses.
 
     The sums of a metric are stacked over the parts, (parts, ...); vectors of different lengths are padded with -1.
     `real` (N,) excludes padding; each call of a part must then be of the same N tokens.

@@ -23,10 +23,9 @@ class MoE(nn.Module):
 
     `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` the
     weights of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.)
-    Of experts with equal probability the first is chosen. `shared` experts get every token, and their outputs are
-    added without a weight. In training, `balance` times `load_balance` and `z_loss` times `router_z` are added to
-    the loss. Raises ValueError for a top_k below 1 or above the number of experts, and for an expert that occurs
-    twice.
+    Ties go to the first expert. `shared` experts get every token, and their outputs are added without a weight. In
+    training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the loss. Raises ValueError
+    for a top_k below 1 or above the number of experts, and for an expert that occurs twice.
 
     With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone. After each step
     with a trained router it is raised by the rate for experts below the mean load of all micro-batches and ranks,
@@ -179,7 +178,7 @@ class MoE(nn.Module):
 
 
 def choose_experts(scores: Tensor, top_k: int) -> Tensor:
-    """The experts (N, k) with the highest scores (N, E), highest first; of equal ones, the first."""
+    """The experts (N, k) with the highest scores (N, E), highest first; ties go to the first expert."""
     # The order of equal values is unspecified in topk.
     return torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
 
@@ -189,8 +188,8 @@ def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tens
 
     E times the sum over experts of their share of tokens times their mean probability: `top_k` if all are used
     equally, E if `top_k` of them get every token (the convention of transformers; https://arxiv.org/abs/2101.03961
-    divides by `top_k`). Pooled over layers, the loss looks balanced if each layer prefers other experts, so
-    training computes it per layer.
+    divides by `top_k`). Training computes it per layer: pooled logits look balanced even if each layer prefers
+    other experts.
     """
     probs = _at_least_float32(_without_padding(logits, real)).softmax(-1)
     return _balance(_one_hot(choose_experts(probs, top_k), probs, real), probs, real)

@@ -25,7 +25,7 @@ from dunes.parts.cache import Cache
 Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
 SLACK = 16
-"""Tokens that `truncate` can always drop exactly, as many as speculation proposes."""
+"""Tokens that `truncate` can always drop without loss; speculation proposes as many."""
 LARGEST = 65504.0
 """Maximum of float16, the dtype of scales and minima; larger values are clipped."""
 SMALLEST = 2.0**-24
@@ -36,9 +36,9 @@ class CacheFormat:
     """Quantization of a cache. Raises ValueError for unsupported settings.
 
     Each quantization grid has 2 ** bits values in equal steps from a minimum; step and minimum are float16. Keys
-    have one grid per channel and `group` tokens, values one per token and `group` channels (the entire head if
-    `group` does not divide it). The last `residual` tokens are read in full precision. `keys` and `values` are for
-    comparisons.
+    have one grid per channel and `group` tokens; values have one per token and `group` channels, or per head if
+    `group` does not divide head_dim. The last `residual` tokens are read in full precision. `keys` and `values`
+    are for comparisons.
     """
 
     bits: int
@@ -190,7 +190,7 @@ class _Writes:
     """Destinations of the new tokens (B, T) of a forward, the same in all layers."""
 
     ring: Tensor
-    """Slots (B, T) in the ring; W for tokens that it does not keep."""
+    """Slots (B, T) in the ring; W for tokens that are not kept in it."""
     groups: Tensor
     """Numbers (B, n) of the groups that may become complete; the extra last group stands for incomplete ones."""
     index: Tensor
@@ -342,8 +342,8 @@ class QuantizedCache(Cache):
         fewer.
 
         Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes: these are
-        read instead, off by half a step at most. A group of which only the first tokens would remain in codes is
-        dropped, and the caller evaluates it again, so that nothing is quantized twice.
+        read instead, off by half a step at most. A group of codes that is cut in two is dropped, and the caller
+        evaluates it again, so that nothing is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         remaining = super().truncate(

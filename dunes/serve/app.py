@@ -106,8 +106,8 @@ def shown(error: Exception) -> Refused:
 
 
 class Gate:
-    """Admits requests of this machine's programs, or with the key, but not of web pages of another origin or of a
-    host name bound to this address. It also ends requests whose client takes too long."""
+    """Middleware that admits requests of local programs, or with the key, and refuses web pages of other origins
+    and foreign host names (DNS rebinding). It also ends requests whose client takes too long."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -154,7 +154,7 @@ def _host_name(host: str) -> str:
 
 
 class Server:
-    """The paths of the application, for models and their worker."""
+    """The handlers of all paths, for models in their worker."""
 
     def __init__(self, running: Running) -> None:
         self.running = running

@@ -47,7 +47,7 @@ class Row:
         self._decode, self._pending, self._offset = DecodeStream(self.tokenizer), "", 0
 
     def push(self, token: Token) -> None:
-        """Emit the text that a token completes, up to a stop string or a text that may become one."""
+        """Emit the text that a token completes; a suffix that may become a stop string is withheld."""
         if not self.answer.new_tokens:
             self.answer.prompt_seconds = perf_counter() - self.start
         self.answer.new_tokens += 1

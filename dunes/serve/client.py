@@ -61,8 +61,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None if it cannot be created, as in another user's folder, or if
-    another server has it."""
+    """A listening socket for a folder's server; None if another server has it, or if it cannot be created (as in
+    another user's folder)."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     opened = socket.socket(socket.AF_UNIX)

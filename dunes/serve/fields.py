@@ -127,7 +127,7 @@ class Fields:
         return ENDLESS if count < 0 else min(count, ENDLESS)
 
     def seed(self, name: str = "seed") -> int:
-        """The seed of a request; a new one for each call if it is missing or -1."""
+        """The seed of a request; a random one if it is missing or -1."""
         seed = self.integer(name, -1, -(2**63), SEEDS)
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 

@@ -127,7 +127,7 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Update the model with these files; the first ones have the most room."""
+        """Update the model with these files, in order, as long as their text fits."""
         texts, read, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             found, name = self._stamp(path), self._files[path]

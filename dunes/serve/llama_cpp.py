@@ -44,7 +44,7 @@ PROBS = "completion_probabilities"
 
 
 def read_infill(fields: Fields) -> Asked:
-    """The rest of a line. With `n_predict` 0, which warms up other servers, nothing."""
+    """The rest of a line, or no request with `n_predict` 0, which warms up other servers."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer("n_cmpl", 1, 1, CHOICES), fields.stops()

@@ -114,7 +114,7 @@ class Server(LanguageServer):
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
-        """Index a file once it has not changed for a while, so that other files copy from it."""
+        """Index a file after IDLE seconds without a change, so that other files copy from it."""
         if timer := self._timers.get(uri):
             timer.cancel()
         self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)

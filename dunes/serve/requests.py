@@ -98,7 +98,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer, with a `reason`: stop, length or word (a stop string, `stopped_at`); or, without one, a part."""
+    """An answer, or a part if `reason` is empty. Reasons are stop, length and word (the stop string
+    `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -129,8 +130,8 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests of a body: a line with alternatives, or texts, each of which is a choice of the reply, whose id
-    starts with a prefix. Raises Refused for too many."""
+    """The requests of a body: a line with alternatives, or several texts, one per choice of the reply. The reply's
+    id starts with `prefix`. Raises Refused for too many."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", stream: bool | None = None
@@ -154,7 +155,7 @@ class Protocol(NamedTuple):
 
 
 Settings = Mapping[str, tuple[float, float, float]]
-"""Numbers that change a text, by field name, which is also TextRequest's: default, minimum and maximum."""
+"""Sampling settings by field of the request and of TextRequest: default, minimum and maximum."""
 
 
 def read_text(
@@ -232,7 +233,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
 
 
 def _files(head: str) -> tuple[str, Sequence[NamedText]]:
-    """The name of the last file in a repository's header, which has the cursor, and the other files."""
+    """The name of the file with the cursor (the last in a repository's header), and the other files."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)

@@ -1,4 +1,4 @@
-"""A served model folder: lines by its completer, texts by its model, and updates of both.
+"""A served model folder: completer of lines, batch of texts, and updates of both.
 
 A file without a path is recognised by its lines.
 """
@@ -104,7 +104,7 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model that was written at these times; most are zero for one in training."""
+    """The facts of a model, with the modification times of its files; most are zero while it is in training."""
     written = max(stamp) / 1e9
     facts: dict[str, Any] = {
         "modified_at": ollama.written(datetime.fromtimestamp(written, UTC)),
@@ -174,7 +174,7 @@ class ServedModel:
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
         """Complete lines with these texts of files from now on; None for a deleted file.
 
-        They are indexed in this thread, or in an earlier thread that also takes them in.
+        The calling thread indexes them, unless an earlier call in another thread includes them.
         """
         with self._adding:
             self._pending |= texts
@@ -345,7 +345,8 @@ class FileFinder:
                     self._owners[key] = count + 1, total + number
 
     def find(self, before: str, after: str) -> str:
-        """The name of the file that these texts around a cursor come from; empty if it is unknown or uncertain."""
+        """The name of the file around a cursor, given the text before and after it; empty if unknown or
+        uncertain."""
         above, below = split_lines(before[-(1 << 16) :])[-LINES:], split_lines(after[: 1 << 16])[:LINES]
         found = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
         owners = Counter(number for count, number in found if count == 1)

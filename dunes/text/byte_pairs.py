@@ -48,8 +48,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split words spelled like a token that merges do not produce, so that they are not looked
-    up.
+    """Pre-tokenizers that split the spelling of tokens unreachable by merges, since the model would look it up.
 
     `lookalikes` maps these tokens to the parts into which merges encode their spelling.
     """

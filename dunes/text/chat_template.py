@@ -88,7 +88,7 @@ def render(
 
 
 def checked_text(text: str | ValueError) -> str:
-    """The text; raises the error if it is one."""
+    """Return the text, or raise the error."""
     if isinstance(text, ValueError):
         raise text
     return text

@@ -26,8 +26,8 @@ from dunes.text.tokenizer import Tokenizer
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
 
-    Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or whose ids it would not produce. Warns
-    of different ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
+    Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns of
+    different ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -70,8 +70,8 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. NFC, which it
-lacks, matters for few texts."""
+"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. It lacks NFC,
+which few texts need."""
 
 
 def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:

@@ -3,9 +3,9 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score, the leftmost first. The last merge in encoding a piece alone is the only one that
-produces it, so one merge per piece, ordered by score, gives the same ids. Unigram models, and models that
-normalize characters, are refused: LLaMA and Mistral use neither.
+piece has the highest score, the leftmost first. A piece is only produced by the last merge of its own encoding, so
+one merge per piece, ordered by score, gives the same ids. Unigram models, and models that normalize characters,
+are refused: LLaMA and Mistral use neither.
 """
 
 import math
@@ -248,7 +248,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 
 
 def _lookalikes(model: Model) -> dict[str, list[str]]:
-    """Tokens whose spelling is encoded as other tokens, with those other tokens."""
+    """Tokens whose spelling is encoded as other tokens, mapped to these."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     merged = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
     return {text: parts for text, parts in merged.items() if len(parts) > 1}

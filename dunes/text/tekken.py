@@ -1,9 +1,8 @@
 """Mistral's `tekken.json` (NeMo, Pixtral, Mistral Small 3) as a tokenizer of the `tokenizers` library.
 
 It is byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a pattern splits the
-text; a word that is a token becomes that token, otherwise the neighbours whose merged bytes have the lowest rank
-merge. Special tokens have the first ids (https://github.com/mistralai/mistral-common,
-tokens/tokenizers/tekken.py).
+text into words; a word in the vocabulary becomes one token, and other words merge the pair of lowest rank first.
+Special tokens have the first ids (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
 """
 
 import base64
@@ -126,7 +125,7 @@ def _token(token: Any, rank: int) -> str:
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last merge of each token that merges produce, by rank, and the function that merges any text."""
+    """The last merge of each token reachable by merges, by rank, and a function that merges any text."""
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}

@@ -392,7 +392,7 @@ def _quote(text: str) -> str:
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Jinja that raises unless the roles are an instruction, with or without its answer, or one of `roles`."""
+    """Jinja that raises for other roles than "user", "user, assistant" and these sequences."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"

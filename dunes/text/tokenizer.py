@@ -1,9 +1,9 @@
 """Tokenizers, loaded or trained, all saved as a tokenizer.json for Hugging Face's tools.
 
 Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe` (byte-level
-BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r), so that a line
-can be completed without a token that extends into the next one, and text can be encoded line by line with the same
-result; within a line they merge across spaces, which saves a fifth of the tokens of Python code.
+BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r): no token extends
+into the next line, and encoding line by line gives the same ids. Within a line they merge across spaces, which
+saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -69,7 +69,7 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 class Tokenizer:
     """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not.
 
-    `extra_files` are the contents of other tools' files that belong to it, by name.
+    `extra_files` maps names of the folder's other tokenizer files to their contents.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, special: SpecialTokens = SpecialTokens()) -> None:  # noqa: B008  (frozen)

@@ -176,7 +176,7 @@ class _Recorder:
         return self.stack[-1][0] if self.stack else ""
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Count live allocations as kept by the module that allocated them and all modules around it."""
+        """Add live allocations to `kept` of the module that allocated them and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
@@ -206,7 +206,8 @@ class _Node:
     inside: list["_Node"] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """Key that equal modules share, to be printed on one line; the first of a stack may keep more."""
+        """Key of equal modules, which share one line; without `kept`, which may be larger in the first of a
+        stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))
