@@ -25,9 +25,9 @@ watcher."""
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
-"""Fraction of a core waited for, above which threads sleep early: 0.7 beside one other program."""
+"""Seconds waited per second above which threads sleep early: 0.7 beside one other program."""
 FREE = 0.05
-"""Fraction below which the cores count as idle: 0.01 when nothing else runs."""
+"""Seconds waited per second below which cores count as idle: 0.01 when nothing else runs."""
 PATIENCE = 8
 """Consecutive measurements with idle cores before waiting threads spin again."""
 _TASKS = Path("/proc/self/task")

@@ -147,7 +147,7 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
     """Plot validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
 
-    Takes the lines of each run's metrics.jsonl by its name. Raises ValueError if nothing was measured.
+    `runs` maps names to the records of metrics.jsonl. Raises ValueError if nothing was measured.
     """
     records = []
     for name, lines in runs.items():

@@ -32,7 +32,7 @@ class Work:
     model: nn.Module | None = None
     then: Callable[[Any], object] | None = None
     form: str | None = None
-    """Implementation that is timed if there are several; a column of the rows."""
+    """Name of the timed implementation if there are several; a column of the rows."""
 
 
 @dataclass(frozen=True)

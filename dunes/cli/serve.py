@@ -43,11 +43,11 @@ def serve(
     Example: dunes serve runs/project
 
     Args:
-        host: Address to listen on. Addresses other machines reach need a key in DUNES_API_KEY.
+        host: Address to listen on. Addresses that other machines can reach need a key in DUNES_API_KEY.
         port: Port; llama.vim asks 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
-        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
+        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
         config: Print the settings for this editor, and exit.
@@ -120,7 +120,7 @@ def lsp(
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
+        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
         no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:

@@ -92,7 +92,7 @@ def finetune(
 
     Args:
         out: Output folder for the adapter (with full: the model), its metrics and its training state.
-        show: Print this many tokenized examples, with the tokens that are trained on highlighted.
+        show: Print this many tokenized examples, with trained tokens highlighted.
     """
     if show < 0:
         raise ValueError(f"--show is {show}; it must be at least 0")

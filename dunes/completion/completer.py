@@ -68,10 +68,10 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Probability of the first word from which a suggestion is shown, for about this share of accepted
-        suggestions.
+        """Minimum probability of a suggestion's first word, so that about this share of shown suggestions is
+        accepted.
 
-        Taken from the next higher share that was fitted; 0 if no share was.
+        It was fitted for the next higher share; 0 if none was fitted.
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
@@ -102,7 +102,7 @@ class CopyCompleter:
         return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line after the longest match, leaving out this file's text in the index."""
+        """The rest of the line after the longest match; the indexed version of this file is left out."""
         return self.alternatives(before, after, name)[0]
 
     def alternatives(
@@ -130,7 +130,7 @@ class CopyCompleter:
         self._open |= files
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Probability from which a copy is shown: a match of 32 bytes."""
+        """Minimum probability of a shown copy, reached by a match of 32 bytes."""
         return 0.5
 
 
@@ -154,8 +154,8 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The sources of a model's or unfinished run's training, and True if links are followed; without `of_anyone`,
-    only sources that this user trained on."""
+    """The training sources of a model or unfinished run, and its `follow_links`; without `of_anyone`, only sources
+    that this user trained on."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:

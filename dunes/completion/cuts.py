@@ -93,8 +93,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets that a text still needs, innermost first, and the position of its first unmatched
-    closing one."""
+    """Closing brackets for the open ones of a text, innermost first, and the position of its first unmatched
+    closing bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

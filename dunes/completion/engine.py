@@ -38,8 +38,8 @@ MERGED = 3
 
 @dataclass(frozen=True)
 class OpenFiles:
-    """Texts by name of files that changed since the index was built (None: deleted), and indexes of them. Each
-    index comes with the names of the files whose newest text it contains; later indexes are smaller."""
+    """Texts of the files that changed since the index was built, by name (None: deleted), and indexes of them.
+    Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()

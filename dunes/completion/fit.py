@@ -146,7 +146,8 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
 
 
 def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
-    """Pairs of acceptance and threshold; the threshold is 2.0, above all probabilities, if none reaches it."""
+    """Pairs of acceptance and threshold; an acceptance that no threshold reaches gets 2.0, above all
+    probabilities."""
     return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 

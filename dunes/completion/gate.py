@@ -151,10 +151,10 @@ def scored_places(
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
-    """For each id of a text, after its header or from index `first` on: the id, the model's log-probabilities
-    (V,), and the candidates for copying.
+    """Log-probabilities (V,) of each of the ids from index `first` >= 1 on.
 
-    Candidates come from the lines above; without `first`, a long text may lack its last percent there.
+    Windows overlap by half, so that ids after the first window have at least half of the context length before
+    them.
     """
     context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)

@@ -92,7 +92,7 @@ TypedFile = tuple[FileSuggestions, Sequence[Line]]
 def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: float = 0.0) -> Typing:
     """Type a line with suggestions after each column, shown from a probability of `threshold` on.
 
-    `content` is without indentation. A key accepts the first word of a suggestion.
+    `content` is without indentation. One key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
     standing, is_accepted = "", False
@@ -118,7 +118,8 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none does.
+    """The threshold that saves most keys while at least this share of suggestions is accepted; infinite if none
+    does.
 
     The files must be unseen by the completer, and not be evaluated on.
     """

@@ -19,7 +19,7 @@ PROPOSED = 16
 
 
 class Mixture:
-    """Log-probabilities (V,) after texts, cached for the last request while its sources stay the same."""
+    """Next-id log-probabilities (V,) after texts, cached for the last request while its sources stay the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files

@@ -25,13 +25,14 @@ LEAD = 1.5
 HOPELESS = -2.3
 """Log-probability (nats) of a line below which decoding stops and the line is copied instead."""
 LIKELY = -1.9
-"""Log-probability (nats) of a beam's first word from which no copy with another first word replaces it."""
+"""Log-probability (nats) of a beam's first word from which a copy with another first word is rejected."""
 LONG = 10
-"""Length in bytes of a match within the file itself from which its line may be copied."""
+"""Minimum length in bytes of a match within the file for copying its line."""
 SURE = -1.8
-"""Log-probability (nats) of a line below which such a match is copied."""
+"""Log-probability (nats) of a line below which the line of such a match is copied."""
 REPEATED = math.log(0.4)
-"""Minimum log-probability of a line that repeats another with another name: 30 of 69 were right (LOG.md)."""
+"""Minimum log-probability assigned to a line that repeats another with another name; 30 of 69 were right
+(LOG.md)."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class LineSearch:
         return text.rstrip("\r\n")
 
     def logprob(self, beam: Beam, text: str) -> float:
-        """Log-probability of this text after the typed part, and that an identifier at its end is complete."""
+        """Log-probability that this text follows the typed part, and that its last identifier is complete."""
         total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:

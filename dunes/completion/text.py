@@ -144,7 +144,7 @@ class FimForm(NamedTuple):
 def fim_form(loaded: LoadedModel) -> FimForm | None:
     """The fill-in-the-middle format of a model; None if it was not trained to fill in.
 
-    The card says it for a model trained here, the sentinels in the tokenizer for others.
+    Models trained here have it in their card; for others, the tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if trained and not (trained.get("complete") and trained.get("fim_rate")):
@@ -165,7 +165,7 @@ def near_text(before: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
-    """The suggestion without an end that already follows the cursor; empty if it repeats the next lines.
+    """The suggestion without the part that already follows the cursor; empty if it repeats the next lines.
 
     `typed` is the line before the cursor: together with the suggestion it may equal the next line. If the line
     goes on behind the cursor, the suggestion is a single line. It ends before a closing bracket or quote that the

@@ -59,7 +59,7 @@ UNUSABLE_IN_MESSAGES = (
     )
     | {"refusal": "a refusal beside the content is not supported; write it into the content"}
 )
-"""Fields that are not supported, with the message of the error."""
+"""Error messages by unsupported field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
 
 def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
-    """A description of the text in a file with this first row, and the function that reads the text of a row.
+    """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
     Several fields, and the turns of a conversation, are joined with a blank line. Raises ValueError for a row of
     an unknown format.
@@ -317,7 +317,7 @@ def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def ignored_line(files: Iterable[Records]) -> list[str]:
-    """One line that names the fields without effect in all files; empty if there are none."""
+    """A list of one line that names the ignored fields of all files; empty if there are none."""
     names = [*dict.fromkeys(key for records in files for key in records.ignored)]
     shown = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
     more = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
@@ -572,7 +572,8 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, each with True if it is trained on; special tokens are spelled out."""
+    """The text of an example in spans, with a flag for spans that are trained on; special tokens are spelled
+    out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

@@ -29,7 +29,7 @@ FILE = "<|file_sep|>"
 LEAST = 16
 """Minimum tokens of a text that is rearranged."""
 SPAN_LINES = 4
-"""Maximum line ends in a middle that does not end with its line."""
+"""Maximum line ends in a middle that is a span of several lines."""
 TRIES = 8
 """Cuts that are tried before a window is left unchanged."""
 
@@ -125,7 +125,7 @@ class FillInMiddle:
         return next((i for i in range(start, stop) if self._pieces[ids[i]][0] & 0xC0 != 0x80), stop)
 
     def _arrange(self, text: str, size: int, random: np.random.Generator) -> list[int] | None:
-        """`size` ids of the text cut in three, or None if no tried cut fits."""
+        """The text, cut in three, as `size` ids; None if no tried cut fits."""
         ends_line, prefix_first = (random.random(2) < 0.5).tolist()
         for _ in range(TRIES if text else 0):
             start, end = draw_middle(text, ends_line, random)

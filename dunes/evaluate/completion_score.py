@@ -31,8 +31,8 @@ class CompletionOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """A suggestion at a cursor of file number `file`: 1.0 or 0.0 for a match of all its text but trailing white
-    space (`exact`), and of its first `word`."""
+    """The suggested text at a cursor of file number `file`. `exact` is 1.0 if it is right except for trailing
+    white space, `word` if its first word is right, else 0.0."""
 
     file: int
     cut: CutPoint

@@ -90,7 +90,7 @@ def scored_files(
     all_lines: bool = False,
     seen: Collection[bytes] = (),
 ) -> ScoredFiles:
-    """The files and lines to score for a model that was trained on the training files.
+    """Select the files and lines to score for a model trained on the `training` files.
 
     Files with the text of a training file, or a digest in `seen`, are left out regardless of white space, and so
     are near-duplicates of training lines unless `all_lines`. Raises ValueError if nothing is left.

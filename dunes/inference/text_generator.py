@@ -138,7 +138,7 @@ class TextGenerator:
         return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
-        """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
+        """The prompt's tokens after the first, with log-probabilities, as far as they fit into the context."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
     def _bytes(self, request: Request) -> bytes:

@@ -1,4 +1,4 @@
-"""Samples, rates of generation, the text around a cursor."""
+"""Samples, and rates of generation."""
 
 from collections.abc import Iterator, Sequence
 

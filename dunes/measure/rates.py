@@ -158,7 +158,7 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
 
 
 def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
-    """True if samples since `start` agree and the process did not wait for cores (a steady load makes them agree,
-    too)."""
+    """True if samples agree, and the process has not waited for cores since `start` (under a steady load samples
+    agree)."""
     alone = waited(before, waits()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]

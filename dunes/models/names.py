@@ -68,7 +68,7 @@ class Conversion:
 
 
 def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
-    """Conversions of their tensors, given by name and shape, to ours, and the names that the table lacks."""
+    """Conversions to our tensors, given their tensors' names and shapes, and the names that the table lacks."""
     conversions: list[Conversion] = []
     unknown = []
     for key, shape in theirs.items():
@@ -95,7 +95,7 @@ def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tenso
 
 
 def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """Conversions of our tensors, given by name, to theirs, and the names that the table lacks."""
+    """Conversions to their tensors, given our tensors' names, and the names that the table lacks."""
     conversions: list[Conversion] = []
     remaining = dict.fromkeys(ours)
     for rule in names:

@@ -77,7 +77,8 @@ class Cache:
             )
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start new tokens of a single row: the first slot to write, and the position (S,) in each slot to read.
+        """Start new tokens of a single row; returns the first slot to write, and the position (S,) in each slot to
+        read.
 
         If `slots` > `new`, positions of later tokens follow; `advance` does not count these.
         """
@@ -256,7 +257,8 @@ class RollingCache(Cache):
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        """Start one token of a single row; returns the slot to write, and the position (S,) in each slot to
+        read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity

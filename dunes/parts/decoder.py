@@ -270,7 +270,7 @@ def cache_for(
 
 @contextmanager
 def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
-    """Auxiliary tensors that each part records inside; empty outside of training."""
+    """Collect the tensors that parts record for auxiliary losses, by part; empty outside of training."""
     recorded: Recorded = {m: [] for m in model.modules() if hasattr(m, "auxiliary_losses") and model.training}
     for part, tensors in recorded.items():
         part.recorded = tensors

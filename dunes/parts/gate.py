@@ -18,8 +18,8 @@ LEAST_NOISE = 1e-2
 class NoisyGate(nn.Module):
     """out(tanh(hidden(x))); in training plus noise of standard deviation softplus(noise(x)) + 0.01.
 
-    The balance loss is `balance` times the squared coefficients of variation, over the experts, of their weights
-    (importance), and of the probabilities that another draw of the noise would choose them (load).
+    The balance loss is `balance` times the sum of two squared coefficients of variation over the experts: of their
+    weights (importance), and of the probabilities that redrawn noise would choose them (load).
     """
 
     supports_packing = True

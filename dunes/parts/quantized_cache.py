@@ -196,7 +196,7 @@ class _Writes:
     index: Tensor
     """Offsets (B, T) in these groups; n * G for none."""
     begun: Tensor
-    """Slots (B, G) of the ring with the first tokens of the first of these groups."""
+    """Slots (B, G) of the ring that contain the start of the first of these groups."""
 
 
 class QuantizedCache(Cache):

@@ -82,7 +82,7 @@ class Row:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of the text with which the string may begin."""
+    """Length of the longest suffix of the text that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

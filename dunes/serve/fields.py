@@ -122,7 +122,7 @@ class Fields:
         return self._bounded(name, value, low, high)
 
     def limit(self, name: str, default: int = -1) -> int:
-        """The maximum number of new tokens: the server's own limit for -1 and above it."""
+        """The maximum number of new tokens, up to ENDLESS, which a negative value stands for."""
         count = self.integer(name, default, -2, 2**63)
         return ENDLESS if count < 0 else min(count, ENDLESS)
 

@@ -64,7 +64,7 @@ def read_completion(fields: Fields) -> Asked:
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
-    """An object for one answer or part, or a list for several, or if several were requested."""
+    """One object per answer or part, in a list if several were requested."""
     body = request.fields.body
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:

@@ -62,7 +62,8 @@ class Running:
         return [each for each in named if each[0] == name] or named
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name or with this adapter; a single model for any name, the first for an empty one.
+        """The model of this name, or with an adapter of this name. A single model has any name; the first model is
+        the default.
 
         Raises Refused for an unknown name.
         """

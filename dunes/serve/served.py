@@ -49,7 +49,7 @@ SHORT = 3
 PATHS = 64
 """Paths whose names are cached: finding one reads the model's card."""
 UNFITTED = 0.3
-"""Probability from which a suggestion is shown if no threshold was fitted."""
+"""Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
     *("completion/gate.json", "completion/index.safetensors"),
@@ -201,7 +201,7 @@ class ServedModel:
 
     @property
     def threshold(self) -> float:
-        """Probability of its first word from which a suggestion is shown."""
+        """Minimum probability of the first word of a shown suggestion."""
         completer = self.now.completer
         if self.acceptance <= 0:
             return 0.0
@@ -309,9 +309,9 @@ LINES = 400
 LENGTH = 8
 """Minimum length of these lines without indentation."""
 FEWEST = 3
-"""Minimum number of lines that only the found file has."""
+"""Minimum number of lines that occur in the found file alone."""
 SHARE = 0.5
-"""Minimum fraction of such lines among all lines that only one file has."""
+"""Minimum fraction of such lines among all lines that occur in a single file."""
 
 
 class FileFinder:

@@ -286,7 +286,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header; BOS precedes a text if it says so, by default only for SentencePiece's kind."""
+    """The special ids in a header; `add_bos_token` puts BOS before a text, by default only for SentencePiece."""
     count = len(value(fields, "ggml.tokens", list))
     bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
     adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")

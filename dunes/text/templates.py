@@ -34,7 +34,7 @@ ALONE = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
-"""Alpaca's prompt without an input, beside PAIRED with one."""
+"""Alpaca's prompt for tasks without an input; PAIRED is for tasks with one."""
 
 SURROGATE = 0xDC00
 """First of the lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
@@ -85,7 +85,7 @@ class Template(ABC):
     """A Jinja chat template with its special tokens, and the special token that ends an answer.
 
     An answer starts at the end of the rendered text before it, including the generation prompt, and ends with that
-    token. `special_tokens` maps each token to (strips the spaces to its left, strips the spaces to its right).
+    token. `special_tokens` maps each token to flags for stripping spaces (left, right).
     """
 
     name: str
@@ -311,7 +311,7 @@ def _prefix(beginning: str | ValueError, full: str) -> str:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
-    """The special tokens, each with (strips the spaces to its left, strips the spaces to its right)."""
+    """The special tokens, each with flags for stripping spaces (left, right)."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
@@ -392,7 +392,7 @@ def _quote(text: str) -> str:
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Jinja that raises for other roles than "user", "user, assistant" and these sequences."""
+    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"

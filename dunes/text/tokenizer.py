@@ -42,7 +42,7 @@ SPECIAL = (
 """Special tokens, in Qwen's spelling, which editor plugins know."""
 
 _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
-"""Position inside a special token in a text, after its first two characters."""
+"""Matches inside the spelling of a special token, after its first two characters."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")

@@ -28,7 +28,7 @@ class Layer:
 
     `bytes` counts parameters and buffers, `flops` matrix products and convolutions in a forward, `kept` the bytes
     saved for backward, including the output. Without an example, both and `calls` are None, and the shapes empty.
-    A `container` has no forward, such as a ModuleList, or hides it.
+    A `container` has no forward (such as a ModuleList), or one without hooks (a ScriptModule).
     """
 
     name: str
@@ -79,7 +79,7 @@ def _layer(name: str, module: nn.Module, run: _Run | None, ran: bool) -> Layer:
 
 
 def _type(module: nn.Module) -> str:
-    """The class, with the class inside a wrapper."""
+    """The class name; for a wrapper, with the wrapped class in parentheses."""
     base = innermost(module)
     own = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
     return own if base is module else f"{own}({_type(base)})"
@@ -125,8 +125,7 @@ def _forward(
 
 @contextmanager
 def _without_kernels(fake: object) -> Iterator[None]:
-    """Context without kernels that compute an entire LSTM, whose FLOPs are not counted, for a copy without
-    values."""
+    """Disable fused LSTM kernels, whose FLOPs are not counted, for a copy without values."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
