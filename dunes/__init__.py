@@ -1,7 +1,6 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-Importing this package loads nothing heavy: each subpackage (`dunes.checkpoint`, `dunes.train`, ...) is imported on
-first access, and torch with it.
+Importing this package is light: a subpackage (`dunes.checkpoint`, ...) and torch are imported on first access.
 """
 
 import importlib

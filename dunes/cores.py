@@ -20,8 +20,7 @@ from time import perf_counter, sleep
 OWN_CHOICE = frozenset({
     "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_STACKSIZE", "GOMP_STACKSIZE",
 })  # fmt: skip
-"""Environment variables by which users choose how OpenMP waits or binds threads; any of them disables the
-watcher."""
+"""Variables by which users choose how OpenMP waits or binds threads; any of them disables the watcher."""
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
@@ -68,8 +67,7 @@ def waits_are_told() -> bool:
 
 
 def waits() -> dict[str, float]:
-    """Seconds for which each thread of this process has waited for a core; empty if the system does not report
-    it."""
+    """Seconds that each thread of this process has waited for a core; empty if the system does not report it."""
     found = {}
     with suppress(OSError):  # the limit of open files
         for file in _TASKS.glob("*/schedstat"):

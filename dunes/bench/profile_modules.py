@@ -89,7 +89,7 @@ class Report:
 def profile_modules(model: nn.Module) -> Iterator[Report]:
     """`with profile_modules(model) as report:` times the operations inside; read the report afterwards.
 
-    A module's time covers the operations in its own forward and their backward. The profiler costs a few
+    A module's time covers the operations in its own forward and their backward. The profiler adds some
     microseconds per operation.
     """
     report, cuda = Report(), measure.device().type == "cuda"

@@ -57,8 +57,7 @@ def race(
     """Yield laps of all workloads in turn, `rounds` of each: A B, then B A, then A B.
 
     Alternating the order cancels a steady drift in the comparison of any two. Each workload first runs twice
-    untimed, which loads kernels and determines the number of runs per lap. `before(name)` is called before each
-    lap, untimed.
+    untimed, to load kernels and set the number of runs per lap. `before(name)` is called before each lap, untimed.
     """
     runs = {}
     for name, work in works.items():

@@ -61,8 +61,7 @@ class Request(Shapes):  # what to measure
 class Case:
     """A case to time.
 
-    `bytes` is the size of its weights, `held` its memory between runs and `peak` its estimated peak memory, None
-    if unknown.
+    `bytes` is the size of its weights, `held` its memory between runs, `peak` the estimated peak (None: unknown).
     """
 
     subject: Subject

@@ -344,8 +344,7 @@ def evaluate(
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-evaluation-harness, or on
-    lines.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on lines.
 
     Example: dunes eval runs/project ~/code/other
 
@@ -423,8 +422,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show the contents of a model folder, the memory it needs, and problems that prevent loading, without loading
-    it.
+    """Show a model folder's contents, the memory it needs, and problems of loading it, without loading it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 

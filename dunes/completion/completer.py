@@ -68,8 +68,7 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum probability of a suggestion's first word, so that about this share of shown suggestions is
-        accepted.
+        """Minimum probability of a shown suggestion's first word, so that about this share is accepted.
 
         It was fitted for the next higher share; 0 if none was fitted.
         """
@@ -154,8 +153,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or unfinished run, and its `follow_links`; without `of_anyone`, only sources
-    that this user trained on."""
+    """The training sources of a model or run, and its `follow_links`; without `of_anyone`, only this user's."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:

@@ -93,8 +93,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """Closing brackets for the open ones of a text, innermost first, and the position of its first unmatched
-    closing bracket."""
+    """Closing brackets for a text's open ones, innermost first, and the position of its first unmatched closing
+    one."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

@@ -152,8 +152,7 @@ class CompletionEngine:
     def explain(
         self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Each token of the rest of a line: text, probability, the model's own probability, and the likeliest
-        tokens.
+        """Each token of the rest of a line: text, probability, the model's probability, and the likeliest tokens.
 
         The text behind the cursor is not used. Raises Cancelled.
         """

@@ -89,8 +89,7 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
-    """Fit the gate and the thresholds on texts that neither the model nor the index has seen, write both, and add
-    these texts to the index.
+    """Fit and write the gate and thresholds, on texts unseen by model and index; then add these to the index.
 
     `seconds` is the duration of the run, of which this takes a few percent. Returns a line for the user.
     """
@@ -146,8 +145,7 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
 
 
 def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
-    """Pairs of acceptance and threshold; an acceptance that no threshold reaches gets 2.0, above all
-    probabilities."""
+    """Pairs of acceptance and threshold: 2.0, above all probabilities, if no threshold reaches it."""
     return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 

@@ -153,8 +153,7 @@ def scored_places(
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
     """Log-probabilities (V,) of each of the ids from index `first` >= 1 on.
 
-    Windows overlap by half, so that ids after the first window have at least half of the context length before
-    them.
+    Windows overlap by half, so that all ids after the first window have half of the context length before them.
     """
     context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)

@@ -39,8 +39,7 @@ class TextIndex:
     contexts: ContextIndex
 
     def without(self, names: Collection[str]) -> Far:
-        """The sources to copy from, without the files of these names; records, which have no names, are
-        included."""
+        """The sources to copy from, without the files of these names; records have no names."""
         return self._part(frozenset(file.name for file in self.files if file.name and file.name in names))
 
     @cached_property

@@ -118,8 +118,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys while at least this share of suggestions is accepted; infinite if none
-    does.
+    """The threshold that saves most keys while at least this share is accepted; infinite if none does.
 
     The files must be unseen by the completer, and not be evaluated on.
     """

@@ -45,8 +45,8 @@ class Mixture:
                 self._stop_if_cancelled()
 
     def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Next-id log-probabilities (V,) after each of these texts, -inf for ids that contradict the typed text.
-        Raises Cancelled."""
+        """Next-id log-probabilities (V,) after each text, -inf for ids that contradict the typed text. Raises
+        Cancelled."""
         self._stop_if_cancelled()
         rows = self.logits.after(texts)
         return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
@@ -69,8 +69,7 @@ class Mixture:
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """Log-probability that an identifier at the end of this text ends there; 0 if its continuation was not
-        evaluated."""
+        """Log-probability that an identifier at the end of this text is complete; 0 if not evaluated."""
         mixed = self._asked.get(tuple(text))
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 

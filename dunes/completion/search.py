@@ -31,14 +31,12 @@ LONG = 10
 SURE = -1.8
 """Log-probability (nats) of a line below which the line of such a match is copied."""
 REPEATED = math.log(0.4)
-"""Minimum log-probability assigned to a line that repeats another with another name; 30 of 69 were right
-(LOG.md)."""
+"""Minimum log-probability of a line that repeats another, renamed; 30 of 69 such lines were right (LOG.md)."""
 
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Options: number of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to
-    `width`).
+    """Numbers of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
 
     Suggestions end before a string of `stop`, and after `max_tokens`. `cancelled` is called between two forwards.
     `files` are names and texts to copy from in this request alone.

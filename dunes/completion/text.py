@@ -80,8 +80,7 @@ class FileTokenizer:
     def allowed(self, typed: bytes) -> Tensor | None:
         """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
 
-        It includes ids that start with these bytes, and ids that are a prefix of them: the line may be spelled in
-        shorter tokens.
+        These ids start with the bytes, or are a prefix of them: the line may be spelled in shorter tokens.
         """
         return self._allowed(typed) if typed else None
 
@@ -134,8 +133,7 @@ class FileTokenizer:
 
 
 class FimForm(NamedTuple):
-    """Ids of the sentinels before prefix, suffix and middle; with `suffix_first`, a prompt ends with the
-    prefix."""
+    """Sentinel ids before prefix, suffix and middle; with `suffix_first`, a prompt ends with the prefix."""
 
     ids: tuple[int, int, int]
     suffix_first: bool

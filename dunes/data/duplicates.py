@@ -20,8 +20,7 @@ SPLIT_VERSION = 2
 together, 2 selects a share of the bytes (not of the files) of each kind and size."""
 
 LARGE = 0.2
-"""Fraction of the texts above which a group of near-duplicates is the last to be selected for validation: it would
-displace all others."""
+"""Fraction of the texts above which a group of near-duplicates is selected for validation last."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")

@@ -534,8 +534,7 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS
-    token.
+    """Encode records as ids; answers and their stop tokens are trained on, with "all" everything but BOS.
 
     An answer that its record excludes from the loss is never trained on. Raises ValueError for a record that the
     template does not support, for one that excludes a prompt although all prompts are trained on, and first of all
@@ -572,8 +571,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, with a flag for spans that are trained on; special tokens are spelled
-    out."""
+    """The text of an example in spans, each with a flag if it is trained on; special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

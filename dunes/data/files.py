@@ -32,8 +32,7 @@ class SourceFile:
 
 
 class Walk:
-    """The files of sources, sorted by name; `skipped` collects other files by reason, `folders` the modification
-    times (ns) of the folders read.
+    """The files of sources, sorted by name. `skipped` has other files by reason, `folders` times in ns.
 
     `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
     `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.

@@ -74,8 +74,7 @@ def holds_records(file: SourceFile) -> bool:
 
 
 def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
-    """The training and validation documents of a file of records, with about `share` of the records for
-    validation.
+    """The training and validation documents of a file of records, about `share` of them for validation.
 
     If the records differ, at least one is for validation, never all. A document without text is omitted. Raises
     ValueError that names the file, the line and the expected value.

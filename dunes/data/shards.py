@@ -225,8 +225,7 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in a folder. Raises ValueError for a damaged card, size or digest, or an id beyond the
-    vocabulary."""
+    """The shard in a folder. Raises ValueError for a wrong card, size, digest, or id."""
     try:
         card = json.loads((folder / "shard.json").read_text())
         written, digest = card["format"], card["sha256"]

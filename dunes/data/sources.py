@@ -125,8 +125,7 @@ def collect_corpus(
 
 
 def validation_share(size: float, least: float = LEAST) -> float:
-    """The fraction for validation of a text of `size` bytes: a tenth, or enough for `least` bytes, at most a
-    fifth."""
+    """The validation fraction of a text of `size` bytes: a tenth, or what makes `least` bytes; at most a fifth."""
     return min(MOST, max(SHARE, least / max(1.0, size)))
 
 

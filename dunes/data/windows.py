@@ -1,5 +1,4 @@
-"""Windows over a long sequence of tokens, or batches of rows in memory, in an order that is a pure function of
-(seed, epoch, position).
+"""Windows of a token sequence, or batches of rows, in an order that is a pure function of (seed, epoch, position).
 
 So a run's data cursor is one integer, a resumed run starts at once, and the order is independent of the number of
 workers or devices.
@@ -146,8 +145,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and maybe positions, each (B,
-        T)."""
+        """Batch `number` (0, 1, ...): ids (B, T + 1), int64; or ids, targets and maybe positions (B, T)."""
         positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
         index = self.starts(positions)[:, None] + np.arange(self.length + 1)
         text = self.tokens

@@ -20,8 +20,7 @@ Metric = Literal["exact", "word"]
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """At most `cuts` cursors and `lines` typed lines per file; `all_lines` includes lines similar to training
-    lines."""
+    """At most `cuts` cursors and `lines` typed lines per file; `all_lines` includes lines seen in training."""
 
     cuts: int = 60
     lines: int = 12

@@ -1,7 +1,6 @@
 """Chat with a model in its own chat template, and with several adapters on one base model.
 
-`ChatEngine.answer` streams the answer to a conversation; `Chat` is one conversation; `run` reads lines and writes
-answers, `answer` writes one.
+`ChatEngine.answer` streams an answer; `Chat` is one conversation; `run` reads lines and writes answers.
 """
 
 import json

@@ -91,8 +91,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """`generate_all` for these requests; the cache of the last call is reused if it has the same number of
-        rows.
+        """`generate_all` for these requests, with the cache of the last call if it has as many rows.
 
         Each text also ends with the token that completes one of the strings `until`; empty strings are ignored.
         """

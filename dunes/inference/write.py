@@ -16,8 +16,7 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> st
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Lines about the generation after a prompt of `prompt` tokens; `times` (s) are of the start and of each
-    token.
+    """Lines about the generation after a prompt of `prompt` tokens; `times` (s): the start, then each token.
 
     `max_tokens` is the limit of new tokens, None if the text was interrupted.
     """

@@ -29,8 +29,7 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: its bytes, its owner (the module that allocated it, or a function outside modules), and its
-    lifetime.
+    """A storage: bytes, owner (the module that allocated it, or a function outside modules), and lifetime.
 
     `allocated` and `freed` are numbers of allocation and free events; `freed` is None for live allocations.
     """

@@ -158,7 +158,6 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
 
 
 def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
-    """True if samples agree, and the process has not waited for cores since `start` (under a steady load samples
-    agree)."""
+    """True if samples agree, without waits for cores since `start` (under a steady load samples agree, too)."""
     alone = waited(before, waits()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]

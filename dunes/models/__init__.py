@@ -1,5 +1,4 @@
-"""Complete architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf,
-NAMES.
+"""Architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf, NAMES.
 
 A family may also have ALIASES (weight names that are read but not written) and IGNORED_NAMES (no weights).
 """

@@ -13,8 +13,7 @@ Json = Mapping[str, Any]
 def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
     """`rope_base` and `scaling` of a Config, from either dialect; `default` is the base if none is given.
 
-    Raises ValueError for unsupported scaling. If a file has both dialects, `rope_scaling` counts, as in
-    transformers.
+    Raises ValueError for unsupported scaling. Of both dialects, `rope_scaling` counts, as in transformers.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):

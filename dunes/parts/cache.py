@@ -57,7 +57,7 @@ class Cache:
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of the real tokens in a mask (B, T), bool; -1 for
+        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
         padding.
 
         Raises ValueError if they do not fit into the capacity.
@@ -77,8 +77,7 @@ class Cache:
             )
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start new tokens of a single row; returns the first slot to write, and the position (S,) in each slot to
-        read.
+        """Start new tokens of a single row: the first slot to write, and the positions (S,) of the slots to read.
 
         If `slots` > `new`, positions of later tokens follow; `advance` does not count these.
         """
@@ -257,8 +256,7 @@ class RollingCache(Cache):
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start one token of a single row; returns the slot to write, and the position (S,) in each slot to
-        read."""
+        """Start one token of a single row: the slot to write, and the positions (S,) of the slots to read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity

@@ -72,11 +72,10 @@ class ForwardContext:
         return attend(q, k, v, self.mask(window), dropout)
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """Attention mask (B, T, S), True if a query may attend to a key; None if it is plainly causal (query t,
-        keys 0..t).
+        """Attention mask (B, T, S), True if a query may attend to a key; None for causal attention over keys
+        0..T-1.
 
-        A window is the number of keys a query attends to, itself included. Raises ValueError if the cache has
-        fewer.
+        A window is the number of keys a query attends to, with its own. Raises ValueError if the cache has fewer.
         """
         self._check_window(window)
         first = self.cache is None or self.cache.max_length == self.positions.shape[1]

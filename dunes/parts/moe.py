@@ -29,8 +29,8 @@ class MoE(nn.Module):
 
     With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone. After each step
     with a trained router it is raised by the rate for experts below the mean load of all micro-batches and ranks,
-    and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). It is rounded with
-    the weights: train in float32.
+    and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). It is cast with the
+    weights: train in float32.
     """
 
     supports_packing = True

@@ -144,8 +144,7 @@ class QuantizedGroups:
 
 
 def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8, shape of x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along
-    `dim`.
+    """Codes (uint8, like x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
 
     The ends of a grid are rounded outwards, so that it covers its values: code * step + minimum is off by half a
     step at most. Values beyond the range of float16 are clipped first.
@@ -235,7 +234,7 @@ class QuantizedCache(Cache):
         return self.max_length // self.format.group
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of the real tokens in a mask (B, T), bool; -1 for
+        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
         padding.
 
         Raises ValueError if they do not fit into the capacity.
@@ -338,7 +337,7 @@ class QuantizedCache(Cache):
         self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns the number that remain (B,), at most G - 1
+        """Drop all but the first `n` (B,) tokens of each row; returns the remaining number (B,), at most G - 1
         fewer.
 
         Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes: these are

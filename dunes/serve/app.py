@@ -206,8 +206,7 @@ class Server:
         return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield answers and parts of answers, with the index of their choice. If the client disconnects, the rest
-        is cancelled.
+        """Yield answers and parts of them, with the index of their choice; a disconnected client cancels the rest.
 
         Raises Refused.
         """

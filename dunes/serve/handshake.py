@@ -33,8 +33,7 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Answer the first message if it is `initialize`; returns its text for the library and True, or the bytes of
-    another message and False."""
+    """Answer a first message `initialize`; returns its text and True, or another message's bytes and False."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

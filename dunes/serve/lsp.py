@@ -38,8 +38,7 @@ COMMAND = types.Command("accepted", ACCEPTED)
 def start(
     load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
 ) -> None:
-    """Serve on these streams, starting with the first message, until the editor ends it; `load` loads the model in
-    another thread."""
+    """Serve on these streams until the editor ends it; `load` loads the model in another thread."""
     server = Server(load)
     if is_answered:
         server.protocol.set_writer(StdoutWriter(io.BytesIO()))

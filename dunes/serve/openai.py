@@ -108,8 +108,7 @@ def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
 
 
 def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
-    """Log-probabilities as lists (OpenAI's older format) of tokens that start `offset` characters into the
-    text."""
+    """Log-probabilities as lists (OpenAI's older format) of tokens that start at character `offset`."""
     tops = [
         None if token.logprob is None else {data.decode(errors="replace"): p for _, data, p in token.top}
         for token in tokens

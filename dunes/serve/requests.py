@@ -98,8 +98,7 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer, or a part if `reason` is empty. Reasons are stop, length and word (the stop string
-    `stopped_at`)."""
+    """An answer, or a part if `reason` is empty; reasons are stop, length and word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""

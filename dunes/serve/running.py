@@ -62,8 +62,7 @@ class Running:
         return [each for each in named if each[0] == name] or named
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name, or with an adapter of this name. A single model has any name; the first model is
-        the default.
+        """The model of this name or with this adapter; the first is the default, a single one has any name.
 
         Raises Refused for an unknown name.
         """

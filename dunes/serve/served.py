@@ -345,8 +345,7 @@ class FileFinder:
                     self._owners[key] = count + 1, total + number
 
     def find(self, before: str, after: str) -> str:
-        """The name of the file around a cursor, given the text before and after it; empty if unknown or
-        uncertain."""
+        """The name of the file around a cursor, from the text before and after it; empty if uncertain."""
         above, below = split_lines(before[-(1 << 16) :])[-LINES:], split_lines(after[: 1 << 16])[:LINES]
         found = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
         owners = Counter(number for count, number in found if count == 1)

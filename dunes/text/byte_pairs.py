@@ -81,8 +81,7 @@ codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "star
 class ByteDecoder:
     """The byte spelling of tokens: `byte_level` characters, `metaspace` with ▁ for a space, or plain text.
 
-    With `byte_fallback` a token `<0xNN>` is that byte. `strip` is the number of spaces removed at the start of a
-    text.
+    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed at the start of a text.
     """
 
     byte_level: bool = False

@@ -160,8 +160,7 @@ def _written(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str]) -> list[str]:
-    """TEXTS, tokens alone and joined, and special tokens with text around them; in NFC if the tokenizer uses
-    it."""
+    """TEXTS, tokens alone and joined, and special tokens with text around them; in NFC if required."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]

@@ -264,8 +264,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text, or the start of a document if the text is empty; at least one
-        id.
+        """The ids of a prompt: `bos` and the text, or a document's start for an empty text; at least one id.
 
         For a tokenizer trained here, no EOS is put before a text: prompts are rarely the start of a document.
         """
@@ -415,8 +414,7 @@ _OWN_PRE_TOKENIZERS = [
 
 
 def splits_lines(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer splits text into lines and line ends, then into bytes, like tokenizers trained
-    here."""
+    """True if the tokenizer splits text into lines and line ends, then bytes, like tokenizers trained here."""
     pre_tokenizer = tokenizer.inner.pre_tokenizer
     return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_lines().__getstate__()
 

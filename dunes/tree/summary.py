@@ -205,8 +205,7 @@ class _Node:
     inside: list["_Node"] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """Key of equal modules, which share one line; without `kept`, which may be larger in the first of a
-        stack."""
+        """Key of equal modules, which share a line; `kept` may be larger in the first of a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))

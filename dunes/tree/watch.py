@@ -1,7 +1,7 @@
 """Watch the outputs of modules and their gradients, and leave no hooks on the model.
 
-Compiled code ignores hooks added after compilation, and keeps the hooks it was compiled with. So it runs
-uncompiled while it is watched.
+Compiled code ignores hooks added after compilation, and keeps the hooks it was compiled with. It runs uncompiled
+while watched.
 """
 
 import sys
@@ -114,8 +114,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensor values: `count`, `nonfinite` and `zeros` (a fraction) of all, the others of finite
-    values.
+    """Statistics of tensors: `count`, `nonfinite` and `zeros` (a fraction) of all values, others of finite ones.
 
     `std` is the population's standard deviation, `largest` the largest absolute value.
     """
