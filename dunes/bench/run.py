@@ -168,7 +168,7 @@ def bench(
     report(f"{name}: estimating memory, choosing threads", 0.0)
     field, works = {f"{number}": c for number, c in enumerate(cases(name, request))}, dict[str, Work]()
     for n, c in field.items():
-        compiles = ", and compiling its decoding unless it is there" if c.setting.compile else ""
+        compiles = ", and compiling its decoding unless cached" if c.setting.compile else ""
         report(f"{name}: building {c.subject.name}{compiles} ({len(works) + 1} of {len(field)})", 0.0)
         works[n] = BENCHMARKS[name].make(c.subject, c.setting)
     known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}

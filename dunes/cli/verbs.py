@@ -30,7 +30,7 @@ Model = Annotated[
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
 Blocks = Literal["q8_0", "q4_0"]
-AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
+AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]

@@ -27,7 +27,7 @@ from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Gate
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
-INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
+INDEX_REMEDY = "remove this folder to complete without it, or train again"
 GATE_REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 

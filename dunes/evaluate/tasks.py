@@ -60,7 +60,7 @@ def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
             similar = get_close_matches(task, names, n=1)
             raise ValueError(
                 f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
-                "`lm-eval ls tasks` lists all tasks, --task-folder adds those of a folder"
+                "`lm-eval ls tasks` lists all tasks, --task-folder adds the tasks of a folder"
             )
 
 

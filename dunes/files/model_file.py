@@ -122,25 +122,25 @@ def stand_in(head: bytes) -> str:
 def _other_content(suffix: str, head: bytes) -> str:
     """A description of mismatched content, and the remedy; empty if the first bytes match the suffix."""
     if not head.strip(b"\0"):
-        return f"{'begins with zeros' if head else 'empty'}, as a download that has not ended; {_AGAIN}"
+        return f"{'begins with zeros' if head else 'empty'}, like an unfinished download; {_AGAIN}"
     if _PAGE.match(head):
-        return f"a web page, such as that of an error; {_AGAIN}"
+        return f"a web page, perhaps an error message; {_AGAIN}"
     if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight bytes are a number
         return ""
     formats = {magic: kind for magic, kind in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
     if magic := next(filter(head.startswith, formats), None):
-        return f"{formats[magic]}, which its name does not say; unpack it, or {_AGAIN}"
+        return f"{formats[magic]}, unlike its name; unpack it, or {_AGAIN}"
     text = head.decode("utf-8", "ignore")
     if (
         suffix in _BINARY
         and text.replace("\n", " ").replace("\r", " ").isprintable()
         and not head.startswith(b"GGUF")
     ):
-        return f"text, which begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
+        return f"text that begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
     return ""
 
 
 def unfinished_downloads(folder: Path) -> str:
     """The part of a message that names unfinished downloads in the folder; empty if there are none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
-    return f"; {names[0]} is a download that has not ended: {_AGAIN}" if names else ""
+    return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

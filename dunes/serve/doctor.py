@@ -118,7 +118,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     try:
         names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{address}: /v1/models is not what a model server says") from None
+        raise ValueError(f"{address}: /v1/models is not a model server's answer") from None
     yield Line("server", f"serves {', '.join(names)}", "" if names else "it has no model")
     for check in checks(before, after, names[0] if names else ""):
         start = perf_counter()

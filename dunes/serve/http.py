@@ -70,7 +70,7 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
             each.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
-            f"{host}:{port}: {reason.lower()}; pass another --port, or end what listens there"
+            f"{host}:{port}: {reason.lower()}; pass another --port, or end the program that listens there"
         ) from None
     return opened
 

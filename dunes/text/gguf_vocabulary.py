@@ -36,7 +36,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
     for reason in _unsaid(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
         raise ValueError(
-            f"{reason}, which llama.cpp does not know, and would give other ids; export it with --to hf"
+            f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
         )
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
@@ -49,7 +49,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         if missing or not (tokenizer.line_separable or model["byte_fallback"]):
             raise ValueError(
                 f"the tokenizer has no tokens for bytes ({missing} of 256 are missing, byte_fallback is "
-                f"{model['byte_fallback']}), without which llama.cpp ends at unknown text"
+                f"{model['byte_fallback']}), without which llama.cpp aborts on unknown text"
             )
         fields |= {"ggml.model": "llama", "ggml.scores": _scores(model["vocab"], merges, rows)}
         fields |= {"ggml.add_space_prefix": tokenizer.encode("a") != tokenizer.encode_continuation("a")}
@@ -195,7 +195,7 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
         )
     if bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
         raise ValueError(
-            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, which llama.cpp's {name} has not; "
+            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, unlike llama.cpp's {name}; "
             "export it with --to hf"
         )
     if name == "tekken":

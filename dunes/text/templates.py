@@ -478,5 +478,5 @@ TEMPLATES = {each.name: each for each in _ALL}
 def get_template(name: str) -> NamedTemplate:
     """A template by its name. Raises ValueError for an unknown name."""
     if name not in TEMPLATES:
-        raise ValueError(f"no template is called {name!r}; there are {', '.join(TEMPLATES)}")
+        raise ValueError(f"no template named {name!r}; available: {', '.join(TEMPLATES)}")
     return TEMPLATES[name]

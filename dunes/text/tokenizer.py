@@ -93,7 +93,7 @@ class Tokenizer:
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
-            raise ValueError(f"no tokenizer is called {kind!r}; there are {', '.join(KINDS)}")
+            raise ValueError(f"no tokenizer named {kind!r}; available: {', '.join(KINDS)}")
         if vocab < len(_ALPHABET) + len(SPECIAL):
             raise ValueError(
                 f"a bpe vocabulary of {vocab} cannot hold 256 bytes and {len(SPECIAL)} special tokens"
