@@ -65,8 +65,8 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
-    Cursors inside brackets that the line closes later are repeated, with the closing brackets behind the cursor.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
+    cursor inside brackets that the line closes later occurs twice, also with the closing brackets behind it.
 
     Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
     short ones. A cursor has at least one character of the line before it (without indentation), and one after it.

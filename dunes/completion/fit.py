@@ -145,7 +145,7 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
 
 
 def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
-    """Pairs of acceptance and threshold: 2.0, above all probabilities, if no threshold reaches it."""
+    """Pairs of acceptance and threshold; an unreachable acceptance gets 2.0, above all probabilities."""
     return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 

@@ -15,7 +15,7 @@ from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
 MOST = 12_000_000
 """Maximum bytes of text in an index; more take longer than ten seconds to sort."""
 PARTS = 4
-"""Size of the LRU caches of filtered indexes, of sources at cursors, and of files of single requests."""
+"""Size of three LRU caches: filtered indexes, sources at cursors, and indexed files of single requests."""
 SHORT = 4_000
 """Minimum bytes of a text that is split into parts."""
 

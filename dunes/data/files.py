@@ -32,7 +32,8 @@ class SourceFile:
 
 
 class Walk:
-    """The files of sources, sorted by name. `skipped` has other files by reason, `folders` times in ns.
+    """The files of sources, sorted by name. `skipped` has the other files by reason, `folders` the folders' times
+    (ns).
 
     `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
     `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.

@@ -86,7 +86,7 @@ class Cache:
         return n, self.slot_numbers(n + slots)[: n + slots]
 
     def slot_numbers(self, n: int) -> Tensor:
-        """At least `n` slot numbers, from 0."""
+        """Slot numbers 0, 1, ..., at least `n` of them."""
         if self._slot_numbers.shape[0] < n:
             self._slot_numbers = torch.arange(2 * n, device=self.length.device)
         return self._slot_numbers

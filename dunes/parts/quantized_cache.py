@@ -65,8 +65,8 @@ class CacheFormat:
         """Bytes of one row in one layer, for keys and values of `itemsize` bytes per element.
 
         2 * K * (W + 1) * D * itemsize for tokens in full precision, and for each of ceil(capacity / G) + 1 groups
-        and head 2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D for keys; D for values, or G if
-        it does not divide D.
+        and head 2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D grids for keys; D for values, or
+        G if G does not divide D.
         """
         groups = -(-capacity // self.group) + 1
         codes = 2 * 8 * _words(self.group * head_dim, self.bits)
