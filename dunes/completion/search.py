@@ -88,7 +88,7 @@ class Beam(NamedTuple):
 class LineSearch:
     """The search at a cursor behind a prompt and the text typed since. At most `room` ids fit behind the prompt.
 
-    `renamed` is the rest of the line, if it repeats another line with another name.
+    `renamed` is the rest of the line if it repeats the line above with a name replaced.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class LineSearch:
         return beam if is_likely else copied
 
     def _repeating(self) -> Beam | None:
-        """The line that repeats another with another name, if any, as a beam."""
+        """The line that repeats the one above with a name replaced, if any, as a beam."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
         line = self.typed + f"{self.renamed}\n".encode()

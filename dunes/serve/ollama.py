@@ -31,8 +31,8 @@ VERSION = "0.12.0"
 
 
 def read_generate(fields: Fields) -> Asked:
-    """A text after a prompt, or the rest of a line if there is a suffix. Clients load a model by an empty prompt,
-    which is answered by nothing."""
+    """A text after a prompt, or the rest of a line if there is a suffix. An empty prompt, with which clients load
+    a model, gives no request."""
     text = _text_request(fields, "images")
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
     requests = line_or_texts(text, prompt, after) if prompt or after else []

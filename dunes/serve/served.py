@@ -135,8 +135,8 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 class ServedModel:
     """A model folder. Only `take_in` and `warm` may be called outside of the worker's thread.
 
-    Thresholds fitted in training let about the fraction `acceptance` of shown suggestions be accepted; 0 shows
-    all. Raises ValueError for a folder that cannot complete.
+    `acceptance` is the share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+    Raises ValueError for a folder that cannot complete.
     """
 
     def __init__(
