@@ -144,7 +144,9 @@ def lsp(
 
         return Running([folder], acceptance, (), _say, not no_follow)
 
-    start(partial(copy_context().run, load), stdin, stdout, *first)  # the loading thread shares what is trusted
+    start(
+        partial(copy_context().run, load), stdin, stdout, *first
+    )  # the loading thread inherits the trust settings
     return 0
 
 

@@ -17,7 +17,8 @@ STD = 78.6
 class Normalize(nn.Module):
     """Converts images (B, 28, 28), 0 to 255 in any dtype, to float32 of mean 0 and standard deviation 1 on MNIST.
 
-    Data stay uint8 until here, which gathers a quarter of the bytes. Raises ValueError for other shapes.
+    Images stay uint8 until here, so gathering a batch moves a quarter of the bytes. Raises ValueError for other
+    shapes.
     """
 
     def forward(self, images: Tensor) -> Tensor:

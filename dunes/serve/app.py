@@ -318,4 +318,6 @@ async def _fields(request: Request) -> Fields:
         raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
     content = parse(bytes(body)).body
     names = {key: name for key in ("model", "name") if isinstance(name := content.get(key), str)}
-    return Fields({**content, **{key: name.removesuffix(":latest") for key, name in names.items()}})  # as Ollama's
+    return Fields(
+        {**content, **{key: name.removesuffix(":latest") for key, name in names.items()}}
+    )  # as in Ollama

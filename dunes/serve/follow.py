@@ -36,7 +36,7 @@ class Follower(threading.Thread):
     """
 
     def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
-        # The context has the permissions.
+        # The copied context carries the trust settings.
         super().__init__(target=partial(copy_context().run, self._run), name="dunes-follow", daemon=True)
         self.model, self.worker, self._say, self._said = model, worker, say, ""
         self._known: dict[Path, Stamp] = {}

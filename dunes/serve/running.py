@@ -41,7 +41,7 @@ class Running:
             return {n: ServedModel(p, n, acceptance, adapters, say) for n, p in zip(names, places, strict=True)}
 
         try:
-            # The context has the permissions.
+            # The copied context carries the trust settings.
             self.served = self.worker.call(partial(copy_context().run, load)).result()
         except BaseException:
             self.worker.close()
