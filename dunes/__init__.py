@@ -1,7 +1,6 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-Importing this package loads nothing heavy: a room (`dunes.checkpoint`, `dunes.train`, ...) is imported, and torch
-with it, when it is first asked for.
+Importing this package is light: a subpackage (`dunes.checkpoint`, ...) and torch are imported on first access.
 """
 
 import importlib
@@ -17,12 +16,12 @@ _ROOMS = (
     "measure", "models", "ops", "parts", "runs", "serve", "text", "train", "tree",
 )  # fmt: skip
 
-# Where `share_cores` cannot tell whether other programs want the cores, waiting threads always sleep soon. OpenMP
-# reads this once, when torch is loaded.
+# Where `share_cores` cannot measure how long threads wait, waiting threads always sleep early. OpenMP reads this
+# variable once, when torch is loaded.
 if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not waits_are_told():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 
-if not TYPE_CHECKING:  # else a type checker would take any name for one of the package
+if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute name
 
     def __getattr__(name: str) -> Any:
         if name in _ROOMS:

@@ -1,4 +1,4 @@
-"""`python -m dunes` is the command."""
+"""Entry point of `python -m dunes`."""
 
 from dunes.cli.main import main
 

@@ -1,13 +1,13 @@
-"""This Python in another process."""
+"""Command line and environment of a child Python process."""
 
 import os
 import sys
 
 
 def python_command(*arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run Python with these arguments and this process's modules.
+    """The command and environment that run Python with these arguments and this process's `sys.path`.
 
-    Without them `-c` and `-m` would look into the working directory first, where a user's `json.py` may lie.
+    `-P` keeps the working directory, where a user's `json.py` may lie, out of `sys.path`.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": path}

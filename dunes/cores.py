@@ -1,11 +1,11 @@
-"""Waiting threads spin while the cores are free, and sleep where other programs want them.
+"""OpenMP threads spin while the cores are idle, and sleep early while other programs compete for them.
 
-A thread of libgomp (PyTorch's OpenMP on Linux) that waits spins 300,000 times before it sleeps. Beside other
-programs it so takes the core from the thread that it waits for: a step of training took 25 times as long. Sleeping
-sooner always costs an idle machine 17 % (LOG.md, "A machine that does something else"). libgomp has another, short
-count for when its threads are more than the processors, and asks at each wait (`do_spin` in its
-config/linux/wait.h, `gomp_managed_threads` in its team.c). So one thread here watches how long those of this
-process wait for a core, and while that is long another holds a team that does nothing and makes them too many.
+A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. Beside other programs it
+takes the core from the thread it waits for: a training step took 25 times as long. Always sleeping early costs an
+idle machine 17 % (LOG.md, "A machine that does something else"). libgomp spins less when it manages more threads
+than there are processors, and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads`
+in team.c). So one thread measures how long this process's threads wait for a core. While they wait long, another
+thread keeps an idle OpenMP team, which makes the number of threads exceed the processors.
 """
 
 import ctypes
@@ -20,23 +20,25 @@ from time import perf_counter, sleep
 OWN_CHOICE = frozenset({
     "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_STACKSIZE", "GOMP_STACKSIZE",
 })  # fmt: skip
-"""Where the user has set one of these, waiting, or what a team takes, is the user's."""
+"""Variables by which users choose how OpenMP waits or binds threads; any of them disables the watcher."""
 SECONDS = 0.25
-"""Between two looks."""
-BUSY, FREE = 0.15, 0.05
-"""The share of a core for which this process waited in vain: beside one program 0.7, alone 0.01."""
+"""Seconds between two measurements."""
+BUSY = 0.15
+"""Seconds waited per second above which threads sleep early: 0.7 beside one other program."""
+FREE = 0.05
+"""Seconds waited per second below which cores count as idle: 0.01 when nothing else runs."""
 PATIENCE = 8
-"""So many looks in a row show free cores before waiting threads spin again."""
+"""Consecutive measurements with idle cores before waiting threads spin again."""
 _TASKS = Path("/proc/self/task")
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
 
 
 def share_cores() -> None:
-    """Let waiting threads sleep sooner while other programs want their cores, from now on, in this process.
+    """Make waiting OpenMP threads sleep early while other programs compete for the cores.
 
-    It starts a thread, once. Nothing happens where the user has chosen how OpenMP waits or binds threads, where
-    the system does not tell how long threads wait (not Linux), and where no more threads are allowed.
+    Starts one watcher thread per process. Does nothing if the user has set one of OWN_CHOICE, if the system does
+    not report waiting times (not Linux), or if no thread can be started.
     """
     global _watcher
     with _lock:
@@ -50,7 +52,7 @@ def share_cores() -> None:
 
 
 def _after_fork() -> None:
-    """A forked child has no other threads, and what they held is held for ever."""
+    """Reset the watcher and its lock: a forked child has no other threads, and their locks are never released."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 
@@ -60,14 +62,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def waits_are_told() -> bool:
-    """Whether the kernel counts how long threads wait for a core."""
+    """True if the kernel reports how long threads wait for a core."""
     return Path("/proc/self/schedstat").exists()
 
 
 def waits() -> dict[str, float]:
-    """Seconds for which each thread of this process has waited for a core; empty if the system does not tell."""
+    """Seconds that each thread of this process has waited for a core; empty if the system does not report it."""
     found = {}
-    with suppress(OSError):  # no more files may be opened
+    with suppress(OSError):  # the limit of open files
         for file in _TASKS.glob("*/schedstat"):
             with suppress(OSError, IndexError):  # the thread has ended
                 found[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
@@ -75,7 +77,7 @@ def waits() -> dict[str, float]:
 
 
 def waited(before: Mapping[str, float], now: Mapping[str, float]) -> float:
-    """The seconds that threads have waited between two looks; those that have ended are left out."""
+    """Seconds that threads have waited between two measurements; threads that have ended are left out."""
     return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in now.items())
 
 
@@ -91,7 +93,7 @@ def _watch() -> None:
         if share > BUSY and team is None and "torch" in sys.modules:
             try:
                 team = _start_team(len(os.sched_getaffinity(0)) + 1)
-            except (AttributeError, RuntimeError):  # another OpenMP, or no more threads are allowed
+            except (AttributeError, RuntimeError):  # another OpenMP, or the limit of threads
                 return
         elif free >= PATIENCE and team is not None:
             team.set()
@@ -99,13 +101,13 @@ def _watch() -> None:
 
 
 def _start_team(size: int) -> threading.Event:
-    """Have an idle team of so many threads until the event is set.
+    """Start an idle OpenMP team of `size` threads that lasts until the returned event is set.
 
-    Raises AttributeError without libgomp, and RuntimeError if so many threads more cannot be had.
+    Raises AttributeError without libgomp, and RuntimeError if that many threads cannot be started.
     """
     process, over = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-    _try_threads(size)  # libgomp would end the process
+    _try_threads(size)  # libgomp would abort the process
 
     def hold() -> None:  # the team ends with the thread
         parallel(nothing, None, size, 0)
@@ -116,7 +118,7 @@ def _start_team(size: int) -> threading.Event:
 
 
 def _try_threads(count: int) -> None:
-    """Raises RuntimeError if so many threads more cannot be had at once."""
+    """Raises RuntimeError if `count` more threads cannot be started."""
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
     try:

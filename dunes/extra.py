@@ -1,11 +1,11 @@
-"""Packages that only some runs need."""
+"""Optional packages."""
 
 from importlib import import_module
 from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """The module of an optional package. Raises ValueError that names the extra if it cannot be imported."""
+    """Import a module of an optional package. Raises ValueError that names the extra if it cannot be imported."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""What a person sees of work: progress, as a bar on a terminal or a line every few seconds elsewhere, and tables.
+"""Progress shown to the user, as a bar on a terminal or a line every few seconds elsewhere, and tables.
 
-Loops report how much of a long step is done to whoever shows it; a context variable connects the two, so that the
-functions between them need no argument for it. rich is imported when something is shown.
+Loops report their progress to a listener in a context variable, so that the functions between need no argument for
+it. rich is imported when something is shown.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 EVERY = 10.0
 """Seconds between plain lines."""
-KNOWN, UNKNOWN_SECONDS = 0.01, 2.0
-"""The share and the seconds of the work before which the time left is not known."""
+KNOWN = 0.01
+"""Fraction of the work before which no remaining time is estimated."""
+UNKNOWN_SECONDS = 2.0
+"""Seconds before which no remaining time is estimated."""
 T = TypeVar("T")
 Show = Callable[[str, float], object]
-"""Called with a description of the current step and the share of the work that is done."""
+"""Called with a description of the current phase and the fraction of the work done."""
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 WIDTH = 240
 """Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
@@ -37,7 +39,7 @@ def _console() -> "Console":
 
 @dataclass
 class Display:
-    """`with Display(console) as display:` then `display.state(...)` after each step and `display.line(text)`.
+    """`with Display(console) as display:`, then `display.state(...)` after each step and `display.line(text)`.
 
     A quiet display shows neither progress nor `detail`, only warnings and results.
     """
@@ -65,7 +67,7 @@ class Display:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """Show the progress: a text and the fraction done."""
+        """Show the progress: a text and the fraction done, in [0, 1]."""
         if self.quiet:
             return
         if self.console.is_terminal:
@@ -75,7 +77,7 @@ class Display:
             self.line(f"{done:4.0%}  {text}")
 
     def time_left(self, text: str, done: float) -> None:
-        """Show the progress, and once it is known the time that the rest takes at the same rate."""
+        """Show the progress, and the estimated remaining time at the present rate."""
         elapsed = monotonic() - self._start
         known = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
         left = elapsed * (1 / done - 1) if known else None
@@ -103,7 +105,7 @@ class Display:
 
 @contextmanager
 def step(show: Show, what: str, start: float, end: float) -> Iterator[None]:
-    """Show a step from `start` to `end` of the work, and the share of it that loops inside report."""
+    """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
     reached = 0.0
 
     def listen(share: float) -> None:
@@ -120,12 +122,12 @@ def step(show: Show, what: str, start: float, end: float) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """Whether a step is shown, so that no second display is needed."""
+    """True if a phase is shown already, so that no second display is needed."""
     return _listener.get() is not None
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """A function that is called with each part of `total` that is done, as of a step from `start` to `end`."""
+    """A function to call with each part of `total` that is done, within `start` to `end` of the current phase."""
     listener, done = _listener.get(), 0.0
 
     def report(part: float) -> None:
@@ -138,7 +140,7 @@ def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[flo
 
 
 def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator[T]:
-    """The items, of a loop that takes a step from `start` to `end`."""
+    """Iterate over the items, reporting progress from `start` to `end` of the current phase."""
     report = advance(len(items), start, end)
     for item in items:
         yield item
@@ -146,7 +148,7 @@ def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator
 
 
 def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """A table on standard output: words and bars to the left, figures to the right."""
+    """Print a table: labels and bars left-aligned, figures right-aligned."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -6,23 +6,23 @@ TIMES = ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns"))
 
 
 def plural(count: float, noun: str, nouns: str = "") -> str:
-    """The count with its noun: "1 file", "2 files", "1.5 minutes"; `nouns` where that is not noun + s."""
+    """The count with its noun: "1 file", "2 files", "1.5 minutes"; `nouns` is an irregular plural."""
     number = f"{count:g}" if isinstance(count, float) else str(count)
     return f"{number} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def format_bytes(size: float) -> str:
-    """1.2 GB, 34 MB, 567 B."""
+    """Bytes as text: 1.2 GB, 34 MB, 567 B."""
     return _scaled(size, SIZES, " ")
 
 
 def format_count(count: float) -> str:
-    """12.3M, 4.1k, 87."""
+    """A count as text: 12.3M, 4.1k, 87."""
     return _scaled(count, COUNTS)
 
 
 def format_seconds(seconds: float) -> str:
-    """2:03:09 or 1:05 from a minute on; below 1.23 s, 45.6 ms, 789 us."""
+    """Seconds as text: 2:03:09 or 1:05 from a minute on; below 1.23 s, 45.6 ms, 789 us."""
     if seconds < 59.95:
         return _scaled(seconds, TIMES)
     minutes, rest = divmod(round(seconds), 60)

@@ -282,7 +282,7 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
     assert [words for words, done in first if not done][1:3] == [
         f"decode: building arcee {size} ({n} of 2)" for n, size in ((1, "20k"), (2, "30k"))
     ]
-    assert "and compiling its decoding unless it is there" in second[1][0]
+    assert "and compiling its decoding unless cached" in second[1][0]
     assert all(words.endswith(" left") for words, done in first if done)
     refuses("--compile has no effect on prefill", measured, "prefill", tmp_path / "c.jsonl", compile=True)
 

@@ -556,7 +556,7 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
     held.inner.add_special_tokens(["[INST]"])
     with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as text, .*special tokens"):
         next(tokenize_records(rows(WANTED), get_template("mistral"), held))
-    refuses("no template is called 'vicuna'; there are plain, alpaca", get_template, "vicuna")
+    refuses("no template named 'vicuna'; available: plain, alpaca", get_template, "vicuna")
     with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
         next(tokenize_records(rows(WANTED), get_template("plain"), bpe, "prompt"))
 

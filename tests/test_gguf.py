@@ -551,7 +551,7 @@ def test_added_tokens_that_take_spaces_are_refused_by_name(flag, special, tmp_pa
     other = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.json()))
     other.inner.add_tokens([tokenizers.AddedToken("<mask>", special=special, **{flag: True})])
     checkpoint.save(tiny("llama", other.vocab)[0], tmp_path / "model", other, 64)
-    with pytest.raises(ValueError, match=f"token '<mask>' has {flag}, which llama.cpp does not know"):
+    with pytest.raises(ValueError, match=f"token '<mask>' has {flag}, which llama.cpp does not support"):
         export_gguf(tmp_path / "model", tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 

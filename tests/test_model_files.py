@@ -155,24 +155,24 @@ CONTENTS = {
     "link as text": (b"../../blobs/0123", "the path in a link of the Hub's cache, not the file itself; fetch"),
     "page": (
         b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>",
-        "a web page, such as that of an",
+        "a web page, perhaps an error message",
     ),
     "page without a type": (b"<HTML lang=en>", "a web page"),
     "storage's error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
-    "empty": (b"", "empty, as a download that has not ended; fetch the file again"),
-    "zeros": (bytes(4096), "begins with zeros, as a download that has not ended"),
-    "gzip": (b"\x1f\x8b\x08\0" + b"x" * 40, "gzip data, which its name does not say"),
+    "empty": (b"", "empty, like an unfinished download; fetch the file again"),
+    "zeros": (bytes(4096), "begins with zeros, like an unfinished download"),
+    "gzip": (b"\x1f\x8b\x08\0" + b"x" * 40, "gzip data, unlike its name"),
     "server's error": (
         b'{"error": "Repository not found"}',
-        r"text, which begins with|an error that a server sent|not a",
+        r"text that begins with|an error that a server sent|not a",
     ),
-    "words": (b"Entry not found", "text, which begins with 'Entry not found'|not JSON|not a tokenizer"),
+    "words": (b"Entry not found", "text that begins with 'Entry not found'|not JSON|not a tokenizer"),
 }
 TOLD = ["model.safetensors", "config.json", "dunes.json", "tokenizer.json", "tokenizer.model", "tekken.json"]
 SOMETHING_ELSE = {
-    "zip": (b"PK\3\4" + b"x" * 40, "a zip archive, which its name does not say"),
-    "pickle": (b"\x80\2" + b"x" * 40, "a pickle, which its name does not say"),
-    "GGUF": (b"GGUF" + b"\3\0\0\0" * 9, "a GGUF file, which its name does not say"),
+    "zip": (b"PK\3\4" + b"x" * 40, "a zip archive, unlike its name"),
+    "pickle": (b"\x80\2" + b"x" * 40, "a pickle, unlike its name"),
+    "GGUF": (b"GGUF" + b"\3\0\0\0" * 9, "a GGUF file, unlike its name"),
 }
 
 
@@ -211,7 +211,7 @@ def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
 
 def test_an_unfinished_download_is_named(model):
     (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
-    refuses(r"no weights; .*; model.safetensors.incomplete is a download that has not", open_source, model)
+    refuses(r"no weights; .*; model.safetensors.incomplete is an unfinished download", open_source, model)
     (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
     (model / "model.safetensors.aria2").write_bytes(b"\0\1")
     refuses(r"model.safetensors: its download has not ended, by model.safetensors.aria2", open_source, model)

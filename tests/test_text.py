@@ -160,7 +160,7 @@ def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
 def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match=r"vocabulary of 264 cannot hold 256 bytes and 9 special tokens"):
         Tokenizer.train("bpe", [corpus()], 264)
-    refuses(r"no tokenizer is called 'words'; there are bpe, bytes, chars", Tokenizer.train, "words", [corpus()])
+    refuses(r"no tokenizer named 'words'; available: bpe, bytes, chars", Tokenizer.train, "words", [corpus()])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-`Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as in the inference
-benchmarks of gpt-fast and nanochat; of experts those that tokens select if all are equally probable.
+`Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as the inference
+benchmarks of gpt-fast and nanochat do. Experts count as often as uniform routing would select them.
 """
 
 import warnings
@@ -88,7 +88,7 @@ def train(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(memory=inference_allocations)
 def prefill(subject: Subject, setting: Setting) -> Work:
-    """Prefill of a prompt of `context` tokens into an empty cache, up to the logits of the next one."""
+    """Prefill of a prompt of `context` tokens into an empty cache, up to the logits of the next token."""
     model, tokens = subject.model(setting.dtype), setting.batch * setting.context
     ids = _random_ids(model, setting.batch, setting.context).to(measure.device())
 
@@ -106,8 +106,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the second half of a context whose first half is the prompt.
 
-    A single row on a CPU is decoded as by `dunes generate`: by native code that `dunes compile` or --compile made,
-    which takes one to two minutes for each shape, or else by the modules.
+    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile made it
+    (one to two minutes per shape), otherwise by the modules.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -174,7 +174,7 @@ def tokenize(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(reads=())
 def load(subject: Subject, setting: Setting) -> Work:
-    """Loading a model folder that is in the page cache, and from there to the first token."""
+    """Loading a model folder from the page cache, and the time to first token."""
     folder = subject.written
     run = lambda _: checkpoint.load(folder, measure.device())
     then = lambda loaded: next(generate(loaded.model, [0], max_tokens=1, context_length=loaded.context_length))
@@ -195,10 +195,9 @@ def _stored_bytes(module: nn.Module) -> int:
 
 
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
-    """Bytes that a forward pass of `tokens` tokens reads of weights, codes and scales.
+    """Bytes of weights, codes and scales that a forward pass of `tokens` tokens reads.
 
-    Of embeddings these are only a few rows, of adapters the active ones, of experts those that are expected to be
-    selected if all are equally probable.
+    Embeddings count a few rows, adapters only if active, experts as often as uniform routing would select them.
     """
     tied = _table(model).nbytes if model.head is None else 0
     whole, embeddings = _active_bytes(model), _active_bytes(model.embed)
@@ -218,7 +217,7 @@ def _table(model: Decoder) -> torch.Tensor:
 
 
 def cache_elements(model: Decoder, tokens: float) -> float:
-    """Elements of the key/value cache that the next token reads after so many, which a window limits."""
+    """Elements of the KV cache read for the next token after `tokens` tokens, bounded by each layer's window."""
     layers = (m for m in model.modules() if isinstance(m, Attention))
     return sum((m.k.out_features + m.v.out_features) * min(tokens, m.window or tokens) for m in layers)
 

@@ -1,7 +1,7 @@
 """Significant differences between two sets of measurements.
 
-Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the log ratios, the
-interval that of Wilcoxon's signed-rank test, which assumes no normal distribution and is robust to outliers
+Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the log ratios; the
+interval is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to outliers
 (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
@@ -18,7 +18,7 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Difference:
-    """Seconds of B over seconds of A: the estimate and its interval, None for too few rounds."""
+    """Ratio of B's seconds to A's: the estimate and its confidence interval, None for too few rounds."""
 
     what: str
     ratio: float
@@ -27,7 +27,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether B and A differ with the given confidence."""
+        """True if B and A differ at the given confidence."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
     @property
@@ -43,7 +43,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of the cases on both sides, the cases on only one, and the columns that differ as a whole."""
+    """Differences of the cases on both sides, cases on only one, and columns that differ between the two sides."""
 
     differences: list[Difference]
     unmatched: list[str]
@@ -58,8 +58,8 @@ class Comparison:
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
     """Pair the cases on both sides. Raises ValueError if there are none, and for an invalid confidence.
 
-    A column with one value in A and one in B does not distinguish cases: it may differ (another model, another
-    number of threads), and is then listed in `differing`.
+    A column with one value in A and one in B does not distinguish cases: it may differ (another model or number of
+    threads), and is then listed in `differing`.
     """
     if not 0.5 <= confidence < 1:
         raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
@@ -84,7 +84,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's rates during A and B: differences here are not the program's."""
+    """The machine's median rates during A and B; a difference between them is not due to the program."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -113,12 +113,12 @@ def hodges_lehmann(
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """The number of sorted means to cut at either end, by the signed ranks of n values; None for too few.
+    """Number of sorted means to cut at either end, from the signed ranks of n values; None for too few.
 
-    It is the largest s such that the probability of a sum of positive ranks of at most s is at most `tail`.
+    It is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """
     counts = [1]
-    for rank in range(1, n + 1):  # how many of the 2^n sign patterns have each sum of positive ranks
+    for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s
         counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
     below, results = 0, None
     for total, count in enumerate(counts):

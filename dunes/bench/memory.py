@@ -1,4 +1,4 @@
-"""The memory of one step: estimated, and measured."""
+"""Estimated and measured memory of one step."""
 
 import json
 import subprocess
@@ -68,7 +68,7 @@ def _work(inference: bool) -> Any:
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""Settings with which glibc returns freed memory at once, so that resident memory is that of the tensors."""
+"""glibc settings that return freed memory at once, so that resident memory matches the tensors' size."""
 
 
 def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
@@ -88,12 +88,12 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
-    """Run the estimated step, after a small one that loads the kernels."""
+    """Run the estimated step after a small one that loads the kernels."""
     subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # a function has no small form
+    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # no small form of a function
     work(of_shape(family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, estimated=False)

@@ -59,7 +59,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Summaries that differ only in the axis, by the settings that distinguish the lines; no single points."""
+    """Lines of at least two summaries that differ only in the axis, by the settings that distinguish the lines."""
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
     others = [n for n in SETTING if n not in along]
     groups = group_rows(results, others)
@@ -69,7 +69,7 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
 
 
 def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
-    """A column over an axis, both logarithmic; each line with its fitted exponent.
+    """Plot a column over an axis, both logarithmic, each line with its fitted exponent.
 
     `results` are summaries. Raises ValueError if no two of them differ in the axis alone.
     """
@@ -123,7 +123,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
 
 
 def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
-    """Rates over their limits, both logarithmic; on the dashed line they are equal.
+    """Plot rates over their limits, both logarithmic; the dashed line is rate = limit.
 
     Takes records with `name`, `rate`, `limit` and `unit`.
     """
@@ -145,9 +145,9 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
 
 
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
-    """Validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
+    """Plot validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
 
-    Takes the lines of each run's metrics.jsonl by its name. Raises ValueError if nothing was measured.
+    `runs` maps names to the records of metrics.jsonl. Raises ValueError if nothing was measured.
     """
     records = []
     for name, lines in runs.items():
@@ -160,7 +160,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
 
 def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
-    """A line through x and y of the records for each value of column `by`."""
+    """Line plot of x and y of the records, one line for each value of column `by`."""
     p = _plotnine()
     return (
         _base(_frame(records), x="x", y="y", color=by)
@@ -186,7 +186,7 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """The time of each module with its submodules, by phase; equal blocks are summed."""
+    """Bar chart of the time of each module with its submodules, by phase; equal blocks are summed."""
     p = _plotnine()
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
@@ -206,7 +206,7 @@ def module_bars(report: Report) -> Any:
 
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
-    """Tensor memory over time, by kind, with the peak marked."""
+    """Plot of tensor memory over time, by kind, with the peak marked."""
     p = _plotnine()
     events = len(log.live)
     moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
@@ -215,7 +215,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
         sizes = {kind: b for (kind,), b in log.by("kind", moment=moment).items()}
         records += [{"moment": moment, "kind": kind, "bytes": float(sizes.get(kind, 0))} for kind in KINDS]
     polars = extra("polars", "plot")
-    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(KINDS)))  # in this order
+    frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(KINDS)))  # the order of stacking
     seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
@@ -229,7 +229,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write all plots for these measurements: scaling over each axis that varies, and a bar chart of rates."""
+    """Write all plots of these measurements: scaling over each axis that varies, and a bar chart of rates."""
     results = [summarize(group) for group in group_rows(rows).values()]
     paths = []
     for axis in AXES:

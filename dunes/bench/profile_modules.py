@@ -89,12 +89,12 @@ class Report:
 def profile_modules(model: nn.Module) -> Iterator[Report]:
     """`with profile_modules(model) as report:` times the operations inside; read the report afterwards.
 
-    A module's time is that of the operations in its own forward, and of their backward. The profiler costs a few
+    A module's time covers the operations in its own forward and their backward. The profiler adds some
     microseconds per operation.
     """
     report, cuda = Report(), measure.device().type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler writes its start and its end to stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and end to stderr
     with _mark_modules(model), profile(activities=activities) as profiler:
         start = perf_counter()
         yield report
@@ -134,7 +134,7 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
             makers.setdefault(event.sequence_nr, name)
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for event in events:
-        # Kernels are separate events; their time is included in that of the operation that launched them.
+        # Kernels are separate events; the operation that launched them includes their time.
         if event.name.startswith((MODULE, "ProfilerStep")) or event.device_type != DeviceType.CPU:
             continue
         seconds = (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e6
@@ -146,7 +146,7 @@ def profile_work(work: Work) -> tuple[Report, float]:
     """The report of one run, and the relative overhead of the profiler: 0.1 for 10 %."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
     plain = []
-    for _ in range(4):  # the first ones load kernels
+    for _ in range(4):  # the first runs load kernels
         state, start = work.setup(), perf_counter()
         work.run(state)
         measure.synchronize(measure.device())

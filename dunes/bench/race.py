@@ -1,4 +1,4 @@
-"""Time several workloads in alternation, so that a drift of the machine's speed favours none."""
+"""Time several workloads in alternation, so that drift of the machine's speed favours none."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LEAST = 0.2
 class Work:
     """A workload to time: `run(setup())`, of which only `run` is timed.
 
-    `then` is called with its result and gives a second time, from the start of the run to the first token.
+    `then` is called with the result of `run`; its end gives a second time, the time to first token.
 
     One run processes `amount` of `unit` (tokens, bytes, ...) with `flops` floating-point operations and at least
     `bytes` bytes read, 0 if unknown; `model` is the model that runs, if any.
@@ -32,12 +32,12 @@ class Work:
     model: nn.Module | None = None
     then: Callable[[Any], object] | None = None
     form: str | None = None
-    """Which of several forms is timed, as a column of the rows."""
+    """Name of the timed implementation if there are several; a column of the rows."""
 
 
 @dataclass(frozen=True)
 class Lap:
-    """One timing: seconds of one run, the mean of `runs`, and until the end of what follows it."""
+    """One timing: mean seconds per run over `runs`, and seconds to the first token."""
 
     name: str
     round: int
@@ -54,11 +54,10 @@ def race(
     least: float = LEAST,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[Lap]:
-    """Laps of all works in turn, `rounds` of each: A B, then B A, then A B.
+    """Yield laps of all workloads in turn, `rounds` of each: A B, then B A, then A B.
 
-    Alternating the order cancels a steady drift in the comparison of any two. Each work runs twice before it is
-    timed, which loads kernels and determines the number of runs per lap. `before(name)` is called before each lap,
-    untimed.
+    Alternating the order cancels a steady drift in the comparison of any two. Each workload first runs twice
+    untimed, to load kernels and set the number of runs per lap. `before(name)` is called before each lap, untimed.
     """
     runs = {}
     for name, work in works.items():
@@ -73,7 +72,7 @@ def race(
 
 
 def _timed(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
-    """Seconds of one run without its setup, and with what follows it, if anything does."""
+    """Seconds per run without the setup, and seconds including `then`, None without it."""
     total = extended = 0.0
     for _ in range(runs):
         state = work.setup()

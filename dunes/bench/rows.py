@@ -19,7 +19,7 @@ Row = dict[str, Any]
 SETTING = (
     "benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device", "form",
 )  # fmt: skip
-"""The columns that identify a case."""
+"""Columns that identify a case."""
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -42,7 +42,7 @@ def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
 
 
 def _is_row(record: Row) -> bool:
-    """Whether a record is a lap."""
+    """True if a record is a lap."""
     try:
         texts = all(isinstance(record[name], str) for name in ("benchmark", "unit"))
         return texts and 0 < record["seconds"] < inf and 0 <= record["amount"] < inf
@@ -61,8 +61,8 @@ def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tu
 def summarize(rows: Sequence[Row]) -> Row:
     """The rounds of one case as one record: medians, and the quartiles of the seconds.
 
-    `limit` is the rate at which all bytes would be read at the highest read rate of all rounds, or all operations
-    done at the rate of matrix products, whichever is lower.
+    `limit` is the roofline rate: the lower of the highest measured read rate and the matrix product rate, over the
+    bytes and the operations of one unit.
     """
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]

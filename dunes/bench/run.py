@@ -1,4 +1,4 @@
-"""Run a benchmark over settings: memory is estimated first, then each lap becomes a row of the file."""
+"""Run a benchmark over settings: estimate the memory first, then append each lap to the file."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of the growth of a process over the size of its tensors, due to fragmentation (LOG.md)."""
+"""Upper bound of process growth over the size of its tensors, due to fragmentation (LOG.md)."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -36,7 +36,7 @@ class Shapes:  # several values of a field are several cases; an empty one means
     sizes: Annotated[tuple[str, ...], flag("SIZE", "none", name="size")] = ()
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], flag("FAMILY", "arcee", name="family")] = ("arcee",)
-    """Architectures of those models."""
+    """Architectures of the randomly initialised models."""
     batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 of train, score, memory; else 1", name="batch")] = ()
     """Batch sizes."""
     contexts: Annotated[
@@ -54,15 +54,14 @@ class Request(Shapes):  # what to measure
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: make native code first where there is none, which takes one to two minutes for each shape."""
+    """For decode: compile native code first if there is none, which takes one to two minutes per shape."""
 
 
 @dataclass(frozen=True)
 class Case:
     """A case to time.
 
-    `bytes` is the size of its weights, `held` its memory between runs and `peak` its estimated peak memory, None
-    if unknown.
+    `bytes` is the size of its weights, `held` its memory between runs, `peak` the estimated peak (None: unknown).
     """
 
     subject: Subject
@@ -108,9 +107,9 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
 
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
-    """The dtypes and numbers of threads, measured where not given."""
+    """Dtypes and numbers of threads, measured if not given."""
     dtype = torch.float32
-    if name in ("train", "score") and not request.dtypes:  # the dtype of `dunes train` and `dunes eval`
+    if name in ("train", "score") and not request.dtypes:  # as in `dunes train` and `dunes eval`
         dtype = measure.choose_dtype(measure.device())
     dtypes = request.dtypes or (str(dtype).removeprefix("torch."),)
     return dtypes, request.threads or (measure.choose_threads(),)
@@ -157,7 +156,7 @@ def bench(
 ) -> list[rows.Row]:
     """Time the cases in turn, and append a row to `out` after each lap.
 
-    `report` is called with the phase, with the time left once it is known, and the fraction of laps that are done.
+    `report` is called with the phase (and the remaining time once it is known) and the fraction of laps done.
     Raises ValueError for invalid requests before anything is timed.
     """
     if rounds < 1:
@@ -169,7 +168,7 @@ def bench(
     report(f"{name}: estimating memory, choosing threads", 0.0)
     field, works = {f"{number}": c for number, c in enumerate(cases(name, request))}, dict[str, Work]()
     for n, c in field.items():
-        compiles = ", and compiling its decoding unless it is there" if c.setting.compile else ""
+        compiles = ", and compiling its decoding unless cached" if c.setting.compile else ""
         report(f"{name}: building {c.subject.name}{compiles} ({len(works) + 1} of {len(field)})", 0.0)
         works[n] = BENCHMARKS[name].make(c.subject, c.setting)
     known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
@@ -196,7 +195,7 @@ class Ceilings:
         self._read: dict[tuple[int, int], dict[int, float]] = {}
 
     def matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s in this dtype, or in float32 where that is faster, measured once per round."""
+        """FLOP/s in this dtype, or in float32 if that is faster, measured once per round."""
         key = (dtype, threads, round)
         if key not in self._matmul:
             dtypes = (getattr(torch, name) for name in {dtype, "float32"})

@@ -20,15 +20,17 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import format_count
 
-VOCAB, CONTEXT = 4096, 256
-"""Defaults for a shape, as in `dunes train`."""
+VOCAB = 4096
+"""Vocabulary size of a shape, as in `dunes train`."""
+CONTEXT = 256
+"""Context length of a shape, as in `dunes train`."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """Settings of a measurement: batch size, sequence length, dtype of matrix products, threads.
 
-    With `compile`, native code for decoding is made first where there is none.
+    With `compile`, native code for decoding is compiled first if there is none.
     """
 
     batch: int
@@ -40,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure: from a folder, or a family's of about `size` parameters.
+    """A model to measure: a folder, or a family with about `size` parameters.
 
     `outline` builds it with uninitialised weights, at no cost on fake or meta tensors.
     """
@@ -54,13 +56,13 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises ValueError for a shape, which has none."""
+        """The folder's tokenizer. Raises ValueError for a shape, which has none."""
         if self.folder is None:
             raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
         return Tokenizer.load(tokenizer_folder(self.folder))
 
     def model(self, dtype: str = "float32") -> Decoder:
-        """A new copy, on this machine's device."""
+        """A new copy of the model on this machine's device."""
         if self.folder is not None:
             model = checkpoint.load(self.folder).model
         else:
@@ -69,7 +71,7 @@ class Subject:
 
     @cached_property
     def written(self) -> Path:
-        """The model's folder, for a shape a temporary one."""
+        """The model's folder; a temporary one for a shape."""
         if self.folder is not None:
             return self.folder
         folder = scratch()
@@ -78,7 +80,7 @@ class Subject:
 
 
 def scratch() -> Path:
-    """A temporary folder that is removed when the process ends."""
+    """A temporary folder, removed when the process ends."""
     path = Path(mkdtemp(prefix="dunes-bench-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -86,7 +88,7 @@ def scratch() -> Path:
 
 def of_folder(folder: Path) -> Subject:
     """The model in a folder. Raises ValueError if it is not a model folder."""
-    # Loading an adapter gives the changes that it makes to its base.
+    # Loading an adapter applies its changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)
 

@@ -95,7 +95,7 @@ def print_memory(log: Allocations) -> None:
 
 
 def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
-    """Print one line per step: its estimated memory, and the measured one."""
+    """Print one line per step: its estimated memory and the measured memory."""
     lines = []
     for f, truth in zip(results, truths, strict=True):
         kinds = {kind: size for (kind,), size in f.log.by("kind").items()}

@@ -61,7 +61,7 @@ def _option(name: str, default: Any, annotation: Any) -> Parameter:
 
 
 def _command(name: str, kind: type[Options]) -> Callable[..., None]:
-    """The command of a change, with a flag for each of its options that is offered."""
+    """The command of a change, with flags for its offered options."""
     group = name.replace("-", "_")
 
     def command(model: str, out: Path, **given: Any) -> None:

@@ -19,7 +19,7 @@ VERBS = (
     "inspect", "convert", "export", "augment", "compile", "bench",
 )  # fmt: skip
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
-"""Verbs that are names of Python's own."""
+"""Functions of verbs whose names are taken by Python's builtins."""
 ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
@@ -55,7 +55,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        if not sys.stdout.closed:  # as a language server leaves it
+        if not sys.stdout.closed:  # a language server has closed it
             sys.stdout.flush()
     except BrokenPipeError:  # the reader closed the pipe, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

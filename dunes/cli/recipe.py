@@ -10,8 +10,8 @@ from dunes.cli.main import exit_with
 def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
     """Call `main` with the command-line arguments, and exit with the status it returns (None: 0).
 
-    The line of `doc` that begins with "python" names the arguments; those in brackets are optional. A wrong
-    number of arguments prints that line and exits with 2; -h prints `doc`.
+    The line of `doc` that starts with "python" names the arguments; names in brackets are optional. A wrong number
+    of arguments prints that line and exits with 2; -h prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
     given, (_, program, *names) = sys.argv[1:], usage.split()

@@ -37,20 +37,20 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    It speaks as llama-server, OpenAI's API, Mistral's and Ollama's, and has a page to try it at its address. Saved
-    files of the training's sources are copied from within two seconds.
+    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and its address shows a page to try it.
+    Saved changes to the training sources can be copied from within two seconds.
 
     Example: dunes serve runs/project
 
     Args:
-        host: Address to listen at. Others than this machine's own need a key in DUNES_API_KEY.
-        port: Port; 8012 is the one that llama.vim asks.
-        allow_host: Another name under which this server may be asked; may be repeated.
+        host: Address to listen on. Addresses that other machines can reach need a key in DUNES_API_KEY.
+        port: Port; llama.vim asks 8012.
+        allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
-        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
-        ollama: Also listen at Ollama's own port, 11434.
-        no_follow: Do not look at the files of the training's sources.
-        config: Print the lines for this editor's settings, and end.
+        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        ollama: Also listen on Ollama's own port, 11434.
+        no_follow: Do not watch the files of the training sources.
+        config: Print the settings for this editor, and exit.
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
@@ -115,13 +115,13 @@ def lsp(
 ) -> int:
     """Serve a model to an editor as a language server, on standard input and output.
 
-    It has inline completion (Neovim 0.12) and plain completion (Helix, and others).
+    It has inline completion (Neovim 0.12) and plain completion (Helix and others).
 
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Show suggestions of which about this share is accepted, as the training measured; 0 shows all.
-        no_follow: Do not look at the files of the training's sources.
+        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
@@ -144,7 +144,9 @@ def lsp(
 
         return Running([folder], acceptance, (), _say, not no_follow)
 
-    start(partial(copy_context().run, load), stdin, stdout, *first)  # what is trusted, in another thread, too
+    start(
+        partial(copy_context().run, load), stdin, stdout, *first
+    )  # the loading thread inherits the trust settings
     return 0
 
 
@@ -155,7 +157,7 @@ def doctor(
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
-    """Ask a running server what each editor asks, and say what that editor would show, or what is wrong.
+    """Send a running server the requests of each editor, and report what the editor would show, or what is wrong.
 
     Example: dunes doctor
 
@@ -163,7 +165,7 @@ def doctor(
 
     Args:
         address: The server's address; a key is taken from DUNES_API_KEY.
-        file: A cursor to ask for.
+        file: Cursor position to complete at.
     """
     from dunes.serve.doctor import AFTER, BEFORE, examine
 
@@ -180,7 +182,7 @@ def doctor(
 
 
 def _say(line: str) -> None:
-    """A line on standard error, which may be gone while a server lives on."""
+    """Print a line on standard error, which may be closed while a server lives on."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
@@ -188,5 +190,5 @@ def _say(line: str) -> None:
 def _folders(models: tuple[str, ...]) -> list[Path]:
     from dunes import checkpoint
 
-    # A run that still trains has no model yet, only the folder.
+    # A run in training has no model yet, only the folder.
     return [Path(m) if Path(m).is_dir() else checkpoint.locate_model(m).folder for m in models]

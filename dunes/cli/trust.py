@@ -24,7 +24,7 @@ OPTIONS = [
 
 
 def with_trust(commands: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The commands with these options."""
+    """Add these options to the commands."""
     return {name: _with_options(command) for name, command in commands.items()}
 
 
@@ -46,5 +46,5 @@ def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *OPTIONS])  # type: ignore[attr-defined]
     run.__annotations__ = {**inspect.get_annotations(command), **{o.name: o.annotation for o in OPTIONS}}
-    del run.__wrapped__  # tyro looks at what is inside
+    del run.__wrapped__  # tyro would follow it to the inner function
     return run

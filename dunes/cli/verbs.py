@@ -30,7 +30,7 @@ Model = Annotated[
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
 Blocks = Literal["q8_0", "q4_0"]
-AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that is not verified to be its own.")]
+AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
 RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
@@ -92,7 +92,7 @@ def finetune(
 
     Args:
         out: Output folder for the adapter (with full: the model), its metrics and its training state.
-        show: Print this many tokenized examples, with the tokens that are trained on highlighted.
+        show: Print this many tokenized examples, with trained tokens highlighted.
     """
     if show < 0:
         raise ValueError(f"--show is {show}; it must be at least 0")
@@ -123,7 +123,7 @@ def _run(
 
 @contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A context without garbage collection, which takes a quarter of the start; later ones skip its objects."""
+    """A context without garbage collection, which takes a quarter of the start-up; its objects are frozen."""
     gc.disable()
     try:
         yield
@@ -144,15 +144,15 @@ def generate(
 ) -> int:
     """Generate text, streamed.
 
-    At the end, standard error gets two rates: of reading the prompt, up to the first token, and of generating.
+    At the end, standard error gets two rates: of prefill (up to the first token) and of decoding.
 
     Example: dunes generate runs/project "def main("
 
     Args:
         prompt: The text to continue; without one, a new document is generated.
-        lookup: Propose what followed the same tokens before, for text with repetition; the text is the same.
-        draft: Propose what a smaller model with the same tokenizer writes; the text has the same distribution.
-        cache: Store all but the last keys and values in fewer bits, for long texts: less memory, slower.
+        lookup: Speculate by prompt lookup, for text with repetition; the output is the same.
+        draft: Speculate with a smaller model that has the same tokenizer; the output has the same distribution.
+        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -208,7 +208,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
-        cache: Store all but the last keys and values in fewer bits, for long texts: less memory, slower.
+        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
     """
     from functools import partial
 
@@ -233,7 +233,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of the cache; says what is not used with it."""
+    """The format of a quantized cache; prints that the compiled step is not used with it."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -264,10 +264,10 @@ def compile_(
     ] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Compile the decoding of a model for this machine, so that generate and chat are faster with it.
+    """Compile the decoding of a model for this machine, which makes generate and chat faster.
 
-    The result serves every model of this shape, and is kept in $DUNES_HOME or the user's cache folder.
-    It takes one to two minutes and a C++ compiler (install g++).
+    The result serves every model of this shape, and is stored in $DUNES_HOME or the user's cache folder. It takes
+    one to two minutes and a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 
@@ -294,10 +294,10 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete a line of code or text, up to what stands behind the cursor; lines below are looked at, too.
+    """Complete a line of code or text, up to the text behind the cursor; lines below are used as context, too.
 
-    A run that is still in training, or was stopped, completes by copying from the training files. A running
-    `dunes serve` of the model is asked, which takes a tenth of the time.
+    A run that is still in training, or was stopped, completes by copying from the training files. A running `dunes
+    serve` of the model is asked, which takes a tenth of the time.
 
     Example: dunes complete runs/project src/main.py:12:9
 
@@ -344,7 +344,7 @@ def evaluate(
     out: Annotated[Path | None, flag("FILE", "none")] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-evaluation-harness, or lines.
+    """Evaluate on text (loss in nats/token, perplexity, bits/byte), on tasks of lm-eval, or on lines.
 
     Example: dunes eval runs/project ~/code/other
 
@@ -359,10 +359,10 @@ def evaluate(
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
-        completion: Complete lines of files that the model has not seen, beside copying: exact match, keys saved,
+        completion: Complete lines of unseen files, by the model and by copying alone: exact match, keys saved,
             latency.
-        lines: Lines of each file that are typed key by key with --completion.
-        all_lines: With --completion, also complete lines like one of the training, which are left out otherwise.
+        lines: Lines per file that are typed key by key with --completion.
+        all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
         out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
@@ -422,7 +422,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show what a model folder contains, how much memory it needs, and whether it would load, without loading it.
+    """Show a model folder's contents, the memory it needs, and problems of loading it, without loading it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
@@ -461,7 +461,7 @@ def inspect(
 
 
 def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
-    """The table of a folder's modules: for ids in a language model, else for numbers from 0 to 1."""
+    """Print the table of a folder's modules, run on ids for a language model, else on numbers from 0 to 1."""
     import torch
 
     from dunes import tree
@@ -538,7 +538,7 @@ def export(
 
 
 def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
-    """Whether the folder has no language model. Raises ValueError for options that do not fit."""
+    """True for a folder without a language model. Raises ValueError for options that do not fit."""
     from dunes import checkpoint
 
     folder = checkpoint.locate_model(model).folder

@@ -1,5 +1,4 @@
-"""The completer of a folder: of a trained model, or while a run still trains, copying alone, which is
-also the baseline that a model must beat."""
+"""The completer of a folder: of a trained model, or of a run in training, which only copies (the baseline)."""
 
 import re
 import sysconfig
@@ -34,12 +33,12 @@ from dunes.generate.copying import TextSource
 from dunes.generate.packages import step_source
 
 LONGEST = 128
-"""Bytes before the cursor of which a match is searched."""
+"""Longest match before the cursor, in bytes."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder, with what its training left for the evaluation."""
+    """The completer of a model folder, with the training files and test documents for the evaluation."""
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
@@ -52,8 +51,8 @@ class FolderCompleter(CompletionEngine):
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions; the copied line alone where no gate was fitted, or the model was worse on
-        lines held out. Raises Cancelled where the options say so."""
+        """The most probable suggestions; only the copied line if no gate was fitted, or if the model was worse
+        than copying on validation lines. Raises Cancelled as the options say."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
         copied = _copied(self.far(name, options.files).texts, before, after, options)
@@ -69,30 +68,29 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """The probability of its first word from which on a suggestion is shown, so that at least about this share
-        is accepted.
+        """Minimum probability of a shown suggestion's first word, so that about this share is accepted.
 
-        It is that of the next higher share that was fitted; 0 where none was.
+        It was fitted for the next higher share; 0 if none was fitted.
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
     def seen(self) -> set[bytes] | None:
-        """The digests of all texts that the model was trained and validated on; None if they cannot be known."""
+        """Digests of all training and validation texts; None if they cannot be determined."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
             return text_digests(document_texts([*corpus.train, *corpus.valid]))
         return None
 
     def test_documents(self) -> list[Document]:
-        """The files that the training left for a test. Raises ValueError if it left none."""
+        """The files of the test split. Raises ValueError if there is none."""
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
 
 
 class CopyCompleter:
-    """Copies from the file, from open files and from an index: there is no model yet."""
+    """Copies from the current file, open files and an index, for a run that has no model yet."""
 
     def __init__(self, index: TextIndex) -> None:
         self.index, self._open = index, dict[str, str | None]()
@@ -103,37 +101,40 @@ class CopyCompleter:
         return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line behind the longest match, but not in what the index has of this file."""
+        """The rest of the line after the longest match; the indexed version of this file is left out."""
         return self.alternatives(before, after, name)[0]
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The same as a list, up to a string to stop at. Raises Cancelled where the options say so."""
+        """The same as a list, cut at a stop string. Raises Cancelled as the options say."""
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
         far = [*self.index.without({name, *self._open}).texts, *sources]
-        copied, room = _copied(far, before, after, options), 4 * (options.max_tokens or LIMIT)  # characters, about
+        copied, room = (
+            _copied(far, before, after, options),
+            4 * (options.max_tokens or LIMIT),
+        )  # an estimate in characters
         if len(copied.text) > room:
             copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
         return [copied]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
-        """These texts of files, for `use`."""
+        """The texts of files as given, to pass to `use`."""
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts of files from now on, too."""
+        """Also copy from these files from now on, with these texts by name (None: deleted)."""
         self._open |= files
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """The probability from which on a copy is shown: that of a match of 32 bytes."""
+        """Minimum probability of a shown copy, reached by a match of 32 bytes."""
         return 0.5
 
 
 def _copied(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
-    """The copied line up to a string to stop at. Raises Cancelled where the options say so."""
+    """The copied line, cut at a stop string. Raises Cancelled as the options say."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     copied = CopyNearest(far).complete(near_text(before), after)
@@ -142,9 +143,9 @@ def _copied(far: Sequence[TextSource], before: str, after: str, options: Complet
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The path of a file as the training of this model named it: within the source that has the file."""
+    """The file's path as it was named in training: relative to the source that contains it."""
     for source in training_sources(folder, of_anyone=True)[0]:
-        with suppress(OSError, ValueError, RuntimeError):  # a stranger's may be no path
+        with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
             if path.resolve().is_relative_to(root) and root.is_dir():
                 return header_name(path.resolve().relative_to(root).as_posix())
@@ -152,8 +153,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The sources of a model's training, or of a run that has no model yet, and whether their links are followed;
-    without `of_anyone` none that this user has not trained on."""
+    """The training sources of a model or run, and its `follow_links`; without `of_anyone`, only this user's."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
@@ -171,7 +171,7 @@ def index_in_training(folder: Path) -> TextIndex | None:
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run that has no model yet; `line` is told where it only copies."""
+    """The completer of a model folder, or of a run that has no model yet; `line` gets a note if it only copies."""
     if (index := index_in_training(folder)) is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
@@ -183,11 +183,10 @@ def find_completer(
 
 
 class CopyNearest:
-    """Copies what followed the longest match of the text before the cursor, of at most 128 bytes.
+    """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
 
-    The match is searched in `far`, above the cursor in the file, and behind it where that text is given; of
-    equally long ones the file's wins, and the last one in the same text. Both probabilities are a function of the
-    match's length that only orders suggestions.
+    Matches are searched in `far`, and in the file above and (if given) below the cursor. Of equally long matches
+    the file's wins, then the last in a text. Both probabilities only rank matches, by their length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:
@@ -200,7 +199,7 @@ class CopyNearest:
         return cls([TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST))])
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line behind the match; empty if nothing matches."""
+        """The rest of the line after the match; empty if nothing matches."""
         above = before.encode(errors="replace")
         sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
         matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]

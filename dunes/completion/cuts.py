@@ -1,7 +1,7 @@
-"""Where lines are cut to be completed: seeded positions in the lines of a file.
+"""Cursor positions for evaluating completion: seeded positions in the lines of a file.
 
-The positions are a pure function of the seed, the file's name and its text, so that every completer is asked the
-same and a new file moves no position in another.
+The positions are a pure function of the seed, the file's name and its text, so that all completers get the same
+requests, and a new file changes no position in another.
 """
 
 import re
@@ -15,23 +15,24 @@ import numpy as np
 from dunes.text.lines import split_lines
 
 _WORD = re.compile(r"[\r\n]*[^\w\r\n]*\w*")
-"""A word, as the editor plug-in copilot.vim accepts one: other characters up to the next identifier, and it; the
-line ends before it as well.
+"""A word as accepted by the editor plug-in copilot.vim: line ends, other characters, then the next identifier.
 https://github.com/github/copilot.vim (AcceptWord)"""
 _TOKEN = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
 """An identifier or one other character, with the spaces before it."""
-BRACKETS, QUOTES = {"(": ")", "[": "]", "{": "}"}, "\"'`"
-"""What an editor closes by itself."""
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+"""Brackets that an editor closes automatically."""
+QUOTES = "\"'`"
+"""Quotes that an editor closes automatically."""
 LONGEST = 200
-"""Characters of a line that is typed, at most: nobody types longer ones, and each is a request."""
+"""Longest line that is typed, in characters: nobody types longer ones, and each character is a request."""
 _IDENTIFIER = re.compile(r"\w\w")
 _LINE_END = re.compile(r"[\r\n]")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank: `text` is without indentation and trailing white space, `start` its offset in the
-    file in characters, `end` the offset of the line's end."""
+    """A line that is not blank: `text` without indentation and trailing white space; the offsets of its start and
+    of the line's end in the file, in characters."""
 
     start: int
     end: int
@@ -41,8 +42,8 @@ class Line:
 @dataclass(frozen=True)
 class CutPoint:
     """A cursor in a line of a file. `offset` and `end` (of the line) are in characters from the start of the file,
-    `rest` is what stands between them, without trailing white space and never empty. `behind` is what an editor
-    has put behind the cursor: of this kind, the rest ends before it."""
+    `rest` is the text between them, without trailing white space and never empty. `behind` has the closing
+    brackets that an editor inserted behind the cursor; `rest` then ends before them."""
 
     offset: int
     end: int
@@ -64,11 +65,11 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order.
-    Those inside of brackets that the line closes later come a second time, with these brackets behind them.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
+    cursor inside brackets that the line closes later occurs twice, also with the closing brackets behind it.
 
-    A line is drawn first, each at most once, and then one of its characters: a cursor is behind at least one
-    character that is no indentation, and before at least one. Long lines have no more cursors than short ones.
+    Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
+    short ones. A cursor has at least one character of the line before it (without indentation), and one after it.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -92,8 +93,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """What closes the brackets that a text leaves open, the innermost first, and the place of the first bracket
-    that closes none of it."""
+    """Closing brackets for a text's open ones, innermost first, and the position of its first unmatched closing
+    one."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:
@@ -106,13 +107,13 @@ def unmatched(text: str) -> tuple[str, int | None]:
 
 
 def whole_words(text: str) -> str:
-    """The text without its last identifier or character, which may be a part."""
+    """The text without its last identifier or character, which may be incomplete."""
     *_, last = 0, *(token.start() for token in _TOKEN.finditer(text))
     return text[:last]
 
 
 def first_word(text: str) -> str:
-    """The part of a line up to the end of its first identifier, or all of it, if it has none."""
+    """The line up to the end of its first identifier, or the whole line if it has none."""
     word = _WORD.match(text)
     return word[0] if word else ""
 
@@ -124,7 +125,7 @@ def _cut(text: str, line: Line, column: int, kind: Literal["character", "line st
 
 
 def _closed(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with the brackets behind it that are open there, if the line closes the innermost later."""
+    """The cursor with the closing brackets of all open ones behind it, if the line closes the innermost later."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

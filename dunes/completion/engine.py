@@ -1,9 +1,8 @@
-"""Completion of lines: a model that learned the code, and what the code at hand has that can be copied.
+"""Line completion by a language model trained on the code, and by copying from the files at hand.
 
-Both are one distribution over the next id (`generate/copying.py`), and the line is the most probable that a beam
-search finds in it. The last ids of the typed line are generated again, since a token may go on where the typing
-ended (token healing). The text behind the cursor comes first in the prompt, as in training, so that a typed
-character costs about one id.
+Both are one distribution over the next id (`generate/copying.py`); beam search finds the most probable line in it.
+The last ids of the typed line are generated again, since a token may continue past the cursor (token healing). The
+text behind the cursor comes first in the prompt, as in training, so that a typed character costs about one id.
 """
 
 import itertools
@@ -30,32 +29,32 @@ from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
 
 SUFFIX = 0.25
-"""The part of the context length that the text behind the cursor may take."""
+"""Fraction of the context length available to the text behind the cursor."""
 LIKELY = 4
-"""Alternatives that are shown of a token."""
+"""Alternatives shown per token."""
 MERGED = 3
-"""Indexes of changed files, beyond which the smaller ones become one."""
+"""Number of indexes of changed files above which the smaller ones are merged."""
 
 
 @dataclass(frozen=True)
 class OpenFiles:
-    """The texts of files by name that have changed since the index was made (None: they are gone), and indexes of
-    them, each with the names of the files of which it has the newest text. Later ones are smaller."""
+    """Texts of the files that changed since the index was built, by name (None: deleted), and indexes of them.
+    Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
 
     def far(self, name: str) -> Far:
-        """What can be copied from these files but one."""
+        """The sources to copy from in these files, except the file `name`."""
         older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
         return together([index.without(hidden | {name}) for index, hidden in older])
 
 
 class CompletionEngine:
-    """Completes lines with a model and by copying: from the file, from files that are open, and from an index.
+    """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
-    `gate` mixes the two; without one, the model is alone. `header` tells whether the model knows the paths of
-    files. `find_step` is asked for a compiled step. Raises ValueError if the model has no tokenizer.
+    `gate` mixes the two; without one, the model is alone. `header` is True if the model was trained on files with
+    their paths. `find_step` returns a compiled step, if any. Raises ValueError if the model has no tokenizer.
     """
 
     def __init__(
@@ -77,12 +76,14 @@ class CompletionEngine:
         self._indexed = lru_cache(PARTS)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
-        """From now on the file with this path has this text: it was opened or changed; None if it is gone."""
+        """Set the text of the file with this path, after it was opened or changed; None if it was deleted."""
         self.use(self.with_texts({name: text}))
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
-        """The open files with these texts, for `use`; another thread may call it while lines are completed."""
-        named = ((valid_text(name), text) for name, text in texts.items() if name)  # others could not be hidden
+        """The open files with these texts added, for `use`; thread-safe while lines are completed."""
+        named = (
+            (valid_text(name), text) for name, text in texts.items() if name
+        )  # nameless files could not be hidden
         new = {name: valid_text(text) if text else None for name, text in named}
         known, absent = self._open, object()
         new = {name: text for name, text in new.items() if known.texts.get(name, absent) != text}
@@ -102,34 +103,34 @@ class CompletionEngine:
         return OpenFiles(after, parts)
 
     def use(self, files: OpenFiles) -> None:
-        """Complete lines with these files from now on."""
+        """Complete lines with these open files from now on."""
         if files is not self._open:
             self._open = files
             self._sources.cache_clear()
 
     def index_files(self, files: Sequence[NamedText]) -> None:
-        """Index files that the options of the next requests will have."""
+        """Index files in advance that the options of the next requests contain."""
         self._indexed(tuple(files))
 
     def complete(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> Suggestion:
-        """The rest of the line, or with `options` a few lines. Raises Cancelled where these say so."""
+        """The rest of the line, or several lines as `options` say. Raises Cancelled as they say."""
         return self.alternatives(before, after, name, options)[0]
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions, the best first, as many as `options` say at most; the first may be empty.
+        """The most probable suggestions, best first, at most `options.alternatives`; the first may be empty.
 
-        Raises Cancelled where the options say so.
+        Raises Cancelled as the options say.
         """
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
         text = self.files.tokenize(before, name)
         above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
         kept, typed = self.files.split_typed(line)
-        # With nothing below its line, the text is taken to go on in a way that is not known.
+        # Without text below the line, the continuation is taken as unknown.
         below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
         prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
         mixture = self._mixture_of(options.width)
@@ -151,9 +152,9 @@ class CompletionEngine:
     def explain(
         self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Each token of the rest of a line: its text, its probability, the model's alone, and the likeliest ones.
+        """Each token of the rest of a line: text, probability, the model's probability, and the likeliest tokens.
 
-        The text behind the cursor is not looked at. Raises Cancelled.
+        The text behind the cursor is not used. Raises Cancelled.
         """
         before, name = near_text(before), valid_text(name)
         text, size = self.files.tokenize(before + rest, name), len(before.encode())
@@ -178,7 +179,7 @@ class CompletionEngine:
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:
-        """The information content of a file's text in bits, each id predicted from those above it."""
+        """Information content of a file's text in bits, each id predicted from the ids above it."""
         tokenized, total = self.files.tokenize(text, name), 0.0
         for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources, name=name)):
             mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
@@ -186,7 +187,7 @@ class CompletionEngine:
         return total / math.log(2)
 
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
-        """The ids of a prompt for a cursor between these ids; `header` ids of the text come before its lines."""
+        """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
         below = below[: int(SUFFIX * room)]
         narrow = room < 2 * (len(below) + 3)  # the text above matters more
@@ -202,11 +203,11 @@ class CompletionEngine:
     def sources(
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
-        """What to copy from at a cursor between these ids; the same object where the lines are the same."""
+        """The sources to copy from at a cursor between these ids; the same object while the lines are the same."""
         return self._sources(tuple(above), tuple(below), name, tuple(texts))
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
-        """All files but this one: those in the index that have not changed, those that have, and these texts."""
+        """Sources in all files but this one: unchanged files of the index, changed files, and these texts."""
         parts = [self.index.without({name, *self._open.texts})] if self.index else []
         return together([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
 
@@ -223,7 +224,7 @@ class CompletionEngine:
         return self.files.line(line.decode(errors="ignore"))
 
     def _mixture_of(self, width: int) -> Mixture:
-        """The mixture for so many beams. Only a single one uses a compiled step: its weights may be rounded."""
+        """The mixture for `width` beams. Only a single beam uses a compiled step, whose weights may be rounded."""
         step = self._find_step() if width == 1 else None
         mixture = self._mixtures.get(width)
         if mixture is None or mixture.logits.cache.step is not step:
@@ -233,6 +234,6 @@ class CompletionEngine:
 
 
 def knows_paths(loaded: LoadedModel) -> bool:
-    """Whether a model was trained on files with their paths, by its card."""
+    """True if the model's card says that it was trained on files with their paths."""
     trained = trained_text(loaded.card)
     return bool(trained.get("complete") and trained.get("file_headers", True))

@@ -1,6 +1,6 @@
-"""What a run keeps for completion: an index from its beginning on, and at its end the gate and the thresholds.
+"""Completion data of a training run: an index from the start, and the gate and thresholds at the end.
 
-Intervals are over files: cursors in one file are alike, and one large file must not decide.
+Intervals are over files: cursors in one file are alike, and one large file must not dominate.
 """
 
 import math
@@ -30,25 +30,31 @@ from dunes.generate.copying import Gate
 from dunes.progress import Display
 from dunes.units import plural
 
-BEFORE, BEHIND = 1.2, 0.9
-"""Of texts whose tails are for validation: where what is copied from ends, and where what the gate is fitted on
-begins, in lengths of the tail before the text's end."""
-PLACES, LINES = (40.0, 500, 20_000), (0.05, 4, 120)
-"""Places that the gate is fitted on, and lines that are typed for the thresholds: for each second of the run, and
-the fewest and the most."""
-PLACE_SECONDS, LINE_SECONDS, BYTE_SECONDS = 2e-3, 0.75, 1.5e-6
-"""What one of them takes, at 4M parameters with one thread, and a byte that is indexed."""
+BEFORE = 1.2
+"""End of the indexed part of a text whose tail is for validation, in tail lengths before the text's end."""
+BEHIND = 0.9
+"""Start of the part that the gate is fitted on, in tail lengths before the text's end."""
+PLACES = (40.0, 500, 20_000)
+"""Positions that the gate is fitted on: per second of the run, minimum and maximum."""
+LINES = (0.05, 4, 120)
+"""Lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
+PLACE_SECONDS = 2e-3
+"""Seconds per position, at 4M parameters with one thread."""
+LINE_SECONDS = 0.75
+"""Seconds per typed line, at 4M parameters with one thread."""
+BYTE_SECONDS = 1.5e-6
+"""Seconds per indexed byte."""
 LEAST = 8
-"""Lines on which copying has to be better before the model is left out."""
+"""Minimum number of lines on which copying beats the model before the model is disabled."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""The shares of shown suggestions to be accepted, for which thresholds are fitted."""
+"""Target shares of accepted suggestions, for which thresholds are fitted."""
 RESAMPLES = 2_000
 
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """The index of a run's training files, the names and texts that the gate is fitted on, and those of all files,
-    which are indexed when the run ends."""
+    """The index of a run's training files, the (name, text) pairs for fitting the gate, and the pairs of all files
+    for the index at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]
@@ -60,7 +66,7 @@ class CompletionFiles:
 def prepare_completion(
     corpus: Corpus, tokenizer: FileTokenizer, display: Display, sources: Sequence[str], follow_links: bool
 ) -> CompletionFiles:
-    """Index the training files, and read those that the gate is fitted on.
+    """Index the training files, and read the texts that the gate is fitted on.
 
     Raises ValueError if a file changed since it was collected.
     """
@@ -76,20 +82,19 @@ def prepare_completion(
 
 
 def begin_completion(run: Path, files: CompletionFiles) -> str:
-    """Write the index of a run, which can be copied from while the model learns. Returns a line for the user."""
+    """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
     write_index(run, files.index, files.sources, files.follow_links)
     folder = shlex.quote(str(run))
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
-    """Fit the gate and the thresholds on files that neither the model nor the index has, write both, and add these
-    files to the index.
+    """Fit and write the gate and thresholds, on texts unseen by model and index; then add these to the index.
 
-    `seconds` is the time of the run, of which this takes a few percent. Returns a line for the user.
+    `seconds` is the duration of the run, of which this takes a few percent. Returns a line for the user.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # single tokens: more threads only wait for each other
+    torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
         return _finish(run, files, seconds)
     finally:
@@ -124,7 +129,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
 
 
 def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
-    """The share of cursors of each typed line at which all of the suggestion is right."""
+    """Share of cursors of each typed line at which the suggestion equals the rest of the line."""
     shares = [
         [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
         for suggestions, lines in typed
@@ -134,13 +139,13 @@ def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
 
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
-    """About how long `finish_completion` takes at the end of a run of so many seconds."""
+    """Estimated seconds of `finish_completion` at the end of a run of `seconds`."""
     fitted = PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
     return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
 
 
 def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
-    """Pairs of an acceptance and its threshold. Where none gives it, that is above all probabilities."""
+    """Pairs of acceptance and threshold; an unreachable acceptance gets 2.0, above all probabilities."""
     return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 
@@ -152,11 +157,11 @@ def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Two gates for the engine's model and index, or None without a token, and nats a token of the other texts
-    before and after the first one.
+    """Two gates for the engine's model and index, and facts: the loss in nats/token on the unseen third of the
+    texts, without and with the first gate. None without a token.
 
-    The first one is not fitted on every third text, for what must not be too sure of them; the second one is for
-    use, since each text makes a gate better.
+    The first gate leaves out every third text, so that thresholds fitted on these are not overconfident. The
+    second gate is fitted on all texts, and is the one to use.
     """
     parts = [text for number, text in enumerate(texts) if number % 3] or texts, _others(texts)
     places, others = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
@@ -169,7 +174,7 @@ def fit_mixture(
 
 
 def _others(texts: Sequence[NamedText]) -> Sequence[NamedText]:
-    """Every third text: the first gate is fitted without them."""
+    """Every third text, unseen by the first gate."""
     return texts[::3]
 
 
@@ -179,7 +184,7 @@ def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> 
 
 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
-    """About so many lines of these files, or of the first of them, and the completer's suggestions in them."""
+    """About `lines` lines of these files, or of the first files, with the completer's suggestions in them."""
     texts = texts[:lines]
     each = math.ceil(lines / max(1, len(texts)))
     typed: list[TypedFile] = []
@@ -191,7 +196,7 @@ def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over files, and its 95 % interval."""
+    """A mean over files with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -203,16 +208,16 @@ class Interval:
 
 
 def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
-    """The mean of the values of each file (F,); `files` has the file's number for each value."""
+    """Mean of the values of each file, float (F,); `files` has the file index of each value."""
     _, owners = np.unique(np.asarray(files, int), return_inverse=True)
     means: np.ndarray = np.bincount(owners, np.asarray(values, float)) / np.bincount(owners)
     return means
 
 
 def interval(means: np.ndarray, seed: int = 0) -> Interval:
-    """The mean over files of their means (F,), with the interval of a bootstrap that resamples files.
+    """The mean over the file means (F,), with a bootstrap interval that resamples files.
 
-    Of paired differences, pass the differences (F,). Raises ValueError without files.
+    For paired differences, pass the differences (F,). Raises ValueError without files.
     """
     if not len(means):
         raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")

@@ -1,4 +1,4 @@
-"""The gate between a model and what it copies, fitted on files that neither of them has seen."""
+"""The gate that mixes a model and its copies, fitted on files that neither has seen."""
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
@@ -16,31 +16,38 @@ from dunes.checkpoint import LoadedModel
 from dunes.completion.text import TokenizedText
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
 
-PLACES, BATCH, RATE = 20_000, 256, 5e-3
-"""Places that the gate is fitted on at most, and the settings of the fit by Adam."""
-STEPS, PLACES_PER_STEP = (200, 1600), 5
-"""The fewest and the most steps, and how many places make one more: a gate learns few places by heart. Of 500, 800
-steps made it worse than the model alone on others."""
+PLACES = 20_000
+"""Maximum number of positions that the gate is fitted on."""
+BATCH = 256
+"""Positions per step of Adam."""
+RATE = 5e-3
+"""Learning rate of Adam."""
+STEPS = (200, 1600)
+"""Minimum and maximum number of steps: with 500 positions, 800 steps overfitted (worse than the model alone)."""
+PLACES_PER_STEP = 5
+"""Positions per additional step."""
 RENEWED = 100
-"""Sources are renewed for each line of a text, or when it is longer by so small a part: else a text of N lines
-would be sorted N times."""
+"""Sources of a long text are rebuilt once it has grown by 1/100; rebuilding per line sorts N lines N times."""
 CONTEXT = 64
-"""Ids above a place that are matched."""
+"""Ids above a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
-"""Candidates of a place."""
-CHUNK, FEWEST = 64, 8
-"""Places side by side, about, and the fewest that are taken of a text. Those at its beginning alone have little of
-it above: of many small files, a gate that was fitted on them lost 0.17 nats on others (LOG.md)."""
+"""Candidates of a position."""
+CHUNK = 64
+"""Positions in a contiguous chunk, about."""
+FEWEST = 8
+"""Minimum positions per text. With fewer, many small files give only positions with little text above, and the
+gate lost 0.17 nats on others (LOG.md)."""
 
 
 SourcesOf = Callable[[list[int]], Sources]
-"""The sources to copy from below these ids of a file."""
+"""Returns the sources to copy from after these ids of a file."""
 
 
 class Places(NamedTuple):
-    """What the gate is fitted on: features (N, C, F) of the candidates, their log-probabilities under the model
-    and whether they exist (N, C); the model's highest log-probability, which candidate is the target (-1 for
-    none), its log-probability, and that of all ids that are no candidates (N,)."""
+    """Training data of the gate. Per candidate: features (N, C, F), log-probability under the model (N, C), and a
+    mask, False for padding (N, C). Per position (N,): the model's highest log-probability, the target's candidate
+    index (-1: none) and log-probability, and the log of the total probability of all ids that are no candidates.
+    """
 
     features: Tensor
     logprobs: Tensor
@@ -51,14 +58,14 @@ class Places(NamedTuple):
     rest: Tensor
 
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
-        """The negative log-likelihoods (nats) of the targets at these places under the mixture."""
+        """Negative log-likelihood in nats of the target at each position under the mixture (N,)."""
         part = Places(*(t[rows] for t in self))
         change = gate(part.features, part.logprobs, part.best)
         return mixture_loss(change, part.logprobs, part.target, part.known, part.other, part.rest)
 
 
 def fit_gate(places: Places, seed: int = 0) -> Gate:
-    """A gate that lowers the loss of these places."""
+    """A gate trained to minimise the loss at these positions."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -77,7 +84,7 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 def places_of(
     loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
 ) -> Places | None:
-    """About `most` places, as many of each text, in chunks that are spread over it; None without any."""
+    """About `most` positions, equally many per text, in chunks spread over each text; None if there are none."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     each = even_share([len(text.ids) - text.starts[0] for text in texts], most)
@@ -91,7 +98,7 @@ def places_of(
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """The first index and the length of chunks with about `most` of `size` indices, one in each equal part."""
+    """Start and length of chunks with about `most` of `size` indices in total, one chunk in each equal part."""
     if most >= size:
         return [(0, size)]
     parts = max(1, most // CHUNK)
@@ -100,7 +107,7 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """How many are taken of each where `most` are, or all of those that have fewer."""
+    """Number to take of each group so that about `most` are taken in total; smaller groups give all they have."""
     share, left = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := left // count) < size:
@@ -110,7 +117,7 @@ def even_share(sizes: Sequence[int], most: int) -> int:
 
 
 def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
-    """The place with this target, as a row of `Places`."""
+    """A position with this target id, as a row of `Places`."""
     count = min(len(candidates.ids), ROOM)
     features, own = torch.zeros(ROOM, Copies.FEATURES), torch.zeros(ROOM)
     features[:count], own[:count] = candidates.features[:count], logprobs[candidates.ids[:count]]
@@ -123,10 +130,10 @@ def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
 def scored_places(
     loaded: LoadedModel, text: TokenizedText, sources_of: SourcesOf, first: int | None = None
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
-    """Of each id of a text, after its header or from the index `first` on: the id, log-probabilities (V,) of the
-    model, and what can be copied.
+    """For each id of a text, after its header or from index `first` on: the id, the model's log-probabilities
+    (V,), and the candidates for copying.
 
-    Copied is from the sources for the lines above; of a whole text, where it is long, but for the last percent.
+    The sources are the lines above; in a long text they may lack the last percent, unless `first` is given.
     """
     whole = first is None
     first = max(text.starts[0] if first is None else first, 1)
@@ -144,9 +151,9 @@ def scored_places(
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
-    """The log-probabilities (V,) of each of the ids from the index `first` on, which is at least 1.
+    """Log-probabilities (V,) of each of the ids from index `first` >= 1 on.
 
-    Windows overlap by half, so that each id but those of the first has half of the context length before it.
+    Windows overlap by half, so that all ids after the first window have half of the context length before them.
     """
     context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)

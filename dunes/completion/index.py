@@ -1,4 +1,4 @@
-"""Files at hand, indexed so that what is in them can be copied."""
+"""Files indexed for copying from them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
 
 MOST = 12_000_000
-"""Bytes of text in an index at most: more take longer than ten seconds to sort."""
+"""Maximum bytes of text in an index; more take longer than ten seconds to sort."""
 PARTS = 4
-"""Parts of an index that are remembered, and as many sources of a cursor and files of single requests."""
+"""Size of three LRU caches: filtered indexes, sources at cursors, and indexed files of single requests."""
 SHORT = 4_000
-"""Bytes of a text of which a part is taken, at least."""
+"""Minimum bytes of a text that is split into parts."""
 
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file in an index: its path in its source, and where its ids and its bytes begin."""
+    """A file in an index: its path in its source, and the offsets of its first id and first byte."""
 
     name: str
     start: int
@@ -31,7 +31,7 @@ class IndexedFile:
 
 @dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids and as bytes, each with the index of its contexts. The last few parts of it are remembered."""
+    """Files as ids and as bytes, each with an index of its contexts; the last results of `without` are cached."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex
@@ -39,7 +39,7 @@ class TextIndex:
     contexts: ContextIndex
 
     def without(self, names: Collection[str]) -> Far:
-        """What can be copied from the files but those with these names; records have none."""
+        """The sources to copy from, without the files of these names; records have no names."""
         return self._part(frozenset(file.name for file in self.files if file.name and file.name in names))
 
     @cached_property
@@ -63,16 +63,16 @@ class TextIndex:
 
 
 def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence[Document]:
-    """The first documents that have at most so many bytes together, at least one."""
+    """The first documents with at most `most` bytes in total, at least one document."""
     sizes = np.cumsum([document.size for document in documents])
     return documents[: max(1, int(np.searchsorted(sizes, most, "right")))]
 
 
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
-    """The path in its source, and the text, of each document, without byte order marks.
+    """The path within its source and the text of each document, without byte order marks.
 
-    With `first` and `last`, a part of each text in it: between these fractions of its bytes. At most `MOST` bytes,
-    and none of texts so short that a fraction of their bytes says little about that of their tokens.
+    With `first` and `last`, only the part of each text between these fractions of its bytes. At most `MOST` bytes
+    in total; texts too short to split are left empty.
     """
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 
@@ -89,7 +89,7 @@ def _part(document: Document, first: float, last: float) -> str:
 
 
 def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
-    """The bytes of a text from `start` to `stop`; no more are kept."""
+    """The bytes of a text from `start` to `stop`, without storing more."""
     done = 0
     for block in text:
         data = block.encode()
@@ -98,7 +98,7 @@ def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
 
 
 def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
-    """The index of files by their paths and texts."""
+    """The index of files, given as (path, text)."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in texts:
         indexed.append(IndexedFile(name, len(ids), len(data)))

@@ -1,7 +1,7 @@
-"""Keys that completion saves: lines are typed with a suggestion after every key.
+"""Keys saved by completion: lines are typed with a suggestion after every key.
 
-The user of the simulation is greedy and knows the line: the first word of a suggestion is accepted as soon as it
-saves a key. Keys saved are thus an upper bound. Indentation is free, and Enter is not counted.
+The simulated user is greedy and knows the line: the first word of a suggestion is accepted as soon as it saves a
+key. Keys saved are thus an upper bound. Indentation is free, and Enter is not counted.
 """
 
 import math
@@ -16,15 +16,14 @@ from dunes.completion.cuts import Line, first_line, first_word
 from dunes.completion.protocol import LineCompleter, Suggestion
 
 ACCEPTANCE = 0.35
-"""The share of shown suggestions that users of JetBrains' completion accept: https://arxiv.org/abs/2405.08704."""
+"""Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
 GRID = 33
-"""Thresholds that are tried."""
+"""Number of thresholds that are tried."""
 
 
 @dataclass(frozen=True)
 class Typing:
-    """Typed lines: their characters, the keys that were needed, and how many different suggestions were shown and
-    accepted (at least in part)."""
+    """Totals over typed lines: characters, keys pressed, and different suggestions shown and (partly) accepted."""
 
     characters: int = 0
     keys: int = 0
@@ -37,12 +36,12 @@ class Typing:
 
     @property
     def saved(self) -> float:
-        """The share of keys that is saved; NaN without characters."""
+        """Share of keys saved; NaN without characters."""
         return 1 - self.keys / self.characters if self.characters else math.nan
 
     @property
     def acceptance(self) -> float:
-        """The share of shown suggestions that is accepted; NaN if none was shown."""
+        """Share of shown suggestions that is accepted; NaN if none was shown."""
         return self.accepted / self.shown if self.shown else math.nan
 
     @property
@@ -52,10 +51,10 @@ class Typing:
 
 
 class FileSuggestions:
-    """The suggestions of a completer in a file, each asked once.
+    """The suggestions of a completer in a file; each is requested once.
 
-    `cold` has the seconds of the first request, `warm` those of requests after a key on the line of the request
-    before. The text behind the cursor is given from the next line on with `below`, else not at all.
+    `cold` has the seconds of the first request, `warm` of requests one key after the previous one on the same
+    line. With `below`, the completer gets the text from the next line on, otherwise no text after the cursor.
     """
 
     def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
@@ -68,7 +67,7 @@ class FileSuggestions:
     def ask(self, end: int, offset: int, warm: bool = False, behind: str = "") -> Suggestion:
         """The suggestion at an offset of a line that ends at `end`, both in characters of the file.
 
-        `behind` stands behind the cursor instead of the line's rest.
+        `behind` is the text behind the cursor, in place of the rest of the line.
         """
         if (offset, behind) not in self._known:
             after = behind + (self.text[end:] if self._below else "")
@@ -87,13 +86,13 @@ class FileSuggestions:
 
 
 TypedFile = tuple[FileSuggestions, Sequence[Line]]
-"""A file, and the lines that are typed in it."""
+"""A file's suggestions, and the lines to type in it."""
 
 
 def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: float = 0.0) -> Typing:
-    """A line typed with suggestions after each column, shown from a probability of `threshold` on.
+    """Type a line with suggestions after each column, shown from a probability of `threshold` on.
 
-    `content` is without indentation. A key accepts the first word of a suggestion.
+    `content` is without indentation. One key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
     standing, is_accepted = "", False
@@ -112,16 +111,16 @@ def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: flo
 
 
 def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
-    """The lines of a file typed with suggestions."""
+    """Type the lines of a file with suggestions."""
     suggestions, lines = file
     typed = (type_line(line.text, partial(suggestions.in_line, line), threshold) for line in lines)
     return sum(typed, Typing())
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none has.
+    """The threshold that saves most keys while at least this share is accepted; infinite if none does.
 
-    The files must be others than those that are scored, and unseen by the completer.
+    The files must be unseen by the completer, and not be evaluated on.
     """
     asked = [s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))]
     if not asked:
@@ -136,6 +135,6 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
 
 def mean_saved(typed: Iterable[Typing]) -> float:
-    """The mean over files of the share of keys saved; NaN without typed files."""
+    """Mean over files of the share of keys saved; NaN without typed files."""
     shares = [file.saved for file in typed if file.characters]
     return sum(shares) / len(shares) if shares else math.nan

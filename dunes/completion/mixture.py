@@ -1,4 +1,4 @@
-"""What may follow the text at a cursor: the mixture of model and copies, where it agrees with what is typed."""
+"""Distribution of the next id at a cursor: the mixture of model and copies, restricted to what is typed."""
 
 # Shapes: V vocabulary.
 
@@ -15,11 +15,11 @@ from dunes.generate.prefix_cache import PieceReader
 from dunes.generate.remembered import Remembered, RememberedLogits
 
 PROPOSED = 16
-"""Ids of a copy that are evaluated at once at most."""
+"""Maximum number of ids of a copy that are evaluated in one forward."""
 
 
 class Mixture:
-    """Log-probabilities (V,) after texts. Those of the last request are remembered while its sources are used."""
+    """Next-id log-probabilities (V,) after texts, cached for the last request while its sources stay the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
@@ -30,7 +30,7 @@ class Mixture:
     def begin(
         self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
     ) -> None:
-        """Begin a request for up to `room` ids after a prompt: what may be copied in it, and what cancels it.
+        """Begin a request for up to `room` ids after a prompt, with the copies in it and a check for cancellation.
 
         Raises Cancelled.
         """
@@ -45,14 +45,14 @@ class Mixture:
                 self._stop_if_cancelled()
 
     def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The log-probabilities of what follows each of these texts, -inf for what does not agree with what is
-        typed. Raises Cancelled."""
+        """Next-id log-probabilities (V,) after each text, -inf for ids that contradict the typed text. Raises
+        Cancelled."""
         self._stop_if_cancelled()
         rows = self.logits.after(texts)
         return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
-        """The same of one text. If it has to be evaluated, up to `room` ids that copies propose are, too."""
+        """The same for one text. A forward also evaluates up to `room` ids that copies propose."""
         vocab = self.logits.cache.vocab
         if self.gate and vocab is not None and self.logits.get(text) is None:
             self._stop_if_cancelled()
@@ -61,17 +61,15 @@ class Mixture:
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
-        """The log-probability that what follows the prompt has all that is typed: less this, that of a line is the
-        one given what is typed.
+        """log P(typed text | prompt); subtract it to condition a line on what is typed.
 
-        Of ids that are a part of it, those count that this request has looked behind; 0 if it has looked at none.
+        Ids that are only a part of the typed text count once this request has evaluated their continuation.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """The log-probability that an identifier at the end of this text goes no further; 0 if this request has
-        not looked behind it."""
+        """Log-probability that an identifier at the end of this text is complete; 0 if not evaluated."""
         mixed = self._asked.get(tuple(text))
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 
@@ -101,13 +99,14 @@ class Mixture:
         return mixed
 
     def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:
-        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # on the CPU, where the gate is
+        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # the gate is on the CPU
         if allowed is not None:
             allowed = allowed[: len(mixed)]
         if self.gate:
             mixed = self.gate.mix(self.copies, mixed, text, allowed)
         if allowed is not None:
             mixed = mixed.masked_fill(~allowed, -math.inf)
-            # Given what is typed. Tokens of a part of it are weighed by what follows them, so later steps are not.
+            # Condition on what is typed. An id that is a part of it is weighed by its continuation, so later ids
+            # are not.
             mixed = mixed.log_softmax(-1) if first else mixed
         return mixed

@@ -1,4 +1,4 @@
-"""What completes lines, and its answer."""
+"""The interface of a line completer."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,8 +6,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The rest of a line; `word` and `line` are the probabilities (0 to 1) that its first word, and all of it, are
-    right. `ends_line` is false where the line goes on."""
+    """The rest of a line; `word` is the probability in [0, 1] that its first word is right, `line` that all of it
+    is. `ends_line` is False if the line goes on."""
 
     text: str
     word: float = 1.0
@@ -16,10 +16,10 @@ class Suggestion:
 
 
 class LineCompleter(Protocol):
-    """Completes lines. Its answers depend on the arguments alone, not on what was asked before."""
+    """Completes lines. The answers depend on the arguments alone, not on earlier requests."""
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line, of the text before and behind the cursor, and of the file's path."""
+        """The rest of the line, given the text before and behind the cursor and the file's path."""
         ...
 
 

@@ -1,10 +1,10 @@
-"""The rest of a line that repeats the one above it with another name.
+"""The rest of a line that repeats the line above with another name.
 
     first = padded(first, 3)
     second = padded(▏second, 3)
 
-Both are compared token by token up to the cursor. Where nothing but one word differs, the rest is that of the line
-above, in which this word is replaced, or the part of it that differs (of `first_cost` and `second_cost`, `first`).
+Both lines are compared token by token up to the cursor. If they differ in a single word, the rest is copied from
+the line above with this word replaced, or its differing part (of `first_cost` and `second_cost`, `first`).
 """
 
 import re
@@ -13,17 +13,21 @@ from typing import NamedTuple
 
 from dunes.text.lines import split_lines
 
-LINES, REACH, LEAST = 4096, 20_000, 2
-"""Characters in which the line above is, in which a word is looked up that is begun, and of that word at least."""
+LINES = 4096
+"""Characters before the cursor in which the line above is searched."""
+REACH = 20_000
+"""Characters before the cursor in which a partly typed word is looked up."""
+LEAST = 2
+"""Minimum characters of a partly typed word."""
 LONGEST = 400
-"""Characters of a line, at most."""
+"""Maximum characters of a line."""
 _TOKEN = re.compile(r"\w+|[^\w\s]|\s+")
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|_+|.")
 _CASES = (str, str.lower, str.upper, lambda w: w[:1].upper() + w[1:], lambda w: w[:1].lower() + w[1:])
 
 
 class _Name(NamedTuple):
-    """A word that stands in place of another, and how the parts of both that differ are spelled in other words."""
+    """A word `new` that replaces `old`, and (old, new) spellings of their differing parts inside other words."""
 
     old: str
     new: str
@@ -31,7 +35,7 @@ class _Name(NamedTuple):
 
 
 def renamed_rest(before: str) -> str:
-    """What the last line goes on with, if it repeats the one above with another name; else empty."""
+    """The rest of the last line, if it repeats the line above with another name; else empty."""
     *lines, typed = split_lines(before[-LINES:] + "|")
     above, typed = next((line.strip() for line in reversed(lines) if line.strip()), ""), typed[:-1].lstrip()
     if max(len(above), len(typed)) > LONGEST:
@@ -40,7 +44,7 @@ def renamed_rest(before: str) -> str:
 
 
 def _repeated(here: Sequence[str], there: Sequence[str], text: str) -> str:
-    """The rest of `there` with the name that `here` has in place of another; empty if there is none."""
+    """The rest of the line `there` with the renaming of the line `here`; empty if nothing is renamed."""
     if not 1 < len(here) <= len(there):
         return ""
     pairs, part = [*zip(here, there, strict=False)], here[-1]
@@ -53,7 +57,7 @@ def _repeated(here: Sequence[str], there: Sequence[str], text: str) -> str:
         name = _name(*differ.pop())
         new = [_renamed(token, name) for token in (end, *rest)]
     elif not end.startswith(part) and (word := _begun(part, end, text)):
-        end, name = word, _name(word, end)  # only if the rest has it again, it is what is meant
+        end, name = word, _name(word, end)  # it is meant only if the rest repeats it
         new = [word, *(_renamed(token, name) for token in rest)]
     else:
         return ""
@@ -62,7 +66,7 @@ def _repeated(here: Sequence[str], there: Sequence[str], text: str) -> str:
 
 
 def _begun(part: str, old: str, text: str) -> str:
-    """The last word of the text that goes on after this part of one; empty if it is none, or too short."""
+    """The last word of the text that starts with `part`; empty if there is none, or `part` is too short."""
     if len(part) < LEAST or not _is_word(part) or not _is_word(old):
         return ""
     *_, last = "", *(match[0] for match in re.finditer(rf"\b{part}\w+", text[: -len(part)]))
@@ -81,7 +85,7 @@ def _name(new: str, old: str) -> _Name:
 
 
 def _renamed(token: str, name: _Name) -> str:
-    """The token with the name in place of the other, or with the part of it that differs."""
+    """The token with the old name replaced by the new, or the part of it that differs."""
     if token == name.old:
         return name.new
     parts = _PART.findall(token)

@@ -1,4 +1,4 @@
-"""The search for the rest of a line: what is most probable by the mixture of model and copies."""
+"""Search for the most probable rest of a line under the mixture of model and copies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,26 +15,31 @@ from dunes.generate.copying import is_word
 from dunes.text.lines import split_lines
 
 LIMIT = 48
-"""Tokens of a line at most."""
+"""Maximum tokens of a line."""
 WIDTH = 3
-"""Beams."""
-BEAMED, LEAD = 5, 1.5
-"""Ids up to which there are several beams, and nats by which one is so far ahead that it goes on alone."""
-HOPELESS, LIKELY = -2.3, -1.9
-"""Log-probability (nats) of a line below which it is not written to its end, but copied, and that of its first
-word from which on it stays."""
-LONG, SURE = 10, -1.8
-"""Bytes before the cursor that the file itself has had before, from which on a line is copied below SURE."""
+"""Number of beams."""
+BEAMED = 5
+"""Beam search covers the first 5 tokens."""
+LEAD = 1.5
+"""Lead in nats at which the best beam continues alone."""
+HOPELESS = -2.3
+"""Log-probability (nats) of a line below which decoding stops and the line is copied instead."""
+LIKELY = -1.9
+"""Log-probability (nats) of a beam's first word from which a copy with another first word is rejected."""
+LONG = 10
+"""Minimum length in bytes of a match within the file for copying its line."""
+SURE = -1.8
+"""Log-probability (nats) of a line below which the line of such a match is copied."""
 REPEATED = math.log(0.4)
-"""Of a line that repeats the one above with another name, at least: 30 of 69 were right (LOG.md)."""
+"""Minimum log-probability of a line that repeats another, renamed; 30 of 69 such lines were right (LOG.md)."""
 
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """The number of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
+    """Numbers of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
 
-    They end before a string of `stop`, and after `max_tokens`. `cancelled` is asked between two forwards. `files`
-    are names and texts to copy from in this request alone.
+    Suggestions end before a string of `stop`, and after `max_tokens`. `cancelled` is called between two forwards.
+    `files` are names and texts to copy from in this request alone.
     """
 
     lines: int = 1
@@ -67,7 +72,7 @@ class Beam(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The log-probability of all ids together."""
+        """Total log-probability of the ids."""
         return sum(self.logprobs)
 
     def grown(self, id: int, logprob: float) -> "Beam":
@@ -75,15 +80,15 @@ class Beam(NamedTuple):
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
     def given(self, logprob: float) -> "Beam":
-        """The beam with its log-probability given what has this one; it belongs to the first id."""
+        """The beam conditioned on an event of this log-probability, subtracted from the first id."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
 
 
 class LineSearch:
-    """The search at a cursor behind a prompt and what is typed since. At most `room` ids fit behind the prompt.
+    """The search at a cursor behind a prompt and the text typed since. At most `room` ids fit behind the prompt.
 
-    `renamed` is the rest of the line, if it repeats another with another name.
+    `renamed` is the rest of the line if it repeats the line above with a name replaced.
     """
 
     def __init__(
@@ -95,14 +100,14 @@ class LineSearch:
 
     @property
     def typed(self) -> bytes:
-        """The bytes that the ids have to begin with."""
+        """Bytes that the ids must start with."""
         return self.mixture.copies.typed
 
     def beams(self) -> list[Beam]:
-        """The most probable ids up to the lines' end, with their probabilities given what is typed."""
+        """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
         found = [Beam()] if self.options.width == 1 else self._side_by_side()
-        if found and not self.ends(found[0]) and self._hopeless(found):  # a user may take the first word
+        if found and not self.ends(found[0]) and self._hopeless(found):  # a user may accept the first word
             found.sort(key=self._word_logprob, reverse=True)
             best = [self._decoded(beam) for beam in found[:count]]
         else:
@@ -115,7 +120,7 @@ class LineSearch:
         return found[:count]
 
     def text(self, beam: Beam) -> str:
-        """The lines of these ids without what is typed, and without a word at their end that may be a part."""
+        """The text of these ids without the typed part, and without a last word that may be incomplete."""
         text = "".join(split_lines(self._data(beam).decode(errors="ignore"))[: self.options.lines])
         places = [place for stop in self.options.stop if (place := text.find(stop)) >= 0]
         if places:
@@ -125,8 +130,7 @@ class LineSearch:
         return text.rstrip("\r\n")
 
     def logprob(self, beam: Beam, text: str) -> float:
-        """The log-probability of the ids that have all of this text behind what is typed, and that an identifier
-        at its end goes no further."""
+        """Log-probability that this text follows the typed part, and that its last identifier is complete."""
         total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:
@@ -146,7 +150,7 @@ class LineSearch:
         )
 
     def _decoded(self, beam: Beam) -> Beam:
-        """The beam with the most probable ids one by one, until it ends, or has a whole word and no prospect."""
+        """The beam with greedily decoded ids, until it ends, or has a whole word and is hopeless."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if first_word(text) != text and self._hopeless([beam]):
@@ -159,8 +163,8 @@ class LineSearch:
         return beam
 
     def _or_copied(self, beam: Beam) -> Beam:
-        """The beam; if it has no prospect, the line behind the longest match of the text, unless its first word is
-        another one than the beam's, which is probable enough."""
+        """The beam; if it is hopeless, the line after the longest match of the text instead, unless the beam's
+        first word differs and is likely."""
         copies = self.mixture.copies
         if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._rest(beam))):
             return beam
@@ -173,7 +177,7 @@ class LineSearch:
         return beam if is_likely else copied
 
     def _repeating(self) -> Beam | None:
-        """The line that repeats another with another name, if it does."""
+        """The line that repeats the one above with a name replaced, if any, as a beam."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
         line = self.typed + f"{self.renamed}\n".encode()
@@ -184,7 +188,7 @@ class LineSearch:
         return beam
 
     def _scored(self, ids: Sequence[int]) -> Beam | None:
-        """The ids of a line with their log-probabilities given what is typed; None without its end."""
+        """The ids of a line with log-probabilities conditioned on the typed text; None if they do not end it."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
         beam = Beam()
@@ -198,36 +202,36 @@ class LineSearch:
         return beam.given(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
 
     def ends(self, beam: Beam) -> bool:
-        """Whether these ids have so many line ends, a string to stop at, or the end of the text."""
+        """True if these ids have `lines` line ends, a stop string, or the end of the text."""
         text = self._data(beam).decode(errors="replace")
         if len(split_lines(text)) > self.options.lines or any(stop in text for stop in self.options.stop):
             return True
         return bool(beam.ids) and not self.pieces[beam.ids[-1]]
 
     def _decided(self, beams: Sequence[Beam]) -> bool:
-        """Whether the first beam is far more probable than the next, or hopeless.
+        """True if the first beam is far more probable than the second, or hopeless.
 
-        Those without all of what is typed are not comparable: they have yet to lose what others have lost.
+        Beams that have not yet covered the typed text are not comparable with others.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._rest, beams)) and (lead >= LEAD or self._hopeless(beams))
 
     def _hopeless(self, beams: Sequence[Beam]) -> bool:
-        """Whether the first of some beams has no prospect, given what is typed, which all have."""
+        """True if the first beam is below HOPELESS, given the typed text; False if a beam has not covered it."""
         if any(map(self._rest, beams)):
             return False
         return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
 
     def _rest(self, beam: Beam) -> bytes:
-        """The typed bytes that a beam does not have yet."""
+        """Typed bytes that a beam has not covered yet."""
         return self.mixture.copies.rest([*self.prompt, *beam.ids])
 
     def _data(self, beam: Beam) -> bytes:
-        """The bytes of the ids without what is typed."""
+        """Bytes of the ids without the typed part."""
         return b"".join(self.pieces[i] for i in beam.ids)[len(self.typed) :]
 
     def _word_logprob(self, beam: Beam) -> float:
-        """The log-probability of the first word; -inf without one."""
+        """Log-probability of the first word; -inf without one."""
         word = first_word(self._data(beam).decode(errors="ignore"))
         return self.logprob(beam, word) if word.strip() else -math.inf
 
@@ -244,11 +248,11 @@ def beam_search(
     ends: Callable[[Sequence[int]], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """What `width` beams of up to `max_tokens` ids find, the most probable first; none, if nothing may follow.
+    """Beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if nothing may follow.
 
-    `logprobs` gives the log-probabilities (V,) of what follows each of several texts, with -inf for what must not.
-    The search is over when no unfinished continuation is as probable as the best that `ends`, or earlier, when all
-    that are left, the most probable first, are `decided`.
+    `logprobs` returns the next-id log-probabilities (V,) of each of several texts, -inf for forbidden ids. The
+    search stops when no unfinished beam is as probable as the best finished one (`ends`), or when `decided`
+    returns True for the beams, sorted by probability.
     """
     beams, finished, left = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):

@@ -1,8 +1,8 @@
-"""What a run keeps to complete with, in RUN/completion: the training text with its indexes, the gate, thresholds.
+"""Completion files of a run, in RUN/completion: the training text with its indexes, the gate, thresholds.
 
-`index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` says which
-file is where; both are there seconds after a run has begun. `gate.safetensors` and `gate.json` follow at its end,
-when the index gets the validation files, too.
+`index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` their names
+and offsets; both are written seconds after a run has begun. `gate.safetensors` and `gate.json` follow at its end,
+when the validation files are added to the index.
 """
 
 import json
@@ -27,7 +27,7 @@ from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, Gate
 
 FOLDER, INDEX_FORMAT, GATE_FORMAT = "completion", 1, 2
-INDEX_REMEDY = "remove this folder to complete without what it has, or train again"
+INDEX_REMEDY = "remove this folder to complete without it, or train again"
 GATE_REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 
@@ -44,8 +44,8 @@ def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow
 
 
 def read_sources(run: Path) -> Mapping[str, Any]:
-    """The sources of an index's text, and whether their links were followed, as a card has them; empty if it does
-    not say. Raises ValueError for a damaged record."""
+    """The sources of an index's text and their `follow_links`, as in a card; empty if they were not recorded.
+    Raises ValueError for a damaged record."""
     file = find_file(run, f"{FOLDER}/files.json")
     return {} if file is None else _record(file, INDEX_FORMAT, INDEX_REMEDY)
 
@@ -85,7 +85,7 @@ def _context_index(items: NDArray[Any], order: NDArray[Any], dtypes: Collection[
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
-    """Write the gate of a run, with what was fitted and measured with it."""
+    """Write the gate of a run, with the facts fitted and measured with it."""
     folder = run / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / "gate.safetensors", save_tensors(gate.state_dict()))

@@ -1,4 +1,4 @@
-"""A file's text as ids, as training and completion see it: its path, then its lines."""
+"""A file's text as ids, as in training and completion: its path, then its lines."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -17,26 +17,30 @@ from dunes.generate.copying import is_word
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines, valid_text
 
-NEAR, BELOW, LINE = 200_000, 20_000, 4096
-"""Characters above and below the cursor that are looked at, and of a line that are encoded at once."""
+NEAR = 200_000
+"""Characters above the cursor that are used."""
+BELOW = 20_000
+"""Characters below the cursor that are used."""
+LINE = 4096
+"""Characters of a line that are encoded at once."""
 FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
-"""Sentinels of fill-in-the-middle as Qwen and StarCoder spell them."""
+"""Fill-in-the-middle sentinels of Qwen and of StarCoder."""
 CACHED_LINES = 1 << 16
-"""Lines whose ids are remembered: after a keystroke, all but one are the same."""
+"""Lines whose ids are cached: after a keystroke, all but one are the same."""
 
 
 class TokenizedText(NamedTuple):
-    """Ids, and the index at which each line begins; the first `starts[0]` ids are the header."""
+    """Ids, and the index at which each line starts; the first `starts[0]` ids are the header."""
 
     ids: list[int]
     starts: list[int]
 
 
 class FileTokenizer:
-    """Texts of files as ids; `header` tells whether the model was trained on paths before the files."""
+    """Encodes the texts of files; `header` is True if the model was trained on paths before the files."""
 
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
@@ -46,7 +50,7 @@ class FileTokenizer:
         self._sorted = [self.pieces[i] for i in self._order]
         self._allowed = lru_cache(256)(self._find_allowed)
         self.shorter = lru_cache(256)(self._find_shorter)
-        self._lines_above = lru_cache(2)(self._tokenize_lines)  # after a keystroke they are the same
+        self._lines_above = lru_cache(2)(self._tokenize_lines)  # unchanged by a keystroke
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
     @property
@@ -55,15 +59,15 @@ class FileTokenizer:
         return self.tokenizer.eos
 
     def line(self, text: str) -> tuple[int, ...]:
-        """The ids of a line or of a part of one; of a very long one, as of several."""
+        """The ids of a line or part of a line; a very long one is encoded in pieces."""
         if len(text) <= LINE:
             return self._line(text)
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """The ids without those at the end that could be part of one longer token, and the bytes of these.
+        """The ids before those that a longer token could replace, and the bytes of the replaceable ids.
 
-        Text that ends in several tokens may go on as one longer token. Characters that no token has stay.
+        Text that ends in several tokens may continue as one longer token. Characters that no token has stay.
         """
         known = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
         for cut in range(max(known, len(ids) - 8), len(ids)):
@@ -74,10 +78,9 @@ class FileTokenizer:
         return ids, b""
 
     def allowed(self, typed: bytes) -> Tensor | None:
-        """Which ids (V,), bool, may be next where the text has to go on with these bytes; None if all may.
+        """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
 
-        Those that begin with the bytes, and those that the bytes begin with: the line that is meant may be spelled
-        in shorter tokens than one that begins with all of what is typed.
+        These ids start with the bytes, or are a prefix of them: the line may be spelled in shorter tokens.
         """
         return self._allowed(typed) if typed else None
 
@@ -89,25 +92,25 @@ class FileTokenizer:
         return allowed
 
     def _find_shorter(self, typed: bytes) -> list[int]:
-        """The ids that are a part of these bytes, from their beginning on."""
+        """Ids whose bytes are a proper prefix of these bytes."""
         parts = [typed[:n] for n in range(1, len(typed))]
         ranges = [(bisect_left(self._sorted, part), bisect_right(self._sorted, part)) for part in parts]
         return [id for first, last in ranges for id in self._order[first:last]]
 
     def plain(self, text: str) -> list[int]:
-        """The ids of a text that is no beginning of a file."""
+        """The ids of a text that does not start a file."""
         if self.tokenizer.line_separable:
             return [i for line in split_lines(text) for i in self.line(line)]
         return self.tokenizer.encode_continuation(text)
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, or if the model knows none, a document's start."""
+        """The ids before the first line of a file: its path, or a document's start if the model knows no paths."""
         if not self.header:
             return list(self.tokenizer.document_start)
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
-        """The ids of a text from its beginning, in lines; a part of a line at its end counts as one."""
+        """The ids of a text from its start, in lines; an unfinished last line counts as one."""
         if self.tokenizer.line_separable:
             last = max(text.rfind("\n"), text.rfind("\r")) + 1
             above = self._lines_above(text[:last], name)
@@ -121,7 +124,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts)
 
     def _tokenize_lines(self, text: str, name: str) -> TokenizedText:
-        """The same of a text of whole lines, without the empty one at its end."""
+        """The same for a text of complete lines, without the empty line at its end."""
         ids, starts = self.start(name), list[int]()
         for line in split_lines(text)[:-1]:
             starts.append(len(ids))
@@ -130,16 +133,16 @@ class FileTokenizer:
 
 
 class FimForm(NamedTuple):
-    """The ids of the sentinels before prefix, suffix and middle, and whether a prompt ends with the prefix."""
+    """Sentinel ids before prefix, suffix and middle; with `suffix_first`, a prompt ends with the prefix."""
 
     ids: tuple[int, int, int]
     suffix_first: bool
 
 
 def fim_form(loaded: LoadedModel) -> FimForm | None:
-    """How a model has learned to fill in the middle; None if it has not.
+    """The fill-in-the-middle format of a model; None if it was not trained to fill in.
 
-    A model that was trained here says so in its card. Of others, the sentinels in the tokenizer do.
+    Models trained here have it in their card; for others, the tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if trained and not (trained.get("complete") and trained.get("fim_rate")):
@@ -152,7 +155,7 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 
 def near_text(before: str) -> str:
-    """The last part of the text above the cursor, from the beginning of a line where there is one."""
+    """The last part of the text above the cursor, from the start of a line if one is near."""
     if len(before) > NEAR:
         part = before[-NEAR:]
         before = part[part.find("\n", 0, LINE) + 1 :]
@@ -160,11 +163,11 @@ def near_text(before: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
-    """The suggestion without an end that stands behind the cursor; empty if all of it is what follows the line.
+    """The suggestion without the part that already follows the cursor; empty if it repeats the next lines.
 
-    `typed` is what the line has before the cursor: the line with it is what may follow. Where something stands
-    behind the cursor in its line, only the first line is suggested, up to where it would close a bracket or a
-    quote that it did not open and that what stands behind closes.
+    `typed` is the line before the cursor: together with the suggestion it may equal the next line. If the line
+    goes on behind the cursor, the suggestion is a single line. It ends before a closing bracket or quote that the
+    text behind the cursor already has.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closed(first_line(suggestion), rest, typed)
@@ -176,7 +179,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closed(line: str, rest: str, typed: str) -> str:
-    """The line up to a bracket or a quote that is open before the cursor, if the rest behind it closes that."""
+    """The line up to a bracket or quote that is open before the cursor, if `rest` closes it."""
     (_, ours), (_, theirs) = unmatched(line), unmatched(rest)
     if ours is not None and theirs is not None and line[ours] == rest[theirs]:
         line = line[:ours]
@@ -187,7 +190,7 @@ def _before_closed(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """Whether the line ends with this part; what the typed line opened is not taken to be closed by it."""
+    """True if the line ends with this part, which closes no bracket or quote opened in the typed line."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
@@ -197,9 +200,9 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
-    """The last ids that a model of this context length can attend to, from a place that seldom moves.
+    """The last ids that fit into this context length, from an offset that seldom moves.
 
-    When a text grows by one id, nearly always the window does, too, so that the cache of the model holds.
+    When a text grows by one id, the window nearly always grows by one, so that the KV cache stays valid.
     """
     if len(ids) <= length:
         return ids

@@ -1,4 +1,4 @@
-"""Finetuning examples: from records to conversations, and from these to ids with a loss mask over the answers.
+"""Finetuning examples: records to conversations, and conversations to ids with a loss mask over the answers.
 
 The format of a file is detected from its first row. An invalid row is an error that names it, never a guess.
 """
@@ -28,16 +28,16 @@ ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""The role of a message by its names in the formats of OpenAI and ShareGPT."""
+"""Roles by their names in the formats of OpenAI and ShareGPT."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
-"""The keys of a system prompt beside a conversation or a task."""
+"""Keys of a system prompt beside a conversation or a task."""
 
 VARIABLES = "chat_template_kwargs"
-"""The key of further variables of the chat template."""
+"""Key of further variables of the chat template."""
 
 LOSS_KEYS = ("weight", "train", "training", "loss")
-"""The keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
+"""Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
 
 _TOOLS = dict.fromkeys(
     ("tools", "functions", "tool_calls", "function_call"),
@@ -59,7 +59,7 @@ UNUSABLE_IN_MESSAGES = (
     )
     | {"refusal": "a refusal beside the content is not supported; write it into the content"}
 )
-"""Fields whose meaning cannot be used, with what an error says."""
+"""Error messages by unsupported field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Record:
 class Records:
     """The records of a file. `format` is a key of RECORD_FORMATS, `blank` counts rows without text.
 
-    `ignored` names the fields of rows and of messages that have no effect.
+    `ignored` names the fields of rows and messages that have no effect.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class Records:
 
     @property
     def description(self) -> str:
-        """One line: how many records of which format."""
+        """One line: the number of records and their format."""
         blank = f"; {self.blank} without text skipped" if self.blank else ""
         records = plural(len(self.rows), "record")
         return f"{self.path}: {records} of {RECORD_FORMATS[self.format].description}, in {self.file_format}{blank}"
@@ -99,8 +99,7 @@ class Records:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A format of records: its description, the keys that identify it, the function that reads a row, and further
-    keys that it reads."""
+    """A format of records: description, keys that identify it, function that reads a row, and optional keys."""
 
     description: str
     keys: tuple[str, ...]
@@ -110,7 +109,7 @@ class RecordFormat:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`ids` (T,) int32, and `loss_mask` (T,) bool: which of them are targets. `place` is the record's.
+    """`ids` (T,), int32, and `loss_mask` (T,), bool, True for targets. `place` is the record's.
 
     `window_index` counts the windows of a plain text, which overlap by one id; None for a conversation.
     """
@@ -124,12 +123,12 @@ class Example:
         return len(self.ids)
 
     def targets(self, context_length: int) -> int:
-        """The number of targets in a row of this length."""
+        """Number of targets in a row of this length."""
         return int(self.loss_mask[1 : context_length + 1].sum())
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
-    """The records of a JSON list, a JSON lines file, gzipped or not, or a parquet file.
+    """The records of a JSON list, a JSON lines file (both may be gzipped), or a parquet file.
 
     With `fields`, only these are read, as plain text. Raises ValueError that names the file, the line or row, the
     expected value and the actual one.
@@ -149,7 +148,7 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """The place and the text (maybe empty) of each record, from these fields or of a known format.
+    """The place and the (possibly empty) text of each record, from these fields or of a known format.
 
     Raises ValueError like `read_records`, and if no record has text.
     """
@@ -170,14 +169,14 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
 
 SHOWN_FIELDS = 20
-"""The number of ignored fields that are named."""
+"""Maximum number of ignored fields that are named."""
 
 NAME_FIELD = "name the field to read with --text-field"
 NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
 
 def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
-    """A description of the text in a file with this first row, and the function that reads the text of a row.
+    """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
     Several fields, and the turns of a conversation, are joined with a blank line. Raises ValueError for a row of
     an unknown format.
@@ -197,14 +196,14 @@ def _listed(fields: Sequence[str]) -> str:
 
 
 def _field(row: Any, name: str) -> str:
-    """The text in a field; empty if there is none."""
+    """The text in a field; empty if the field is missing."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_type(row)}")
     return _text(row, name, "")
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The parts with a blank line between them; empty if they are blank."""
+    """The nonblank parts joined by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 
 
@@ -257,7 +256,7 @@ def _record(name: str, row: Any, place: str) -> Record:
 
 
 def _is_blank(value: Any) -> bool:
-    """True for a value that stands for nothing, also as JSON in a string, as LLaMA-Factory writes tools."""
+    """True for an empty value, also as JSON in a string, as LLaMA-Factory writes tools."""
     return value is None or value in ("", [], {}, "[]", "{}", "null")
 
 
@@ -268,7 +267,7 @@ def _check_usable(values: dict[str, Any], unusable: Mapping[str, str]) -> None:
 
 
 def _check_row(name: str, row: dict[str, Any]) -> None:
-    """Raise ValueError for fields of a whole row that change what is trained on."""
+    """Raise ValueError for fields of a row that change what is trained on."""
     weight, mask = row.get("weight"), row.get("mask")
     if weight is not None and weight != 1:
         raise ValueError("weight: a row cannot be weighted; leave it out, or write it several times")
@@ -283,12 +282,12 @@ def _check_row(name: str, row: dict[str, Any]) -> None:
 
 
 def _is_false(key: str, mark: Any) -> bool:
-    """Whether a mark of a row says no; 0 of a `label` may be that of a class."""
+    """True if a row's mark excludes it; the number 0 in `label` may be a class instead."""
     return mark is False or (key != "label" and mark in (0, "false", "False", "0"))
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
-    """The system message in a field of the row, unless the conversation begins with the same one."""
+    """The system message in a field of the row, unless the conversation starts with the same one."""
     texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
     own = {turn.text: "the system message" for turn in turns[:1] if turn.role == "system"}
     if len(texts | own) > 1:
@@ -307,7 +306,7 @@ def _variables(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
-    """The names of fields of a row, and of its messages, that have a value and no effect."""
+    """Names of fields of a row, and of its messages, that have a value but no effect."""
     record_format, usable = RECORD_FORMATS[name], name != "text"
     common = (*SYSTEM_KEYS, VARIABLES, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
     known = {*record_format.keys, *record_format.options, *common}
@@ -318,7 +317,7 @@ def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def ignored_line(files: Iterable[Records]) -> list[str]:
-    """One line that names the fields without effect in all files, or none."""
+    """A list of one line that names the ignored fields of all files; empty if there are none."""
     names = [*dict.fromkeys(key for records in files for key in records.ignored)]
     shown = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
     more = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
@@ -359,7 +358,7 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _history(row: dict[str, Any]) -> Conversation:
-    """LLaMA-Factory's earlier pairs of a question and an answer, which are trained on as well."""
+    """Earlier pairs of question and answer in LLaMA-Factory's format, which are trained on as well."""
     pairs = [] if _is_blank(value := row.get("history")) else value
     if not isinstance(pairs, list):
         raise ValueError(f"history: expected a list of [user, assistant], found {_type(pairs)}")
@@ -407,9 +406,9 @@ def _content(message: dict[str, Any], key: str) -> str:
 
 
 def _is_trained(message: dict[str, Any], role: str) -> bool:
-    """False for a message with one of LOSS_KEYS that excludes it from the loss.
+    """False for a message excluded from the loss by one of LOSS_KEYS.
 
-    OpenAI defines a weight of answers alone; axolotl's fields select prompts, too, which is not supported.
+    OpenAI defines a weight for answers only; axolotl's fields select prompts, too, which is not supported.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():
@@ -441,7 +440,7 @@ def _sharegpt(row: dict[str, Any]) -> Conversation:
 
 
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "role", "content")}
-"""The keys of the messages of a format."""
+"""Keys of the messages of a format."""
 
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
@@ -469,16 +468,16 @@ RECORD_FORMATS = {
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
     "text": RecordFormat("plain text", ("text",), _plain),
 }
-"""The formats of records, in the order in which they are tried."""
+"""Formats of records, in the order in which they are tried."""
 
 
 def split_records(
     rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
 ) -> tuple[list[Record], list[Record]]:
-    """Records for training and for validation: about `share` of them, of several at least one, never all.
+    """Split records into training and validation: about `share` of them for validation, at least one, never all.
 
-    They are split by `record_hashes`, so that a record and its copies are on the same side in every run and with
-    every tokenizer. Without two different records none is for validation.
+    The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
+    every tokenizer. Without two different records, none is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
@@ -492,13 +491,13 @@ def split_records(
 
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
-    """The hash by which each record is divided: of its words in [0, 1), the same for near-duplicates among texts.
+    """Hash of each record's words, in [0, 1), by which records are split; near-duplicate texts have equal hashes.
 
-    That of a large group is one more, so that it is held out last. With `split_version` 0 it is of words alone.
+    A large group's hash is increased by one, so that it is selected last. `split_version` 0 hashes words alone.
     """
     hashes = [split_hash(row.turns) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
-    texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # whatever the order of the records
+    texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # independent of the order of records
     firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
     sizes, own = Counter(firsts), [hashes[i] for i in texts]
     for i, first in zip(texts, firsts, strict=True):
@@ -508,19 +507,19 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
-    """The number of validation records that are training records, or near-duplicates of one."""
+    """Number of validation records that equal a training record, or nearly do."""
     hashes = record_hashes([*train, *valid], split_version) if valid else []
     seen = {*hashes[: len(train)]}
     return sum(value in seen for value in hashes[len(train) :])
 
 
 def validation_limit(least: float, most: float, share: float) -> float:
-    """The hash below which records are for validation: about `share`, with different ones some on each side."""
+    """The hash below which records are for validation: about `share`, and at least one record on each side."""
     return min(max(share, float(np.nextafter(least, np.inf))), most) if least < most else 0.0
 
 
 def split_hash(turns: Conversation) -> float:
-    """The hash of the words in [0, 1): the digest of their JSON, a list for each turn."""
+    """Hash of the words, in [0, 1): a digest of their JSON, one list per turn."""
     hashed = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
         hashed.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
@@ -535,16 +534,16 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """The records as ids. Answers and their stop tokens are trained on; with "all", everything but the BOS token.
+    """Encode records as ids; answers and their stop tokens are trained on, with "all" everything but BOS.
 
-    An answer that its record excludes from the loss is never trained on. Raises ValueError that names a record
-    which the template does not support, or which excludes a prompt where all prompts are trained on, and, before
-    the first one, tokens that the template needs and the tokenizer lacks.
+    An answer that its record excludes from the loss is never trained on. Raises ValueError for a record that the
+    template does not support, for one that excludes a prompt although all prompts are trained on, and first of all
+    for special tokens missing in the tokenizer.
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check_tokenizer(tokenizer)
-    # A plain text may be large and needs no rendering: an empty one checks whether the template supports it.
+    # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
     conversations = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
     segments = template.render(conversations, variables=[row.variables for row in rows])
     for row in rows:
@@ -564,7 +563,7 @@ def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) ->
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
-    """As `encode_segments`, for a plain text that may be too long for Python lists."""
+    """`encode_segments` for a plain text that may be too long for Python lists."""
     parts = tokenizer.encode_document(line_parts(row.turns[-1].text))
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.document_start, [tokenizer.eos]))
     ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
@@ -572,7 +571,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, with whether each is trained on; special tokens are spelled out."""
+    """The text of an example in spans, each with a flag if it is trained on; special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

@@ -1,7 +1,7 @@
-"""The plain files in some sources (files and folders), without those that .gitignore excludes.
+"""Plain files in sources (files and folders), without files that .gitignore excludes.
 
 Links are not followed by default: targets inside the sources are read in their own folder or ignored on purpose,
-and targets outside may be a device, a password, or the whole disk.
+and targets outside may be a device, a password, or an entire disk.
 """
 
 import io
@@ -17,14 +17,14 @@ from dunes.data.ignore import Rules, is_ignored, parse_lines, read_rules, rules_
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of what others wrote: skipped inside a source, and counted where no .gitignore excludes them anyway."""
+"""Folders of third-party code: skipped inside a source, and reported if no .gitignore excludes them anyway."""
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: `name` is its path within its source, `named` whether the user named the file itself."""
+    """A file: `name` is its path within its source, `named` is True if the user named the file itself."""
 
     path: Path
     name: str
@@ -32,8 +32,8 @@ class SourceFile:
 
 
 class Walk:
-    """The files of some sources, sorted by name; `skipped` collects the others by reason. `folders` are those that
-    were read, with their times (ns).
+    """The files of sources, sorted by name. `skipped` has the other files by reason, `folders` the folders' times
+    (ns).
 
     `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
     `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.
@@ -47,12 +47,12 @@ class Walk:
         self._roots = [path.resolve() for _, path in self.sources]
 
     def files(self) -> Iterator[SourceFile]:
-        """Each file once for each source that contains it; including devices, pipes and sockets."""
+        """Each file, once per source that contains it, including devices, pipes and sockets."""
         for source, path in self.sources:
             if str(source) == "stdlib":
                 yield from self._below(path, path, [(path, parse_lines(STDLIB_TESTS))])
             elif path.is_dir():
-                # Rules that exclude the folder itself, which the user has named, are dropped.
+                # The user named this folder, so rules that exclude the folder itself are dropped.
                 yield from self._below(path, path, rules_above(path, True) or [])
             else:
                 yield SourceFile(path, path.name, True)
@@ -87,7 +87,7 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _linked(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """The target of a link, if it is outside the sources, to be followed, and not ignored there."""
+        """The target of a link, if it is outside the sources, may be followed, and is not ignored there."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)
@@ -108,7 +108,7 @@ class Walk:
 
 
 def file_size(path: Path) -> int:
-    """The size of a plain file in bytes; 0 of anything else, or if it cannot be known."""
+    """Size of a plain file in bytes; 0 for anything else, or if it is unknown."""
     try:
         status = path.stat()
     except OSError:
@@ -117,7 +117,7 @@ def file_size(path: Path) -> int:
 
 
 def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
-    """The number of skipped files by reason, with a hint on how to follow links."""
+    """One line: the number of skipped files by reason, with a hint on how to follow links."""
     counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])
     hint = "; --follow-links reads these" if OUTSIDE in skipped else ""
     return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
@@ -126,7 +126,7 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 def _source_path(source: str | Path) -> Path:
     if str(source) == "stdlib":
         return Path(sysconfig.get_paths()["stdlib"]).resolve()
-    if str(source) == "":  # Path would take it for the current folder
+    if str(source) == "":  # Path would read it as the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(os.path.expanduser(source))
     if not path.exists():
@@ -159,4 +159,4 @@ CODE_SUFFIXES = frozenset((
     ".sv", ".svelte", ".swift", ".tcl", ".tf", ".ts", ".tsx", ".v", ".vb", ".vhd", ".vim", ".vue", ".wgsl",
     ".zig", ".zsh",
 ))  # fmt: skip
-"""Suffixes of files in programming languages, in lower case; prose and data (.md, .html, .json) are none."""
+"""Suffixes of source code in lower case; prose and data (.md, .html, .json) do not count."""

@@ -1,13 +1,13 @@
-"""Fill-in-the-middle: a window of tokens rearranged so that a model learns to insert text before a suffix.
+"""Fill-in-the-middle: windows of tokens rearranged so that a model learns to insert text before a suffix.
 
 Applied to windows, after documents are joined ("context level"), as https://arxiv.org/abs/2207.14255 recommends.
-The sentinels are spelled and placed as Qwen2.5-Coder does, https://arxiv.org/abs/2409.12186:
+The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/2409.12186:
 
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second form prefix and middle are one text, encoded together: a cache of the suffix and the prefix is
-extended by each typed character, where in the first form the suffix after it has to be evaluated again.
+In the second form prefix and middle are one text, encoded together: a typed character extends the cache of suffix
+and prefix, while in the first form the suffix after it has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -27,15 +27,15 @@ from dunes.text.tokenizer import END
 
 FILE = "<|file_sep|>"
 LEAST = 16
-"""The fewest tokens of text that are rearranged."""
+"""Minimum tokens of a text that is rearranged."""
 SPAN_LINES = 4
-"""The most line ends in a middle that does not end with its line."""
+"""Maximum line ends in a middle that is a span of several lines."""
 TRIES = 8
-"""Cuts that are tried before a window is left as it is."""
+"""Cuts that are tried before a window is left unchanged."""
 
 
 class Sentinels(NamedTuple):
-    """The ids around prefix, suffix and middle, and of the separator before a file."""
+    """Ids around prefix, suffix and middle, and of the separator before a file."""
 
     prefix: int
     suffix: int
@@ -54,7 +54,7 @@ def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
 
 
 def sentinels(tokenizer: Tokenizer) -> Sentinels:
-    """The ids of the sentinels. Raises ValueError that names those that the tokenizer lacks."""
+    """The ids of the sentinels. Raises ValueError that names missing ones."""
     if missing := missing_sentinels(tokenizer):
         raise ValueError(
             f"{tokenizer.config_path.parent}: completion needs the special tokens {', '.join(missing)}, which "
@@ -67,11 +67,10 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 class FillInMiddle:
     """Rearranges a window with probability `rate`, half of the time in each form; ids (N,) -> ids (N,).
 
-    Only the longest text of one document in the window is rearranged, without the header that names its file; all
-    other ids stay where they are. Cuts are between characters. Half of the middles are the rest of a line from a
-    uniformly chosen character on, the others spans of up to a few lines. The end of the suffix is dropped, so that
-    the length stays. A window is left as it is if its text is short, or if no cut that was tried fits: if the
-    middle ends in the last tokens.
+    Only the longest text of one document in the window is rearranged, without its file header; other ids keep
+    their place. Cuts are between characters. Half of the middles are the rest of a line from a uniformly chosen
+    character on, the others spans of up to a few lines. The end of the suffix is dropped to keep the length. A
+    window is unchanged if its text is short, or if no tried cut fits because the middle ends in the last tokens.
 
     Raises ValueError for a tokenizer without the sentinels.
     """
@@ -100,9 +99,9 @@ class FillInMiddle:
         return ids if arranged is None else np.concatenate([ids[:start], arranged, ids[stop:]])
 
     def is_target(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether to learn to predict these ids: all but the sentinels that an editor writes and no model does.
+        """Mask of ids to learn to predict: all but the three sentinels that only an editor writes.
 
-        A model that is never shown them as targets does not sample them in plain text.
+        A model that never has them as targets does not sample them in plain text.
         """
         return ~np.isin(ids, self.sentinels[:3])
 
@@ -115,7 +114,7 @@ class FillInMiddle:
         return np.array([bool(piece) for piece in self._pieces])
 
     def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """The bounds of the longest run of ids with text, without a file's header and a character's last bytes."""
+        """Bounds of the longest run of text ids, without a file's header and the last bytes of a cut character."""
         edges = np.flatnonzero(np.diff(self._is_text[ids], prepend=False, append=False))
         texts = [(self._text_start(ids, start, stop), stop) for start, stop in edges.reshape(-1, 2).tolist()]
         return max(texts, key=lambda text: text[1] - text[0], default=(0, 0))
@@ -126,7 +125,7 @@ class FillInMiddle:
         return next((i for i in range(start, stop) if self._pieces[ids[i]][0] & 0xC0 != 0x80), stop)
 
     def _arrange(self, text: str, size: int, random: np.random.Generator) -> list[int] | None:
-        """`size` ids of the text cut in three, or None if no cut that was tried fits."""
+        """The text, cut in three, as `size` ids; None if no tried cut fits."""
         ends_line, prefix_first = (random.random(2) < 0.5).tolist()
         for _ in range(TRIES if text else 0):
             start, end = draw_middle(text, ends_line, random)
@@ -135,7 +134,7 @@ class FillInMiddle:
         return None
 
     def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
-        """The parts with sentinels in `size` ids, with as much of the suffix as fits; None if nothing does."""
+        """The parts with sentinels in `size` ids, with as much of the suffix as fits; None if they do not fit."""
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))
@@ -146,7 +145,7 @@ class FillInMiddle:
 
 
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
-    """The bounds of a middle in a text with at least one character, never between \\r and \\n.
+    """Bounds of a middle in a text of at least one character, never between \\r and \\n.
 
     It is the rest of a line without the line end, or a span that ends at most a few lines after its start.
     """
@@ -162,7 +161,7 @@ _LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 def _line_end(text: str, start: int, lines: int) -> int:
-    """Where this many lines from `start` on end, before the line end; the end of the text if there are fewer."""
+    """Offset of the n-th line end after `start` (n is `lines`), or the end of the text if there are fewer."""
     ends = (match.start() for match in _LINE_END.finditer(text, start))
     return next((end for number, end in enumerate(ends, 1) if number == lines), len(text))
 
@@ -173,9 +172,9 @@ def _before_line_end(text: str, index: int) -> int:
 
 
 def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
-    """A function that tells which ids (B, N) are of headers of files: <|file_sep|> to the first line end after it.
+    """A function from ids (B, N) to a mask of file headers: from <|file_sep|> to the next line end.
 
-    Of a tokenizer without <|file_sep|>, none are.
+    The mask is empty for a tokenizer without <|file_sep|>.
     """
     file = tokenizer.inner.token_to_id(FILE)
     has_line_end = np.array([b"\n" in piece for piece in tokenizer.token_bytes])
@@ -193,9 +192,9 @@ def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bo
 
 
 def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """Prefix, middle and suffix of a rearranged window (N,): their texts in this order are those of the document.
+    """Prefix, middle and suffix of a rearranged window (N,), in the document's order.
 
-    Where the suffix comes first, prefix and middle are one text, returned as the middle. Raises ValueError for a
+    If the suffix comes first, prefix and middle are one text, returned as the middle. Raises ValueError for a
     window that is not rearranged.
     """
     marks, plain, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
@@ -210,5 +209,5 @@ def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str
 
 
 def _decode(pieces: Sequence[bytes]) -> str:
-    """The text of tokens, without characters that are cut at either end."""
+    """The text of tokens, without characters cut at either end."""
     return b"".join(pieces).decode(errors="ignore")

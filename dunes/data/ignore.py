@@ -1,7 +1,7 @@
 """Apply .gitignore files by git's rules: https://git-scm.com/docs/gitignore
 
-The last matching line in the deepest file that has one decides. A line applies to one path, not to the files below
-it: excluded folders are never walked.
+The last matching line in the deepest .gitignore decides. A line applies to one path, not to the files below it:
+excluded folders are never walked.
 """
 
 import os
@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""The pattern of a line, whether it excludes or re-includes, and whether it is for folders only."""
+"""Per line: pattern, True if it excludes (False re-includes), and True if it is for folders only."""
 
 Rules = list[tuple[Path, Lines]]
-"""Rules and the folder that they apply to, the deepest folder last."""
+"""Folders with the rules of their .gitignore, the deepest folder last."""
 
 _GLOB = re.compile(
     r"""(?P<all>^\*\*$) | (?P<lead>^(?:\*\*/)+) | (?P<inner>(?:/\*\*)+/) | (?P<tail>(?:/\*\*)+$) | (?P<stars>\*+)
@@ -39,7 +39,7 @@ def parse_lines(lines: Iterable[str]) -> Lines:
 
 
 def read_rules(folder: Path) -> Rules:
-    """The rules in a folder's own .gitignore; none if it is a link or cannot be read, as in git."""
+    """The rules of a folder's own .gitignore; empty if it is a link or cannot be read, as in git."""
     listing = folder / ".gitignore"
     try:
         status = os.lstat(listing)
@@ -53,7 +53,7 @@ def read_rules(folder: Path) -> Rules:
 
 
 def rules_above(path: Path, is_folder: bool) -> Rules | None:
-    """The rules in the folders above a path inside a git checkout; None if they exclude it, or one of these."""
+    """The rules of all folders above a path inside a git checkout; None if they exclude it or a parent."""
     parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     rules: Rules = []
@@ -65,7 +65,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """Whether the rules exclude this resolved path, whose parents they do not exclude."""
+    """True if the rules exclude this resolved path, whose parents are not excluded."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):

@@ -1,7 +1,7 @@
-"""MNIST's digits from IDX files, plain or gzipped, and digits drawn by code where there are none.
+"""MNIST's digits from IDX files, plain or gzipped, and digits drawn by code if there are no files.
 
-Sources: http://yann.lecun.com/exdb/mnist/ (the format: two zero bytes, the type, the number of dimensions, each
-size as four bytes, the highest first, then the numbers).
+Format: two zero bytes, the data type, the number of dimensions, each size as four big-endian bytes, then the data
+(http://yann.lecun.com/exdb/mnist/).
 """
 
 # Shapes: N digits.
@@ -25,8 +25,10 @@ from dunes.data.files import open_plain
 from dunes.units import plural
 
 SIDE, CLASSES = 28, 10
-UINT8, MAX_BYTES = 8, 1 << 30
-"""The code of unsigned bytes in an IDX file, and the most bytes that a file may hold."""
+UINT8 = 8
+"""Code of unsigned bytes in an IDX file."""
+MAX_BYTES = 1 << 30
+"""Maximum bytes of data in a file."""
 
 URLS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 SHA256 = {
@@ -56,8 +58,8 @@ class Digits:
 def read_digits(folder: str | Path, split: str = "train") -> Digits:
     """The digits of a folder's files `SPLIT*-images-idx3-ubyte` and `SPLIT*-labels-idx1-ubyte`, gzipped or not.
 
-    MNIST's own splits are "train" and "t10k". Raises ValueError for missing files, and for files that are
-    truncated, of another format, or do not belong together.
+    MNIST's own splits are "train" and "t10k". Raises ValueError for missing, truncated or mismatched files, and
+    for files of another format.
     """
     paths = [_only(Path(folder).expanduser(), f"{split}*-{part}-ubyte") for part in ("images-idx3", "labels-idx1")]
     images, labels = (read_idx(path) for path in paths)
@@ -89,7 +91,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _shape(path: Path, magic: bytes, sizes: bytes) -> list[int]:
-    """The shape that an IDX header promises. Raises ValueError for other files, and for one that is too large."""
+    """The shape in an IDX header. Raises ValueError for other files, and for one that is too large."""
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != UINT8 or not 1 <= magic[3] <= 8:
         raise ValueError(
             f"{path}: begins with {magic.hex() or 'nothing'}; expected 000008 and 1 to 8 dimensions (IDX)"
@@ -103,7 +105,7 @@ def _shape(path: Path, magic: bytes, sizes: bytes) -> list[int]:
 
 
 def _only(folder: Path, pattern: str) -> Path:
-    """The one file of this name, gzipped or not; of both the plain one. Raises ValueError for none or several."""
+    """The one file of this name, plain in preference to gzipped. Raises ValueError for none or several."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])
@@ -114,7 +116,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def fetch_digits(folder: str | Path) -> None:
-    """Download those of MNIST's four files that the folder lacks, 11 MB, each compared with its SHA-256.
+    """Download the files of MNIST that the folder lacks, 11 MB in all, each checked against its SHA-256.
 
     Raises ValueError if that is not possible; a file is complete or absent.
     """
@@ -129,7 +131,7 @@ def fetch_digits(folder: str | Path) -> None:
 
 
 def _download(name: str, digest: str, urls: Sequence[str]) -> bytes:
-    """The file from the first of these addresses that has it. Raises ValueError with the reason of each."""
+    """The file from the first of these addresses that has it. Raises ValueError with a reason for each."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []
@@ -148,7 +150,7 @@ def _download(name: str, digest: str, urls: Sequence[str]) -> bytes:
     )
 
 
-# Each digit as lines through points (x, y) of a unit square, y downwards.
+# Each digit as polylines of points (x, y) in the unit square, y downwards.
 _ROUND = [(0.5 + 0.28 * math.sin(t), 0.5 - 0.4 * math.cos(t)) for t in np.linspace(0, 2 * math.pi, 13)]
 _STROKES: list[list[list[tuple[float, float]]]] = [
     [_ROUND],
@@ -177,7 +179,7 @@ _STROKES: list[list[list[tuple[float, float]]]] = [
 
 
 def drawn_digits(count: int = 400, seed: int = 0) -> Digits:
-    """Digits drawn by code, with random slant, size, place and width of the pen: a stand-in that needs no data.
+    """Digits drawn by code, with random slant, size, position and pen width: a stand-in that needs no download.
 
     They are much easier than MNIST. The same count and seed give the same digits.
     """
@@ -190,7 +192,7 @@ def drawn_digits(count: int = 400, seed: int = 0) -> Digits:
 
 
 def _draw(strokes: Sequence[Sequence[tuple[float, float]]], generator: np.random.Generator) -> NDArray[np.uint8]:
-    """One image (28, 28): the distance of each pixel to the nearest line decides how dark it is."""
+    """One image (28, 28): a pixel's darkness depends on its distance to the nearest line."""
     slant, shrink = generator.normal(0, 0.15), generator.uniform(0.65, 0.9, 2)
     matrix = np.array([[shrink[0], slant], [generator.normal(0, 0.05), shrink[1]]])
     centre, pen = generator.normal(0.5, 0.03, 2), generator.uniform(0.035, 0.06)

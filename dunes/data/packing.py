@@ -1,4 +1,4 @@
-"""Batches of examples: one per row with padding, or packed, as many per row as fit, each attending only to itself.
+"""Batches of examples: one per row with padding, or packed rows of several, each attending only to itself.
 
 The order is a pure function of (seed, epoch, position), as in `windows`. Packing is best-fit decreasing
 (https://arxiv.org/abs/2404.10830): the lengths alone determine the layout, so every epoch has the same number of
@@ -23,15 +23,15 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.units import plural
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""ids, targets and positions, each (B, T) int64: IGNORE where there is no target, -1 for padding."""
+"""ids, targets and positions, each (B, T) int64; targets may be IGNORE, positions are -1 for padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
     """Batches of `batch_size` rows of up to `context_length` tokens, from the examples that have a target.
 
-    An example of more than `context_length` + 1 ids is truncated; `data_report` counts these. Raises ValueError if
-    no targets are left.
+    An example of more than `context_length` + 1 ids is truncated, and counted in `data_report`. Raises ValueError
+    if no targets are left.
     """
 
     examples: Sequence[Example] = field(repr=False)
@@ -63,25 +63,25 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """The examples in each row, by rank in length from the longest."""
+        """Examples in each row, as ranks in descending order of length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows in an epoch."""
+        """Number of rows in an epoch."""
         return len(self._layout)
 
     def row(self, position: int) -> list[int]:
-        """The indices of the examples in the row at this position of the endless order."""
+        """Indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
         ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._with_target[i]) for i in self._ranked(epoch)[ranks]]
 
     def _ranked(self, epoch: int) -> NDArray[np.int64]:
-        """The examples by length from the longest; those of equal length are shuffled in each epoch."""
+        """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
-            # Another key than that of the rows.
+            # A different key from the rows.
             count = len(self._with_target)
             order = shuffle_index(np.arange(count), count, (self.seed, -1 - epoch))
             self._cache.clear()
@@ -111,7 +111,7 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Rows of examples as a batch, padded to `context_length` if `full`, else to the longest row.
 
-    Targets are the next ids of the same example, never those of the next one. Padding has position -1 and id 0,
+    Targets are the next ids of the same example, never of the following one. Padding has position -1 and id 0,
     which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
@@ -124,7 +124,7 @@ def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool =
 
 
 def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
-    """Ids, targets and positions (3, T) of a row, of each example at most `context_length`."""
+    """Ids, targets and positions (3, T) of a row, at most `context_length` of each example."""
     parts = []
     for example in row:
         ids = example.ids[: context_length + 1].astype(np.int64)
@@ -134,7 +134,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of indices of these descending lengths: each goes into the fullest row that has room, or a new row."""
+    """Best-fit packing of items of these descending lengths: rows of indices, each filled up to `room`."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

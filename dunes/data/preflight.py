@@ -15,19 +15,19 @@ from dunes.units import plural
 
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 FEW = 0.05
-"""Below this share of trained tokens something is probably wrong with the template or the data."""
+"""Fraction of trained tokens below which the template or the data is probably wrong."""
 
 
 @dataclass(frozen=True)
 class DataReport:
     """Counts over training examples; `validation` counts validation examples, `val_trained` their targets within
-    the context, and `val_without_target` those without one.
+    the context, and `val_without_target` validation examples without a target.
 
-    `windows` counts windows of plain text, the others are conversations. `tokens` counts overlaps of windows once,
-    `trained` targets within the context and `lost` those beyond it, `lengths` are QUANTILES in ids before
+    `windows` counts windows of plain text; other examples are conversations. `tokens` counts overlaps of windows
+    once, `trained` targets within the context and `lost` targets beyond it, `lengths` are QUANTILES in ids before
     truncation. `leaked` counts validation examples that are also in the training data, `with_stop` conversations
     with a stop token as target, `without_target` examples without targets, `double_bos` training and validation
-    examples that begin with two BOS tokens. `max_id` is the largest id of all examples.
+    examples that start with two BOS tokens. `max_id` is the largest id of all examples.
     """
 
     examples: int
@@ -109,7 +109,7 @@ def data_report(
     template: Template,
     tokenizer: Tokenizer,
 ) -> DataReport:
-    """The counts for rows of `context_length` tokens and a model of `vocab` ids."""
+    """Count the examples, for rows of `context_length` tokens and a model of `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
     targets = [e.loss_mask[1 : context_length + 1] for e in examples]
     val_targets = [e.targets(context_length) for e in validation]
@@ -149,13 +149,13 @@ def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tupl
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:
-    """Whether the example begins with two BOS tokens; an empty question and answer are no such case."""
+    """True if the example starts with two BOS tokens; an empty question and answer do not count."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
 def check_report(report: DataReport, limit: float = 0.05) -> None:
-    """Raise ValueError for unusable examples; `limit` is the share of them that may be truncated."""
+    """Raise ValueError for unusable examples; `limit` is the maximum fraction of truncated ones."""
     if not report.examples:
         raise ValueError("there are no training examples")
     if report.max_id >= report.vocab:
@@ -168,7 +168,7 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
             f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
             "the chat template writes it and the tokenizer adds it"
         )
-    # First, since truncation may be the reason why no targets are left.
+    # First, since truncation may be why no targets are left.
     if report.truncated_share > limit:
         raise ValueError(
             f"{report.truncated_share:.1%} of the examples are longer than the context of {report.context_length} "

@@ -1,4 +1,4 @@
-"""The texts of a file of records as documents: one for training and one for validation."""
+"""The texts of a file of records as two documents: one for training and one for validation."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from dunes.units import plural
 
 @dataclass(frozen=True)
 class RecordDocument(Document):
-    """The texts of a file of records: those for validation, whose hashes are below `limit`, or the others.
+    """The texts of a file of records for validation (hashes below `limit`) or for training (other hashes).
 
     `count` is their number, `content` a description of the fields that are read as text, `blank` the number of
     records without text, `file_digest` the digest of all texts in the file.
@@ -50,14 +50,14 @@ class RecordDocument(Document):
 
     @property
     def header(self) -> str:
-        """Records are no files: none."""
+        """Empty: records are no files."""
         return ""
 
 
 def holds_records(file: SourceFile) -> bool:
-    """Whether a file has records, by its name, or if that is ambiguous, by its first row.
+    """True if a file has records, by its name, or if that is ambiguous, by its first row.
 
-    A .json file in a folder must be a list of objects; a file that the user named need only begin with an object.
+    A .json file in a folder must be a list of objects; a file named by the user need only start with an object.
     """
     name = file.path.name.lower()
     if name.endswith((*LINES, TABLE)):
@@ -74,9 +74,9 @@ def holds_records(file: SourceFile) -> bool:
 
 
 def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
-    """The training and validation documents of a file of records, with about `share` for validation.
+    """The training and validation documents of a file of records, about `share` of them for validation.
 
-    Of different records at least one is for validation, never all. A document without text is omitted. Raises
+    If the records differ, at least one is for validation, never all. A document without text is omitted. Raises
     ValueError that names the file, the line and the expected value.
     """
     hashed, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
@@ -99,7 +99,7 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
 
 
 def describe_records(documents: Sequence[Document]) -> list[str]:
-    """Lines that describe the text from records: the fields, the number of records, and of those without text."""
+    """Lines that describe the text from records: the fields, and the number of records with and without text."""
     parts = [d for d in documents if isinstance(d, RecordDocument)]
     return [
         _describe(content, [d for d in parts if d.content == content])

@@ -14,19 +14,22 @@ from typing import Any, BinaryIO
 from dunes.data.files import open_plain
 from dunes.files.model_file import HEAD, stand_in
 
-MAX_ROW_BYTES, MAX_LIST_BYTES = 1 << 24, 1 << 31
-"""The longest line, and the longest file that is one JSON list, in bytes."""
+MAX_ROW_BYTES = 1 << 24
+"""Maximum bytes of a line."""
+MAX_LIST_BYTES = 1 << 31
+"""Maximum bytes of a file that is one JSON list."""
 
-LINES, TABLE = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), ".parquet"
+LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+TABLE = ".parquet"
 JSON = (".json", ".json.gz")
-"""File name endings of records, and of files that may hold records."""
+"""Suffixes of files that may contain records; LINES and TABLE always do."""
 
 PARQUET_ROWS = 8192
-"""Rows of a table in memory at a time."""
+"""Rows of a parquet file in memory at a time."""
 
 
 def file_format(path: Path) -> str:
-    """A JSON list, JSON lines or parquet. Raises OSError."""
+    """A description of the format: a JSON list, JSON lines or parquet. Raises OSError."""
     if _is_parquet(path):
         return "parquet"
     with _opened(path) as file:
@@ -34,7 +37,7 @@ def file_format(path: Path) -> str:
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each row with its place (file and line or row); of a table with these fields, only they are read.
+    """Each row with its place (file and line or row); of a parquet file, only the columns `fields`, if given.
 
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
@@ -51,7 +54,7 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file, without reading the others. Raises ValueError if the file begins with none."""
+    """The first row of a file, without reading the others. Raises ValueError if the file starts with no row."""
     try:
         if _is_parquet(path):
             return next(_parquet_rows(path, ()))[1]

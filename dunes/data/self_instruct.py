@@ -1,7 +1,7 @@
-"""Instruction data from a language model: it is shown three seed tasks, and continues the list.
+"""Instruction data from a language model, which is shown three seed tasks and continues the list.
 
-Prompts, parsing and filters are those of Stanford Alpaca.
-https://github.com/tatsu-lab/stanford_alpaca, https://arxiv.org/abs/2212.10560
+Prompts, parsing and filters follow Stanford Alpaca. https://github.com/tatsu-lab/stanford_alpaca,
+https://arxiv.org/abs/2212.10560
 """
 
 import json
@@ -21,14 +21,16 @@ import numpy as np
 from dunes.data.records import rows
 from dunes.units import plural
 
-SHOWN, LAST, PROMPTS = 3, 20, 5
-"""Tasks that a prompt shows, the number of the last task that it asks for, and prompts per round."""
-
+SHOWN = 3
+"""Seed tasks in a prompt."""
+LAST = 20
+"""Number of the last task that a prompt asks for."""
+PROMPTS = 5
+"""Prompts per round."""
 STOP = (f"\n{LAST}.",)
-"""Where an answer ends. Alpaca stopped at "20." anywhere, also inside "2020."."""
-
+"""Stop string of an answer. Alpaca stopped at "20." anywhere, also inside "2020."."""
 TOKENS = 3072
-"""The most tokens of an answer."""
+"""Maximum tokens of an answer."""
 
 MAX_SIMILARITY = 0.7
 """An instruction with a higher ROUGE-L to an earlier one is dropped."""
@@ -68,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A model's text for one task, the parsed task, and the reason why it is dropped, empty if it is kept."""
+    """A model's text for one task, the parsed task, and the reason why it is dropped (empty: it is kept)."""
 
     text: str
     task: Task | None
@@ -87,7 +89,7 @@ class Round:
         return [item.task for item in self.items if item.task and not item.reason]
 
     def row(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The round as a JSON object."""
         return asdict(self)
 
     @classmethod
@@ -98,7 +100,7 @@ class Round:
 
 
 AskModel = Callable[[list[str]], Sequence[tuple[str, bool]]]
-"""A language model: returns the completion of each prompt, and whether it was truncated."""
+"""A language model: returns the completion of each prompt, and True if it was truncated."""
 
 
 def read_seed_tasks(path: Path | str) -> list[Task]:
@@ -126,7 +128,7 @@ def _seed_task(place: str, row: Any) -> Task:
 def generate(
     ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Generate until `wanted` tasks are kept, including those of the rounds `before`; yield each new round.
+    """Generate until `wanted` tasks are kept, including tasks of the rounds `before`; yield each new round.
 
     Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
     for too few seeds, and after ten rounds without a kept task.
@@ -153,13 +155,13 @@ def generate(
 
 
 def build_prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
-    """The prompts of a round, each with other seed tasks; generated tasks are never shown."""
+    """Prompts of a round, each with different seed tasks; generated tasks are never shown."""
     rng = random.Random(f"{seed} {number}")
     return [build_prompt(rng.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
 
 
 def build_prompt(tasks: Sequence[Task]) -> str:
-    """The request, the tasks in its layout, and the beginning of the next one."""
+    """The request, the tasks in its layout, and the start of the next one."""
     text = REQUEST
     for i, task in enumerate(tasks, 1):
         instruction = " ".join(task.instruction.split()).rstrip(":")
@@ -169,7 +171,7 @@ def build_prompt(tasks: Sequence[Task]) -> str:
 
 
 def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
-    """The items of an answer to a prompt whose next task has the number `first`.
+    """The items of an answer whose first task has the number `first`.
 
     The last item of a truncated answer is dropped.
     """
@@ -186,7 +188,7 @@ def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterat
 
 
 def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
-    """The item with the reason if it is dropped; else it is added to the earlier ones."""
+    """The item with the reason if it is dropped; otherwise it is added to `earlier`."""
     if item.task is None:
         return item
     instruction = item.task.instruction
@@ -199,7 +201,7 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 
 def rejection_reason(instruction: str) -> str:
-    """The reason why an instruction is dropped, regardless of the others; empty if it is not."""
+    """The reason to drop an instruction, regardless of the others; empty if there is none."""
     length = len(instruction.split())
     if length <= 3:
         return "short"
@@ -220,9 +222,9 @@ def words(text: str) -> list[str]:
 
 
 def _measure(common: int, a: int, b: int) -> float:
-    """ROUGE-L's F measure from the length of the longest common subsequence: https://aclanthology.org/W04-1013.
+    """F measure of ROUGE-L from the length of the longest common subsequence: https://aclanthology.org/W04-1013.
 
-    The order of operations is that of the package rouge_score, for bit-equal results.
+    The order of operations is as in the package rouge_score, for bit-equal results.
     """
     if not common:
         return 0.0
@@ -231,7 +233,7 @@ def _measure(common: int, a: int, b: int) -> float:
 
 
 def _masks(tokens: Sequence[str]) -> dict[str, int]:
-    """For each token a bit mask of its positions."""
+    """Bit mask of the positions of each token."""
     masks: dict[str, int] = defaultdict(int)
     for i, token in enumerate(tokens):
         masks[token] |= 1 << i
@@ -239,9 +241,9 @@ def _masks(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
-    """The length of the longest common subsequence, bit-parallel: one integer is a row of the table.
+    """Length of the longest common subsequence, bit-parallel: one integer is a row of the table.
 
-    https://doi.org/10.1016/j.ipl.2004.04.006 (Hyyrö's form)
+    Hyyrö's form, https://doi.org/10.1016/j.ipl.2004.04.006
     """
     row = ones = (1 << sum(m.bit_count() for m in masks.values())) - 1
     for token in tokens:
@@ -251,7 +253,7 @@ def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
 
 
 class InstructionIndex:
-    """An index of instructions that finds the nearest one without comparing with all.
+    """An index of instructions that finds the most similar one without comparing all.
 
     The number of shared tokens bounds the length of a common subsequence. The k-th occurrence of a token has its
     own inverted list, so that shared tokens are counted for all texts in one pass.
@@ -274,11 +276,11 @@ class InstructionIndex:
         self.lengths.append(len(tokens))
 
     def nearest(self, text: str, above: float = 0.0) -> tuple[float, str] | None:
-        """The greatest ROUGE-L F and the first text that has it; None if no text has more than `above`."""
+        """The greatest ROUGE-L F and the first text that has it; None if no text exceeds `above`."""
         tokens = words(text)
         masks, best, nearest = _masks(tokens), above, None
         bounds = self._bounds(tokens)
-        candidates = np.flatnonzero(bounds > above - 1e-9)  # rounded otherwise than the measure
+        candidates = np.flatnonzero(bounds > above - 1e-9)  # rounding differs from the measure
         for i in candidates[np.argsort(-bounds[candidates], kind="stable")].tolist():
             if bounds[i] < best - 1e-9:
                 break
@@ -288,7 +290,7 @@ class InstructionIndex:
         return None if nearest is None else (best, self.texts[nearest])
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """An upper bound of the measure for each text."""
+        """An upper bound of the measure for each text, float64 (N,)."""
         hits = [np.array(self.postings[key]) for key in _counted(tokens) if key in self.postings]
         shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
         sizes = np.array(self.lengths) + len(tokens)

@@ -1,8 +1,8 @@
 """Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
 
-A shard is a folder with `tokens.bin` (little-endian ids, texts between their first and last tokens),
-`starts.bin` (the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the
-documents' contents, the tokenizer and the settings, so a changed corpus or tokenizer never gets old tokens.
+A shard is a folder with `tokens.bin` (little-endian ids; each text has its start and end tokens), `starts.bin`
+(the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the documents' contents,
+the tokenizer and the settings, so a changed corpus or tokenizer never gets old tokens.
 """
 
 import json
@@ -47,7 +47,7 @@ class Shard:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The index of the first id of each text."""
+        """Index of the first id of each text."""
         return np.fromfile(self.folder / "starts.bin", "<i8")
 
     @cached_property
@@ -59,8 +59,8 @@ class Shard:
 class TokenFile:
     """Ids in a file that is read on demand, without a memory map.
 
-    Truncating a mapped file kills the process that reads it; this raises ValueError if the size or modification
-    time has changed since the file was opened.
+    Truncating a mapped file kills the process that reads it; this class raises ValueError instead, if the size or
+    modification time has changed since the file was opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], length: int) -> None:
@@ -106,9 +106,9 @@ def token_shard(
     *,
     headers: bool = False,
 ) -> Shard:
-    """The shard of these documents, from the cache or written now; `progress` is called with the bytes done.
+    """The shard of these documents, from the cache or newly written; `progress` is called with the bytes done.
 
-    With `headers`, each file begins with `file_header`. Raises ValueError if a document changes meanwhile, or for
+    With `headers`, each file starts with `file_header`. Raises ValueError if a document changes meanwhile, or for
     headers with a tokenizer that has no token for them.
     """
     card = _card(documents, tokenizer, headers)
@@ -129,7 +129,7 @@ def token_shard(
 
 
 def file_header(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """The ids that begin a file in a stream of files: <|file_sep|>, and its path with a line end; of records none.
+    """Ids that start a file in a stream of files: <|file_sep|>, then its path with a line end; empty for records.
 
     Raises ValueError if the tokenizer has no such token.
     """
@@ -149,7 +149,7 @@ def _card(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) ->
 
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> str:
-    specials = f"{tokenizer.text_start} {tokenizer.eos}"  # which a tokenizer.json does not have
+    specials = f"{tokenizer.text_start} {tokenizer.eos}"  # not part of a tokenizer.json
     seen = blake2b(f"{FORMAT} {specials}\n{tokenizer.json()}".encode(), digest_size=20)
     for document in documents:
         seen.update(document.digest.encode())
@@ -196,9 +196,9 @@ def _write(
 def _groups(
     document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
 ) -> Iterator[list[tuple[str, Sequence[int]]]]:
-    """The document's texts in parts, each with the ids after it, in groups of about BLOCK characters.
+    """Yield the document's texts in groups of parts of about BLOCK characters, each part with ids to append to it.
 
-    Each text begins with an empty part and `begin`, then one with `header` if there are such ids.
+    Each text starts with an empty part and `begin`, then one with `header` if that is not empty.
     """
     group: list[tuple[str, Sequence[int]]] = []
     size = 0
@@ -225,8 +225,7 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in a folder. Raises ValueError that names what is wrong: the card, the size, the
-    digest, or the first id outside the vocabulary."""
+    """The shard in a folder. Raises ValueError for a wrong card, size, digest, or id."""
     try:
         card = json.loads((folder / "shard.json").read_text())
         written, digest = card["format"], card["sha256"]

@@ -1,9 +1,8 @@
-"""A corpus: the text in some files and folders.
+"""A corpus: the text in files and folders.
 
 Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
-reason. Files for validation are selected by a hash of their path among those of their kind and size, so that the
-split is the same on every machine, and near-duplicates of a file follow it; records for validation are selected by
-their own hash.
+reason. Within each kind and size, validation files are selected by a hash of their path, so that the split is the
+same on every machine. Near-duplicates of a file are on its side. Validation records are selected by hash.
 """
 
 from collections import Counter
@@ -19,28 +18,31 @@ from dunes.data.files import SourceFile, Walk, file_size, skipped_line
 from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.units import format_bytes, plural
 
-SHARE, LEAST, MOST = 0.1, 80_000, 0.2
-"""The share of the text that is for validation, the fewest bytes of it (some 20,000 tokens), and the most."""
+SHARE = 0.1
+"""Fraction of the text for validation."""
+LEAST = 80_000
+"""Minimum bytes of text for validation (some 20,000 tokens)."""
+MOST = 0.2
+"""Maximum fraction of the text for validation."""
 TESTED = 0.05
-"""The share of the text that is for a test. Up to version 1 of the split it is that of the files, and so is that
-for validation."""
+"""Fraction of the text for the test split. Up to version 1 of the split, fractions are of files, not of text."""
 COMMON = 20
-"""Files of a kind, at least, for a share of its own."""
+"""Minimum files of a kind for a share of its own."""
 SHOWN = 5
-"""The number of unreadable files of records that are named; the others are counted."""
+"""Maximum number of unreadable files of records that are named; the others are counted."""
 
 
 NEAR_DUPLICATES = "near-duplicates:"
-"""The beginning of the note on them."""
+"""Prefix of the note on near-duplicates."""
 
 
 @dataclass
 class Corpus:
-    """The documents of a corpus for training, validation and a test, and the names of skipped files by reason.
+    """The documents of a corpus for training, validation and test, and the names of skipped files by reason.
 
-    `notes` describe which records were read and skipped. `split` is how validation data is selected: whole `files`
-    and records, or the `tails` of all. `duplicates` maps the digest of each near-duplicate of another file to that
-    of the one which its group follows. `share` is that of the text which is for validation.
+    `notes` describe the records read and skipped. `split` is how validation data is selected: entire `files` and
+    records, or the `tails` of all. `duplicates` maps the digest of each near-duplicate to the digest of the file
+    that its group follows. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Corpus:
 
     @property
     def documents(self) -> list[Document]:
-        """All documents, those for training first."""
+        """All documents, training documents first."""
         return self.train + self.valid + self.test
 
 
@@ -81,14 +83,14 @@ def collect_corpus(
     text_field: Sequence[str] = (),
     split_version: int = SPLIT_VERSION,
 ) -> Corpus:
-    """The corpus of some files and folders; `stdlib` is the standard library of the running Python.
+    """The corpus of files and folders; `stdlib` is the standard library of the running Python.
 
-    Files with about `share` of the text, by default `validation_share`, of several at least one but never all, are
-    for validation; for files of records, about `share` of the records. Near-duplicates of a file are on its side,
-    but with `split_version` 0; with 0 and 1, those of earlier trainings, files are chosen by hash alone. Links to
-    files outside the sources are only followed with `follow_links`. Of records only the fields in `text_field` are
-    read, if any. Raises ValueError if a source is missing, if a file of records that the user named cannot be
-    read, if there is no text, or for an unknown version.
+    About `share` of the text (default `validation_share`) is for validation: whole files, at least one of several
+    but never all, and single records. Near-duplicates are on the same side, except with `split_version` 0.
+    Versions 0 and 1 (of earlier trainings) select files by hash alone. Links to files outside the sources are only
+    followed with `follow_links`. Of records only the fields in `text_field` are read, if any. Raises ValueError if
+    a source is missing, if a file of records named by the user cannot be read, if there is no text, or for an
+    unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
@@ -123,16 +125,16 @@ def collect_corpus(
 
 
 def validation_share(size: float, least: float = LEAST) -> float:
-    """The share for validation of a text of this size: a tenth, or what makes `least` of it, at most a fifth."""
+    """The validation fraction of a text of `size` bytes: a tenth, or what makes `least` bytes; at most a fifth."""
     return min(MOST, max(SHARE, least / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
-    """The corpus with about `share` of its text for a test, which neither training nor validation reads.
+    """The corpus with about `share` of its text moved from training to the test split.
 
-    They are training files: of three or more at least one, never all. Near-duplicates are on one side. Files are
-    then in the order of their paths. Records are not divided again. Up to version 1 of the split, it is those
-    whose hashes are in [share, 2 * share).
+    Of three or more files at least one is for the test, never all. Near-duplicates are on one side. The documents
+    are then sorted by path. Records are not divided again. Up to version 1 of the split, test files have hashes in
+    [share, 2 * share).
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
@@ -156,7 +158,7 @@ def _file_order(document: Document) -> tuple[str, bool]:
 def _documents(
     file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
 ) -> Sequence[Document] | str:
-    """The documents in a file, or why it has none. Raises ValueError for bad records in named files."""
+    """The documents in a file, or the reason why it has none. Raises ValueError for bad records in named files."""
     if not holds_records(file):
         document = plain_document(file)
         return document if isinstance(document, str) else [document]
@@ -171,7 +173,7 @@ def _documents(
 
 @dataclass(frozen=True)
 class _Group:
-    """Near-duplicates, or a single file. `split_hash` is that of the first file; 1 is added for a large group."""
+    """Near-duplicates, or a single file. `split_hash` is the hash of the first file, plus 1 for a large group."""
 
     files: list[Document]
     split_hash: float
@@ -183,7 +185,7 @@ class _Group:
 
     @property
     def kind(self) -> str:
-        """The suffix of its first file."""
+        """The suffix of the first file."""
         return self.files[0].path.suffix
 
 
@@ -205,7 +207,7 @@ def _files(documents: Sequence[Document]) -> list[Document]:
 
 
 def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
-    """The files in groups of near-duplicates, in the order in which they are held out."""
+    """The files in groups of near-duplicates, in order of selection for validation."""
     groups: dict[str, list[Document]] = {}
     files = sorted(_files(documents), key=lambda d: d.digest in corpus.duplicates)  # a group's first file first
     for file in files:
@@ -217,10 +219,10 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 
 
 def _held_out_first(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
-    """The groups in the order in which they are held out, and how many of them have about `share` of the text.
+    """The groups in order of selection for validation, and the number of them that have about `share` of the text.
 
-    Of the text of each kind and size it is about that share, by the hashes of its files. What files are too large
-    for is made up for by smaller ones. Groups that alone have a quarter of the share are last.
+    Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
+    make up for files that are too large. Groups that alone have a quarter of the share come last.
     """
     size, kinds = sum(g.size for g in groups), Counter(g.kind for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}

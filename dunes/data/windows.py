@@ -1,7 +1,6 @@
-"""Windows over a long sequence of tokens, or batches of rows in memory, in an order that is a pure function of
-(seed, epoch, position).
+"""Windows of a token sequence, or batches of rows, in an order that is a pure function of (seed, epoch, position).
 
-So the cursor of a run is one integer, a resumed run starts at once, and the order is independent of the number of
+So a run's data cursor is one integer, a resumed run starts at once, and the order is independent of the number of
 workers or devices.
 """
 
@@ -23,11 +22,11 @@ from dunes.units import plural
 
 ROUNDS = 4
 Transform = Callable[[NDArray[np.int64], np.random.Generator], NDArray[np.int64]]
-"""A document's ids and a random generator -> as many ids."""
+"""Maps a document's ids (N,) and a random generator to new ids (N,)."""
 
 
 class Arrange(Protocol):
-    """Rearranges the ids (N,) of a window, and tells which ids are targets."""
+    """Rearranges the ids (N,) of a window, and returns a mask of ids that are targets."""
 
     def __call__(self, ids: NDArray[np.int64], random: np.random.Generator, /) -> NDArray[np.int64]: ...
 
@@ -44,12 +43,12 @@ class TokenIds(Protocol):
 
 @dataclass(frozen=True)
 class PackedText:
-    """Ids of documents that do not see each other, and the indices at which they begin, ascending from 0.
+    """Ids of documents that do not attend to each other, and the ascending indices at which they start, from 0.
 
-    A document usually begins with the `end` token of the one before it, as a prompt does: that token is the last
-    target of the one and the first input of the other.
+    A document usually starts with the `end` token of the previous one, as a prompt does: that token is the last
+    target of the previous document and the first input of the next.
 
-    `transform`, if any, is applied to each whole document, its first id included, as `Windows` read it. It may
+    `transform`, if any, is applied to each complete document, including its first id, as `Windows` read it. It may
     reorder and replace ids; its generator is keyed by (seed, epoch, document), so all windows with a part of a
     document agree on it.
     """
@@ -98,16 +97,16 @@ class PackedText:
 
 @dataclass(frozen=True)
 class Windows:
-    """Each epoch has every token once, in windows of `length` + 1 ids that overlap by one.
+    """Windows of `length` + 1 ids that overlap by one; each epoch has every token once.
 
-    Of `PackedText` a batch has positions too.
+    For `PackedText`, batches include positions.
 
     `arrange`, if any, is applied to each window; its generator is keyed by (seed, epoch, position in the epoch's
-    order). A batch then has targets of its own, with IGNORE where `arrange.is_target` is false.
+    order). A batch then has separate targets, with IGNORE where `arrange.is_target` is False.
 
     Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
-    epochs. Raises ValueError if there are fewer tokens than one window needs, and for `arrange` on text whose
-    documents are transformed, and so are no text that could be cut.
+    epochs. Raises ValueError if there are fewer tokens than one window needs, and for `arrange` on transformed
+    documents, which it cannot cut.
     """
 
     tokens: TokenIds
@@ -129,11 +128,11 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows in an epoch. The offset changes from epoch to epoch, which costs up to one window."""
+        """Number of windows in an epoch. The offset changes from epoch to epoch, which costs up to one window."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The starts of the windows at these positions of the endless order."""
+        """Start indices of the windows at these positions of the endless order."""
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -146,7 +145,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, 2, ...): ids (B, T + 1), int64; or ids, targets and maybe positions, (B, T)."""
+        """Batch `number` (0, 1, ...): ids (B, T + 1), int64; or ids, targets and maybe positions (B, T)."""
         positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
         index = self.starts(positions)[:, None] + np.arange(self.length + 1)
         text = self.tokens
@@ -165,7 +164,7 @@ class Windows:
     def _arranged(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
     ) -> NDArray[np.int64]:
-        """The windows (B, T + 1) at these positions of the endless order, each one rearranged."""
+        """The windows (B, T + 1) at these positions of the endless order, each rearranged."""
         rows = []
         for window, position in zip(windows, positions.tolist(), strict=True):
             epoch, within = divmod(position, self.windows_per_epoch)
@@ -183,7 +182,7 @@ class Windows:
 
 
 def _mask_targets(batch: Tensor | tuple[Tensor, ...], arrange: Arrange) -> tuple[Tensor, ...]:
-    """Ids, targets and maybe positions (B, T), with IGNORE for targets that are not to be learned."""
+    """Ids, targets and, if packed, positions (B, T), with IGNORE for targets that are not to be learned."""
     ids, targets, *rest = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     learned = torch.from_numpy(arrange.is_target(targets.numpy()))
     return ids, targets.masked_fill(~learned, IGNORE), *rest
@@ -210,7 +209,7 @@ def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> 
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finisher: every bit of the input moves every bit of the output."""
+    """The finalizer of splitmix64: every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -221,16 +220,16 @@ def _hash(*numbers: int | str) -> int:
 
 
 Side = tuple[TokenIds, NDArray[np.int64]]
-"""Token ids, and the indices at which documents begin."""
+"""Token ids, and the indices at which documents start."""
 
 
 def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
-    """The ids of all texts, and the index at which each begins."""
+    """The ids of all texts, and the index at which each starts."""
     return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """The index at which the tail of a text begins; its tokens, EOS included, are `start` to `stop`."""
+    """The index at which the tail of a text starts, given its token range `start` to `stop`, EOS included."""
     return stop - round((stop - start) * share)
 
 
@@ -239,10 +238,10 @@ def tail_start(start: int, stop: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Endless batches of the rows of tensors (N, ...), each row once in an epoch, every epoch in another order.
+    """Endless batches of the rows of tensors (N, ...), each row once per epoch, every epoch in another order.
 
-    A batch may hold the end of one epoch and the beginning of the next, so all have the same size. Raises
-    ValueError for tensors of different lengths, or with fewer rows than a batch.
+    A batch may span two epochs, so all have the same size. Raises ValueError for tensors of different lengths, or
+    with fewer rows than a batch.
     """
 
     tensors: tuple[Tensor, ...]
@@ -259,7 +258,7 @@ class Rows:
             )
 
     def steps(self, epochs: float) -> int:
-        """How many batches these epochs have, rounded up."""
+        """Number of batches in these epochs, rounded up."""
         return -int(-epochs * len(self.tensors[0]) // self.batch_size)
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
@@ -279,6 +278,6 @@ class Rows:
         return torch.from_numpy(shuffle_index(np.arange(size), size, (self.seed, epoch)))
 
     def batches(self, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches themselves, from number `start` on."""
+        """The batches from number `start` on."""
         for index in self.indices(start):
             yield tuple(t[index.to(t.device)] for t in self.tensors)

@@ -1,6 +1,6 @@
-"""What a change did to a model: its loss, size, memory and speed before and after.
+"""A model before and after a change: loss, size, memory and speed.
 
-Each folder is measured in a process of its own, so that memory is that of one model alone, as a user runs it.
+Each folder is measured in its own process, so that the memory is of one model alone, as a user runs it.
 """
 
 import json
@@ -26,18 +26,25 @@ from dunes.generate import PrefixCache, generate
 from dunes.generate.packages import load_step
 from dunes.units import format_bytes
 
-SCORED, COMPARED, READ, WRITTEN, ROUNDS = 65_536, 8_192, 128, 64, 3
-"""Validation tokens that are scored, and those whose most probable successors are compared; tokens of the prompt,
-and those generated after it; rounds of both, of which the fastest counts."""
+SCORED = 65_536
+"""Validation tokens that are scored."""
+COMPARED = 8_192
+"""Validation tokens whose greedy predictions are compared."""
+READ = 128
+"""Prompt tokens in the measurement of speed."""
+WRITTEN = 64
+"""Tokens generated after the prompt."""
+ROUNDS = 3
+"""Rounds of prefill and decoding; the fastest counts."""
 SLOWER = 1.05
-"""What takes more than this times as long as before is called slower; the rest is noise."""
+"""Ratio of the times above which a model is reported as slower; less is noise."""
 
 
 @dataclass(frozen=True)
 class Measurement:
     """A model folder: `size` and `memory` in bytes, `prefill` and `decode` in tokens/s, `loss` in nats/token.
 
-    `memory` is what loading, reading a prompt and generating take at their peak. `form` says what decoded.
+    `memory` is the peak of loading, prefill and decoding. `form` names the implementation that decoded.
     """
 
     size: int
@@ -51,7 +58,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both measurements, and the share of validation tokens after which both expect the same next token."""
+    """Both measurements, and the fraction of validation tokens after which both predict the same next token."""
 
     before: Measurement
     after: Measurement
@@ -62,7 +69,7 @@ class Comparison:
         return asdict(self)
 
     def warnings(self) -> list[str]:
-        """A line if decoding or reading a prompt became slower."""
+        """A line if decoding or prefill became slower."""
         a, b = self.before, self.after
         ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
         slower = [f"{what} takes {ratio:.1f} times" for what, ratio in ratios.items() if ratio > SLOWER]
@@ -91,13 +98,13 @@ class Comparison:
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
-    """Measure both folders, their loss on validation ids if there are any; why not, if a process failed."""
+    """Measure both folders, with their loss if there are validation ids. Returns a message if a process failed."""
     try:
         with TemporaryDirectory() as scratch:
             if ids is not None:
                 _write_ids(Path(scratch) / "ids.npz", ids)
             first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
-    except (ValueError, OSError) as error:  # the work that is to be reported must not be lost
+    except (ValueError, OSError) as error:  # do not lose the work that is to be reported
         return f"not measured: {error}"
     top = [np.array(found.pop("top")) for found in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
@@ -105,7 +112,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 
 def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
-    """What `measure_folder` returns in a new process. Raises ValueError with its last line if it fails."""
+    """The result of `measure_folder` in a new process. Raises ValueError with its last line if it fails."""
     options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
     command, environment = python_command(
         "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options
@@ -119,7 +126,7 @@ def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and the most probable successors (`top`) of ids in the file, if it is there."""
+    """The fields of a Measurement, and the most probable successors (`top`) of the ids in `file`, if it exists."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()
@@ -160,7 +167,7 @@ def _plain(ids: TokenIds) -> Any:
 
 
 def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
-    """Tokens/s of reading a prompt and of decoding after it, the fastest of some rounds."""
+    """Tokens/s of prefill and of decoding, the fastest of ROUNDS rounds."""
     read = max(1, min(READ, loaded.context_length // 2))
     prompt = [1] * read if ids is None else _plain(ids)[:read].tolist()
     prefill = decode = 0.0

@@ -34,9 +34,9 @@ def evaluate_completion(
 ) -> list[CompleterScore]:
     """Score the completion of a model and of copying alone, and print a table.
 
-    Without sources, on the files that the model's training left for scoring; on at most `files` of them. Files and
-    lines that the model has seen are left out. `corpus_options` are those of `collect_corpus`. Raises ValueError
-    for an invalid folder or setting, and if there is nothing to score.
+    Without sources, the test files of the model's training are scored, at most `files` of them. Files and lines
+    that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises ValueError for
+    an invalid folder or setting, and if there is nothing to score.
     """
     options = options or CompletionOptions()
     for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
@@ -78,9 +78,9 @@ def _documents(sources: Sequence[str], options: dict[str, Any]) -> list[Document
 
 
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
-    """The figures of a completer, beside copying alone.
+    """The figures of a completer beside copying alone.
 
-    Cursors inside of brackets that the line closes later stand with and without these brackets behind the cursor.
+    Cursors in brackets that the line closes later are scored with and without these brackets behind the cursor.
     """
     closed = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
     opened = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in closed)

@@ -1,4 +1,4 @@
-"""Scoring completers on the same lines: agreement at cursors, keys saved, bits/character, latency."""
+"""Score completers on the same lines: agreement at cursors, keys saved, bits/character, latency."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +14,13 @@ from dunes.completion.protocol import LineCompleter
 from dunes.evaluate.scored_lines import ScoredFile
 
 COPY = "copy nearest"
-"""The baseline that a model is compared with."""
+"""Name of the baseline that a model is compared with."""
 Metric = Literal["exact", "word"]
 
 
 @dataclass(frozen=True)
 class CompletionOptions:
-    """At most `cuts` cursors and `lines` typed lines a file. With `all_lines`, lines like one of the training are
-    scored too."""
+    """At most `cuts` cursors and `lines` typed lines per file; `all_lines` includes lines seen in training."""
 
     cuts: int = 60
     lines: int = 12
@@ -31,8 +30,8 @@ class CompletionOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """What was suggested at a cursor of a file with this number, and whether (0 or 1) all of it is right, but for
-    white space at its end (`exact`), or its first `word`."""
+    """The suggested text at a cursor of file number `file`. `exact` is 1.0 if it is right except for trailing
+    white space, `word` if its first word is right, else 0.0."""
 
     file: int
     cut: CutPoint
@@ -49,9 +48,9 @@ class Point:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer: at each cursor, and of each file typed with all suggestions shown and with those
-    from its threshold on (NaN: it has none). `cold` and `warm` are latencies in seconds; `bits_per_character` is
-    NaN without probabilities."""
+    """The score of a completer: at each cursor, and of each file typed with all suggestions and with suggestions
+    above its threshold (NaN: none). `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN
+    without probabilities."""
 
     name: str
     threshold: float = math.nan
@@ -62,29 +61,29 @@ class CompleterScore:
     bits_per_character: float = math.nan
 
     def means(self, metric: Metric, chosen: Callable[[Point], bool] | None = None) -> np.ndarray:
-        """The means of a metric in each file (F,) over its cursors inside lines, or over the chosen ones."""
+        """Mean of a metric in each file (F,), over its cursors inside lines or over the chosen ones."""
         points = [p for p in self.points if (chosen or is_inside)(p)]
         return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 
     def exact_match(self) -> Interval:
-        """The share of cursors inside lines at which all of the suggestion is right."""
+        """Share of cursors inside lines at which the entire suggestion is right."""
         return interval(self.means("exact"))
 
     def difference(self, other: "CompleterScore") -> Interval:
-        """The exact match minus that of another completer, paired by file."""
+        """The exact match minus the other completer's, paired by file."""
         return interval(self.means("exact") - other.means("exact"))
 
     def typing(self, threshold: float = 0.0) -> Typing:
-        """All lines typed with a threshold."""
+        """Totals of all lines typed with a threshold."""
         return sum(self.typed.get(threshold, ()), Typing())
 
     def saved(self, threshold: float = 0.0) -> float:
-        """The mean over files of the share of keys saved; NaN without a threshold."""
+        """Mean over files of the share of keys saved; NaN without a threshold."""
         return mean_saved(self.typed.get(threshold, ()))
 
 
 def is_inside(point: Point) -> bool:
-    """Whether a cursor is inside a line."""
+    """True for a cursor inside a line."""
     return point.cut.kind == "character"
 
 
@@ -96,7 +95,7 @@ def score_completer(
     threshold: float = math.nan,
     show: Callable[[str, float], object] = lambda text, done: None,
 ) -> CompleterScore:
-    """The score on some files; `show` gets a text and the fraction done."""
+    """The score on these files; `show` is called with a text and the fraction done."""
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
         show(f"{name}: {file.name}", number / len(files))

@@ -1,7 +1,7 @@
 """A model folder as a model of lm-evaluation-harness.
 
-Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports
-lm_eval, so only `evaluate/tasks.py` imports it, when needed.
+Results equal the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports lm_eval, so
+only `evaluate/tasks.py` imports it, when needed.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 
@@ -39,14 +39,14 @@ WITHOUT_EFFECT = {"num_beams": 1}
 
 T = TypeVar("T")
 Question = tuple[Any, list[int], list[int]]
-"""(its texts, context ids, continuation ids to score)."""
+"""(texts, context ids, continuation ids to score)."""
 
 
 class Harness(TemplateLM):
     """The harness's interface to a model folder.
 
-    `show` receives the progress as text and fraction. `truncated` counts the inputs longer than the context, which
-    are truncated on the left. Raises ValueError for a folder without a model.
+    `show` receives the progress as text and fraction. `truncated` counts inputs longer than the context, which are
+    truncated on the left. Raises ValueError for a folder without a model.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Harness(TemplateLM):
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each (context, continuation): its log-likelihood, and whether greedy decoding would generate it.
+        """For each (context, continuation): its log-likelihood, and True if greedy decoding would generate it.
 
         Raises ValueError for a continuation that is empty or longer than the model's context.
         """
@@ -146,7 +146,8 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """The hidden states (B, T, dim) before the head; right padding, which causal attention ignores."""
+        """The hidden states (B, T, dim) before the head. Rows are padded on the right: causal attention ignores
+        that."""
         width = max(map(len, batch))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
         return self.model.hidden(ids)
@@ -161,7 +162,7 @@ class Harness(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
         """Generate after each context, up to the first stop string, EOS or the limit.
 
-        Raises ValueError for generation settings that are not supported, or leave no room for the context.
+        Raises ValueError for generation settings that are unsupported, or leave no room for the context.
         """
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -211,7 +212,7 @@ class Harness(TemplateLM):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Stop strings, maximum of new tokens, and the sampler of an answer by its seed."""
+    """Stop strings, maximum of new tokens, and the function that returns the sampler for a seed."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -241,5 +242,5 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
 
 
 def _as_list(value: Any) -> list[Any]:
-    """The value as a list: a single one may be given without a list."""
+    """The value as a list; a task may give a single one without a list."""
     return value if isinstance(value, list) else [] if value is None else [value]

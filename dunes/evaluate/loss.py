@@ -21,7 +21,7 @@ from dunes.units import plural
 
 BATCH = 16
 LONGEST_HEADER = 512
-"""How many tokens before a window are searched for the header that it begins in."""
+"""Number of tokens before a window in which the start of a file header is searched."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 
@@ -44,18 +44,18 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers: the size to which this model would compress the text."""
+        """Compression of the text by this model, comparable across tokenizers."""
         return self.loss_sum / math.log(2) / max(1, self.size)
 
 
 def evaluate(
     loaded: LoadedModel, tokens: TokenIds, dtype: torch.dtype = torch.float32, limit: int | None = None
 ) -> Score:
-    """Score the tokens in windows of the context length; each token is predicted from those before it in its
-    window, and of `PackedText` in its document.
+    """Score the tokens in windows of the context length; each token is predicted from the previous tokens of its
+    window, and for `PackedText` of its document.
 
-    In a stream of files, headers are read but not scored: their bytes count neither as loss nor as size. What a
-    model knows from the path of a file does help it.
+    In a stream of files, headers are read but not scored: their bytes count neither as loss nor as size, although
+    the path of a file may help the model.
 
     A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
     than two tokens.
@@ -72,7 +72,7 @@ def evaluate(
 
 
 def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> Score:
-    """The score on batches as in `next_token_loss`."""
+    """Score batches as in `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     device = next(model.parameters()).device
@@ -88,9 +88,9 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...
 def _rectangle(
     tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders
 ) -> tuple[torch.Tensor, ...]:
-    """Ids, targets and perhaps positions (B, T) of windows.
+    """Ids, targets and, if packed, positions (B, T) of windows.
 
-    Targets past the end of the text and those in headers of files are ignored.
+    Targets past the end of the text and in headers of files are ignored.
     """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
@@ -98,7 +98,7 @@ def _rectangle(
     if isinstance(tokens, PackedText):
         batch = tokens.batch(window, index)
     ids, targets, *positions = batch
-    # A header may begin before the window.
+    # A header may start before the window.
     before = np.maximum(starts[:, None] + np.arange(-LONGEST_HEADER, 0), 0)
     longer = np.concatenate([tokens[before], window.numpy()], 1)
     ignored = (index[:, 1:] >= len(tokens)) | headers(longer)[:, LONGEST_HEADER + 1 :]

@@ -1,4 +1,4 @@
-"""Scoring a model folder on text."""
+"""Loss of a model folder on text."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,10 @@ from dunes.flags import STDLIB
 from dunes.text import Tokenizer
 from dunes.units import plural
 
-SEQUENCES, CALIBRATION_TOKENS = 64, 128
-"""Calibration sequences, and tokens in each."""
+SEQUENCES = 64
+"""Number of calibration sequences."""
+CALIBRATION_TOKENS = 128
+"""Tokens in each calibration sequence."""
 
 
 def score_folder(
@@ -29,8 +31,8 @@ def score_folder(
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and the number of files.
 
-    Without sources, the score on the validation split of the model's own training. `any_base` is
-    that of `checkpoint.load`, `options` those of `collect_corpus`. Raises ValueError if the model's card does not
+    Without sources, the score on the validation split of the model's training. `any_base` is as in
+    `checkpoint.load`, `options` are arguments of `collect_corpus`. Raises ValueError if the model's card does not
     record its validation split, or if there is no text.
     """
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
@@ -42,11 +44,11 @@ def score_folder(
 
 
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
-    """The token ids of all text in the sources, and the number of files; without sources, of the validation split
-    recorded in the card. Raises ValueError if the card does not record one."""
+    """Token ids of all text in the sources, and the number of files; without sources, of the validation split in
+    the card. Raises ValueError if the card does not record one."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
-        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, whatever its sides
+        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, on either side of the split
         return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"
@@ -55,11 +57,11 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
-    """Ids (sequences, tokens) of the context length, spread evenly over the documents but their tails.
+    """Ids (sequences, tokens) of the context length, spread evenly over the documents except their tails.
 
-    They are 64, or about `tokens` in all, fewer of a shorter text. Without sources, they are spread over the
-    training split that the card records. Raises ValueError if it records none or that text is gone, or if the text
-    is shorter than one sequence.
+    There are 64 sequences, or about `tokens` ids in total, fewer for a shorter text. Without sources, they come
+    from the training split in the card. Raises ValueError if the card records none or that text is gone, or if the
+    text is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)
@@ -71,7 +73,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.documents if tails else corpus.train or corpus.valid
-    # Of documents that the user names, the tails may be what is scored.
+    # The tails of documents named by the user may be scored.
     part: Literal["all", "head"] = "head" if sources or tails else "all"
     ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}, corpus.share))
     if (last := len(ids) - width) < 0:
@@ -81,16 +83,16 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
 
 def missing_source(card: Mapping[str, Any]) -> str:
-    """A source of the training that the card records which does not exist any more; empty if there is none."""
+    """A training source in the card that does not exist any more; empty if there is none."""
     sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
     return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
 
 
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
-    """Raises ValueError if a text of the calibration sources is among those that are scored.
+    """Raise ValueError if a text of the calibration sources is also scored.
 
-    A file and a record with the same text are equal, whatever their white space. Where the tail of each
-    document is scored, the rest of it may calibrate.
+    A file and a record with the same text are equal, regardless of white space. If the tail of each document is
+    scored, the rest of it may calibrate.
     """
     trained = trained_text(loaded.card)
     if not (calibration or validation) or (not validation and trained.get("split") != "files"):
@@ -107,7 +109,7 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
 
 
 def _digests(document: Document) -> Iterator[bytes]:
-    """The digest of each text in a document, without its white space."""
+    """Digest of each text in a document, without its white space."""
     return map(content_digest, document.texts())
 
 
@@ -118,9 +120,9 @@ def _ids(
     trained: Mapping[str, Any],
     share: float,
 ) -> TokenIds:
-    """The token ids of the documents, of their tails of this share, as in training, or of the rest (`head`).
+    """Token ids of the documents, of their tails of this share, or of the rest (`head`).
 
-    They are joined as in the training that is recorded in `trained`: plain text if that is empty.
+    They are joined as in the training recorded in `trained`: plain text if that is empty.
     """
     begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
     headers = bool(trained.get("complete") and trained.get("file_headers", True))

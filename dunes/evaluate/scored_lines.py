@@ -1,4 +1,4 @@
-"""Which lines are completed: those of files that the model has not seen, and unlike any in its training."""
+"""Selection of the lines to complete: of files that the model has not seen, and unlike all training lines."""
 
 import re
 from collections import Counter
@@ -13,15 +13,15 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 SIMILAR = 0.8
-"""Jaccard similarity of the sets of two lines' tokens above which they are near-duplicates."""
+"""Jaccard similarity of the token sets of two lines above which they are near-duplicates."""
 FEWEST = 3
-"""Lines of fewer tokens are never near-duplicates: `return None` may be completed."""
+"""Minimum tokens of a near-duplicate; shorter lines such as `return None` may be completed."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """A file, and those of its lines that are completed."""
+    """A file, and its lines that are completed."""
 
     name: str
     text: str
@@ -30,8 +30,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files that are scored, and what is left out: files that were trained on, near-duplicate lines, and files
-    without other lines. `line_count` is of the lines that are not blank in files that were not trained on."""
+    """The files to score, and counts of what is left out: training files, near-duplicate lines, and files without
+    other lines. `line_count` counts the nonblank lines of files that were not trained on."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -40,7 +40,7 @@ class ScoredFiles:
     files_without_lines: int
 
     def report(self) -> str:
-        """One line: what is scored and what is left out."""
+        """One line: the files and lines that are scored and left out."""
         lines = self.line_count - self.near_duplicates
         return (
             f"{plural(len(self.files), 'file')}, {plural(lines, 'line')}; left out: "
@@ -51,10 +51,10 @@ class ScoredFiles:
 
 
 class LineIndex:
-    """The lines of some texts, to find near-duplicates of a line among them.
+    """The lines of texts, indexed to find near-duplicates of a line.
 
-    Sets of tokens are compared if their rarest tokens meet: similar sets have one in common among the first
-    |set| - ceil(0.8 |set|) + 1 (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    Token sets are compared only if their rarest tokens meet: similar sets share one among the first |set| -
+    ceil(0.8 |set|) + 1 (prefix filtering, https://doi.org/10.1145/1242572.1242591).
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class LineIndex:
                 self._sets.setdefault(token, []).append(tokens)
 
     def has_similar(self, line: str) -> bool:
-        """Whether a line equals one of the texts after stripping, or its tokens nearly do."""
+        """True if a line equals one of the texts' lines after stripping, or its token set is similar."""
         words = _TOKEN.findall(line)
         if len(words) < FEWEST:
             return False
@@ -90,11 +90,10 @@ def scored_files(
     all_lines: bool = False,
     seen: Collection[bytes] = (),
 ) -> ScoredFiles:
-    """The files and lines that are scored of a model that was trained on the training files.
+    """Select the files and lines to score for a model trained on the `training` files.
 
-    Files with the text of a training file, or one whose digest is in `seen`, are left out whatever its white
-    space, and lines that are near-duplicates of a training line unless `all_lines`. Raises ValueError if
-    nothing is left.
+    Files with the text of a training file, or a digest in `seen`, are left out regardless of white space, and so
+    are near-duplicates of training lines unless `all_lines`. Raises ValueError if nothing is left.
     """
     digests = text_digests(training) | {*seen}
     unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]

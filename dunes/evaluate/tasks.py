@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness on a model folder."""
+"""Tasks of lm-evaluation-harness on a model folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ def run_tasks(
     out: Path | None = None,
     any_base: bool = False,
 ) -> dict[str, Any]:
-    """The harness's results for tasks, groups or tags by name; also written to `out`, with every sample.
+    """Results of the harness for tasks, groups or tags by name; also written to `out`, with every sample.
 
-    `task_folder` contains YAML files of more tasks; `limit` is the maximum number of documents per task;
+    `task_folder` contains YAML files of additional tasks; `limit` is the maximum number of documents per task;
     `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
     or setting.
     """
@@ -60,7 +60,7 @@ def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
             similar = get_close_matches(task, names, n=1)
             raise ValueError(
                 f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
-                "`lm-eval ls tasks` lists all tasks, --task-folder adds those of a folder"
+                "`lm-eval ls tasks` lists all tasks, --task-folder adds the tasks of a folder"
             )
 
 

@@ -1,1 +1,1 @@
-"""Bytes on disk: atomic writes, staging folders, locks, JSON and JSON lines, and whether cards are trusted."""
+"""Bytes on disk: atomic writes, staging folders, locks, JSON and JSON lines, and trust in cards."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LARGE = 1e9
-"""Bytes; hashing more takes seconds."""
+"""Bytes above which hashing takes seconds and gets a progress bar."""
 DIGEST_BLOCK = 1 << 18
 """Elements of a tensor that are hashed at a time."""
 
@@ -42,7 +42,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # numpy's, when it cannot write a whole array
+        if error.errno is None:  # numpy's, when it cannot write a complete array
             raise OSError(errno.EIO, f"{error}; is the disk full?", str(path)) from None
         if error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
@@ -52,7 +52,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 def digest(
     path: Path, advance: Callable[[int], object] = lambda size: None, hashed: "hashlib._Hash | None" = None
 ) -> str:
-    """SHA-256 of a file, in hex, or another hash that goes on; `advance` is called with the size of each part."""
+    """SHA-256 of a file in hex, or the continuation of another hash; `advance` gets the size of each part."""
     hashed = hashed or hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
@@ -65,7 +65,7 @@ def digest(
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
     """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes.
 
-    Where a step is shown already, its display is advanced.
+    If a phase is shown already, its display is advanced instead.
     """
     if size <= LARGE or is_shown():
         yield advance(size)
@@ -82,8 +82,8 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 of a tensor's bytes in each of the dtypes, in hex, computed in blocks that fit into the cache."""
-    import torch  # not where only files are written: `dunes complete` asks a server without it
+    """SHA-256 in hex of a tensor's bytes in each of the dtypes, computed in blocks that fit into the cache."""
+    import torch  # `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
@@ -98,7 +98,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], T]) -> T:
-    """`write_file` for a file that `write` makes at the path that it is given; returns what `write` returns."""
+    """`write_file` for a file that `write` creates at the path it receives; returns the result of `write`."""
     with add_path_to_errors(path), staging_folder(path) as staged:
         result = write(staged / "data")
         fsync_path(staged / "data")
@@ -124,7 +124,7 @@ def write_folder(
 ) -> None:
     """Create a folder atomically.
 
-    `write_files` writes about `size` bytes into a staging folder; `publish` renames it when all is on the disk.
+    `write_files` writes about `size` bytes into a staging folder; `publish` renames it when everything is on disk.
     Raises OSError, and leaves an existing folder untouched, if anything cannot be written.
     """
     with add_path_to_errors(folder):

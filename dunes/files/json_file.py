@@ -1,4 +1,4 @@
-"""JSON objects and files of one on each line, which may be untrusted: limits on size, errors in one line."""
+"""JSON objects and JSON lines, possibly untrusted: limits on size, errors in one line."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from dunes.files.atomic import add_path_to_errors
 from dunes.files.model_file import read_file
 
 MAX_BYTES = 64 << 20
-"""The index of a published model of 90,000 tensors has nine megabytes."""
+"""Size limit of a JSON file; the index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
-"""Limit for a config file; most have a kilobyte."""
+"""Size limit of a config file; most have a kilobyte."""
 _ERRORS = {"error", "errors", "message", "detail"}
 _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
-"""Keys of what servers send in place of a file."""
+"""Keys of objects that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
-"""Commas and brackets: each may be an object, which takes twenty times its size in the file."""
+"""Limit on commas and brackets: each may be an object, which takes twenty times its size in the file."""
 Warn = Callable[[str], object]
 
 
@@ -33,7 +33,7 @@ def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def read_if_present(path: Path) -> dict[str, Any]:
-    """The object in a config file; empty if there is no file. Raises ValueError like `read`."""
+    """The object in a config file; empty if the file does not exist. Raises ValueError like `read`."""
     return read(path, MAX_CONFIG_BYTES) if lexists(path) else {}
 
 
@@ -57,7 +57,7 @@ def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, as a hook of the JSON parser. Raises ValueError for a duplicate key."""
+    """Hook of the JSON parser that builds an object of these pairs. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         seen: set[str] = set()
@@ -93,12 +93,12 @@ def _write(file: int, data: bytes) -> None:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append an object as a line. Raises what `append_text` does."""
+    """Append an object as a line. Raises OSError like `append_text`."""
     append_text(path, json.dumps(record) + "\n")
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """The lines of a file without their newlines; none if there is no file."""
+    """The lines of a file without their newlines; empty if the file does not exist."""
     return path.read_bytes().split(b"\n") if path.is_file() else []
 
 
@@ -114,7 +114,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Warn | None = None
 ) -> list[dict[str, Any]]:
-    """The objects for which `fits` is true, none if there is no file.
+    """The objects for which `fits` is True; empty if the file does not exist.
 
     `warn` gets a line about the others, by default printed to standard error.
     """

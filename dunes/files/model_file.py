@@ -1,6 +1,6 @@
-"""Find and open the files of a model folder, which strangers made.
+"""Find and open the files of an untrusted model folder.
 
-Each is a regular file in that folder, of a limited size, and not something else by its first bytes.
+Each must be a regular file in that folder, of a limited size, whose first bytes match its name.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 HEAD = 512
-"""Bytes of a file that are looked at before it is read."""
+"""First bytes of a file that are checked before it is read."""
 
 _AGAIN = "fetch the file again"
 _STAND_INS = (
@@ -19,7 +19,7 @@ _STAND_INS = (
     (rb"/annex/objects/", "a git-annex pointer", "run git annex get"),
     (rb"\.\./\.\./blobs/", "the path in a link of the Hub's cache", _AGAIN),
 )
-"""What stands for a file until it is fetched, as regular expressions of its beginning, and how to fetch it."""
+"""Placeholders for files that were not fetched: pattern of the first bytes, name, and remedy."""
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)\b", re.IGNORECASE)
 _FORMATS = {
     b"PK\3\4": "a zip archive",
@@ -32,21 +32,21 @@ _FORMATS = {
     b"PAR1": "a parquet file",
 }
 _OWN = {".gguf": (b"GGUF",), ".safetensors": (), ".json": (), ".model": (), ".jinja": ()}
-"""How files of these names may begin, of `_FORMATS`; all others are read as torch.save's."""
+"""Magic numbers of `_FORMATS` allowed for these suffixes; other suffixes are read as files of torch.save."""
 _TORCH = (b"PK\3\4", b"\x80\2")
 _BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
-"""Suffixes of downloads that have not ended."""
+"""Suffixes of unfinished downloads."""
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The path of a file of a folder, or None if there is none. Raises ValueError as `require_inside`."""
+    """The path of a file in a folder, or None if it does not exist. Raises ValueError like `require_inside`."""
     path = folder / name
     return require_inside(folder, path) if os.path.lexists(path) else None
 
 
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
-    """The path of a file below the folder, if it is a regular file there and its download has ended.
+    """The path of a file below the folder, if it is a regular file there and completely downloaded.
 
     In the Hub's cache, files of a snapshot are links into a folder `blobs` beside all snapshots. `index` is the
     name of the file that lists it. Raises ValueError for anything else, such as a link to another folder.
@@ -65,13 +65,13 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
         raise ValueError(f"{path}: no such file{f', and {index} names it' if index else ''}; fetch it")
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path}: not a regular file")
-    if os.path.lexists(f"{path}.aria2"):  # which allocates the whole file first
+    if os.path.lexists(f"{path}.aria2"):  # aria2 allocates the full size first
         raise ValueError(f"{path}: its download has not ended, by {path.name}.aria2; {_AGAIN}")
     return path
 
 
 def listed_file(folder: Path, name: str, index: Path) -> Path:
-    """The path of a file that another file of the folder lists. Raises ValueError as `require_inside`."""
+    """The path of a file that another file in the folder lists. Raises ValueError like `require_inside`."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
         shown = ascii(name[:80]) + "..." * (len(name) > 80)
         raise ValueError(f"{index}: {shown} is not the name of a file in this folder")
@@ -79,9 +79,9 @@ def listed_file(folder: Path, name: str, index: Path) -> Path:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file of a folder, at most so many.
+    """The bytes of a file in a folder, at most `most`.
 
-    Raises ValueError for a larger one, as `require_inside` does, and as `require_content`.
+    Raises ValueError for a larger file, and like `require_inside` and `require_content`.
     """
     with open_file(require_inside(path.parent, path)) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -104,7 +104,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
-    """Raise ValueError for a file, open at its beginning, that is not what its name, or `suffix`, says."""
+    """Raise ValueError if the content of a file, open at its start, does not match its name or `suffix`."""
     head = file.read(HEAD)
     file.seek(0)
     if reason := stand_in(head) or _other_content(suffix or path.suffix, head):
@@ -112,7 +112,7 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 
 def stand_in(head: bytes) -> str:
-    """What a file of these first bytes is, and the remedy, if it only stands for another; else an empty string."""
+    """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
     kinds = (
         f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head)
     )
@@ -120,27 +120,27 @@ def stand_in(head: bytes) -> str:
 
 
 def _other_content(suffix: str, head: bytes) -> str:
-    """What the first bytes are, and the remedy, if no file with this suffix begins so; else an empty string."""
+    """A description of mismatched content, and the remedy; empty if the first bytes match the suffix."""
     if not head.strip(b"\0"):
-        return f"{'begins with zeros' if head else 'empty'}, as a download that has not ended; {_AGAIN}"
+        return f"{'begins with zeros' if head else 'empty'}, like an unfinished download; {_AGAIN}"
     if _PAGE.match(head):
-        return f"a web page, such as that of an error; {_AGAIN}"
-    if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight are a number
+        return f"a web page, perhaps an error message; {_AGAIN}"
+    if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight bytes are a number
         return ""
     formats = {magic: kind for magic, kind in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
     if magic := next(filter(head.startswith, formats), None):
-        return f"{formats[magic]}, which its name does not say; unpack it, or {_AGAIN}"
+        return f"{formats[magic]}, unlike its name; unpack it, or {_AGAIN}"
     text = head.decode("utf-8", "ignore")
     if (
         suffix in _BINARY
         and text.replace("\n", " ").replace("\r", " ").isprintable()
         and not head.startswith(b"GGUF")
     ):
-        return f"text, which begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
+        return f"text that begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
     return ""
 
 
 def unfinished_downloads(folder: Path) -> str:
-    """The part of a message that names downloads in the folder that have not ended; empty if there are none."""
+    """The part of a message that names unfinished downloads in the folder; empty if there are none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
-    return f"; {names[0]} is a download that has not ended: {_AGAIN}" if names else ""
+    return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

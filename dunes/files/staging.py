@@ -1,7 +1,7 @@
-"""Staging folders: each writer has its own, and those of dead writers are removed.
+"""Staging folders, one for each writer; folders of dead writers are removed.
 
-A writer locks its folder (flock), and the lock ends with the process. On a disk that several machines share, it is
-visible only to processes of the same machine.
+A writer locks its folder (flock), and the lock ends with the process. On a disk shared by several machines, the
+lock is visible only to processes of the same machine.
 """
 
 import fcntl
@@ -55,9 +55,9 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, on the same disk; it is removed at the end.
+    """A new folder beside `path`, on the same disk, removed at the end.
 
-    Leftovers of dead writers beside `path` are removed first.
+    Folders of dead writers beside `path` are removed first.
     """
     with folder_lock(path.parent):
         _clear(path.parent)

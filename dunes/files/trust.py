@@ -1,4 +1,4 @@
-"""Whether functions that the cards of model folders name may be imported, which runs their code."""
+"""Permission to import functions named by the cards of model folders, which runs their code."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ _trusted = ContextVar("trusted", default=False)
 
 @contextmanager
 def trust_cards(trust: bool = True) -> Iterator[None]:
-    """Inside, in this thread, the functions that cards name are imported, which runs code outside of this package.
+    """Inside this context, in this thread, functions named by cards are imported, which runs third-party code.
 
-    `--trust-code` of the command does the same. With `trust=False`, what holds outside holds inside.
+    The command's `--trust-code` does the same. `trust=False` leaves the permission unchanged.
     """
     token = _trusted.set(trust or cards_trusted())
     try:
@@ -21,5 +21,5 @@ def trust_cards(trust: bool = True) -> Iterator[None]:
 
 
 def cards_trusted() -> bool:
-    """Whether this runs inside of `trust_cards`; a process that is started must be told."""
+    """True inside `trust_cards`. Child processes do not inherit it."""
     return _trusted.get()

@@ -1,1 +1,1 @@
-"""Text in, text out with a loaded model: prompts, stops, chat, samples, adapters by request."""
+"""Text in, text out with a loaded model: prompts, stops, chat, samples, adapters per request."""

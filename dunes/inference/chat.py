@@ -1,7 +1,6 @@
 """Chat with a model in its own chat template, and with several adapters on one base model.
 
-`ChatEngine.answer` streams the answer to a conversation; `Chat` is one conversation; `run` reads lines and
-writes answers, `answer` writes one.
+`ChatEngine.answer` streams an answer; `Chat` is one conversation; `run` reads lines and writes answers.
 """
 
 import json
@@ -35,9 +34,9 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""The name of the model without the adapters in other folders; one in its own folder is part of it."""
+"""Name of the model without adapters from other folders; an adapter in the model's own folder is part of it."""
 ROOM = 4
-"""Conversations are truncated to leave 1/ROOM of the context to the answer, if it may be so long."""
+"""Conversations are truncated to leave 1/ROOM of the context to the answer, if its limit is that long."""
 
 
 class NoTemplate(ValueError):
@@ -46,15 +45,15 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """An adapter (None: the base model alone) in the folder `place`, with the model that it is loaded on."""
+    """An adapter (None: the base model alone) in the folder `place`, with the model on which it is loaded."""
 
     place: Path
     adapter: str | None
     loaded: LoadedModel
     compiles: bool = False
-    """Whether a compiled step for decoding is made in the background, if there is none."""
+    """True if a missing compiled step for decoding is compiled in the background."""
     format: CacheFormat | None = None
-    """How keys and values are stored; a compiled step is used only where they are whole."""
+    """Format of a quantized cache; no compiled step is used with it."""
 
     @cached_property
     def generator(self) -> TextGenerator:
@@ -65,7 +64,7 @@ class ChatModel:
 
     @cached_property
     def template(self) -> Template:
-        """Raises NoTemplate for a model without one."""
+        """The chat template. Raises NoTemplate for a model without one."""
         template = find_template(self.loaded.require_tokenizer(), self.loaded.card)
         if template is None:
             remedy = f'use dunes generate {self.place} "..."'
@@ -74,12 +73,12 @@ class ChatModel:
 
     @cached_property
     def single_turn(self) -> bool:
-        """Whether the template supports only a single question and answer."""
+        """True if the template supports only a single question and answer."""
         question = Turn("user", "a")
         return not self._supports(question, Turn("assistant", "b"), question) and self._supports(question)
 
     def check_system(self, system: str) -> None:
-        """Raises ValueError if the template cannot write this system prompt."""
+        """Raise ValueError if the template does not support this system prompt."""
         if system:
             self._render(Turn("system", system), Turn("user", "a"))
 
@@ -100,7 +99,7 @@ class ChatModel:
 
 @dataclass(frozen=True)
 class ChatEngine:
-    """A model with its adapters by name, the first of which is the default."""
+    """A model with its adapters by name; the first one is the default."""
 
     models: Mapping[str, ChatModel]
 
@@ -123,7 +122,7 @@ class ChatEngine:
         """Stream the model's answer, of at most `max_tokens` tokens and as many as still fit into the context.
 
         Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
-        template cannot write, or that is too long.
+        template does not support, or that is too long.
         """
         chat_model = self.chat_model(name)
         generator, ids = chat_model.generator, chat_model.encode(talk)
@@ -166,8 +165,8 @@ def load_chat_engine(
 ) -> ChatEngine:
     """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
 
-    With `compiles`, a step for decoding with the folder's model is compiled in the background; with a `format` of
-    the cache, no step is used. Raises ValueError, before anything is loaded, for a folder that is not an adapter,
+    With `compiles`, a step for decoding with the folder's model is compiled in the background; with a cache
+    `format`, no step is used. Raises ValueError, before anything is loaded, for a folder that is not an adapter,
     two adapters of the same name, adapters trained on differently quantized bases, and adapters of another base
     unless `any_base`.
     """
@@ -193,7 +192,7 @@ def load_chat_engine(
 
 
 def _label(folder: Path) -> str:
-    """The name of an adapter: that of its folder or link."""
+    """The name of an adapter: the name of its folder or link."""
     return os.path.basename(os.path.abspath(folder))
 
 
@@ -254,7 +253,7 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or cannot chat."""
+        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no chat template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
@@ -281,7 +280,7 @@ class Chat:
     def retry(self) -> Generator[str, None, None]:
         """Stream another answer to the last message; if there is none, the earlier answer stays.
 
-        Raises ValueError if there is no message, or without random numbers.
+        Raises ValueError if there is no message, or for greedy decoding.
         """
         if self.sample.choose is greedy:
             raise ValueError(
@@ -318,7 +317,7 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that begins with /; False ends the chat. Raises ValueError for an invalid command."""
+        """Execute a line that starts with /; False ends the chat. Raises ValueError for an invalid command."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False
@@ -346,7 +345,7 @@ class Chat:
 
 
 def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
-    """Answer each line; one that begins with / is a command.
+    """Answer each line; a line that starts with / is a command.
 
     An empty line separates two answers, and an invalid line raises ValueError or OSError. On a terminal
     (`interactive`) the prompt separates them, and the error is only printed.
@@ -385,7 +384,7 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
-    """Compile the step of a model folder in a process of its own at low priority, which outlives this one."""
+    """Compile the step of a model folder in a low-priority process that outlives this one."""
     command, environment = python_command(
         "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
     )
@@ -394,6 +393,6 @@ def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
         command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
     )
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    # Without a thread that waits, who forgets the process leaves a zombie and gets a ResourceWarning.
+    # Waiting avoids a zombie and a ResourceWarning if the caller drops the process.
     threading.Thread(target=process.wait, daemon=True).start()
     return process

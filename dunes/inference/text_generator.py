@@ -1,4 +1,4 @@
-"""Text from a model: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
+"""Text generation: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
 
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class Piece:
 class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
-    It keeps the cache of the last text: of one that begins alike, as a conversation's next turn or the text after
-    a keystroke, only the rest is evaluated. A prompt is a text or the ids of one. `find_step` is asked for a
-    compiled step before each token of a single request; with a `format` of the cache, none is used.
+    The KV cache of the last text is kept: a text with a common prefix, such as the next turn of a conversation, is
+    evaluated only from there. A prompt is a text or its ids. `find_step` is called for a compiled step before each
+    token of a single request; with a cache `format`, no step is used.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """`generate_all` of these requests, from the cache of the last call if that had as many rows.
+        """`generate_all` for these requests, with the cache of the last call if it has as many rows.
 
-        Each also ends with the token that completes one of the strings `until`; empty ones are ignored.
+        Each text also ends with the token that completes one of the strings `until`; empty strings are ignored.
         """
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
@@ -109,12 +109,12 @@ class TextGenerator:
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
         if len(cache.ids) == 1 and cache.format is None:
             step, proposes = self._find_step(), any(r and r.proposer for r in requests)
-            # A step's logits are not exactly those of the model, so one that cannot verify proposals is not used.
+            # A step's logits differ slightly from the model's, so a step that cannot verify proposals is not used.
             verifies = step and cache.cache and step.most(cache.cache, 0) > 1
             cache.step = step if verifies or not proposes else None
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
-        """A proposer for one text at a time: by look-up, and where that has no proposal, by the draft.
+        """A proposer for one text at a time: prompt lookup first, then the draft model.
 
         Raises ValueError for a draft with another vocabulary.
         """
@@ -132,16 +132,16 @@ class TextGenerator:
         return first_proposal(*proposers) if proposers else None
 
     def describe_forwards(self, tokens: int) -> str:
-        """The forwards of the cache, which gave these tokens."""
+        """The number of forwards that computed these tokens, and tokens per forward."""
         assert self.cache is not None, "tokens come first"
         return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
-        """The prompt's tokens that the model can attend to, after the first one, with their log-probabilities."""
+        """The prompt's tokens after the first, with log-probabilities, as far as they fit into the context."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
     def _bytes(self, request: Request) -> bytes:
-        """What was generated for the request so far, special tokens included."""
+        """Bytes generated for the request so far, including special tokens."""
         return self.tokenizer.inner.decode(request.ids[len(request.prompt) :], skip_special_tokens=False).encode()
 
     def _ids(self, prompt: str | Sequence[int]) -> Sequence[int]:
@@ -149,7 +149,7 @@ class TextGenerator:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first stop string, applied one stop after the other, as lm-evaluation-harness does."""
+    """The text up to the first stop string; stops are applied one after the other, as in lm-evaluation-harness."""
     for stop in filter(None, stops):
         text = text.split(stop)[0]
     return text

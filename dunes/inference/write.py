@@ -1,4 +1,4 @@
-"""Samples, rates of generation, the text around a cursor."""
+"""Samples, and rates of generation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,16 +9,16 @@ from dunes.units import format_bytes, format_count, plural
 
 
 def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> str:
-    """A sample without a prompt."""
+    """A sample generated without a prompt."""
     return TextGenerator(loaded).text("", max_tokens, sampler(0.8, top_k=50, seed=seed)).strip("\n")
 
 
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Lines about a text after a prompt of so many tokens; `times` (s) are of the start and of each token.
+    """Lines about the generation after a prompt of `prompt` tokens; `times` (s): the start, then each token.
 
-    `max_tokens` is how many tokens could come, None if the text was interrupted.
+    `max_tokens` is the limit of new tokens, None if the text was interrupted.
     """
     count = len(times) - 1
     if count:
@@ -28,7 +28,7 @@ def describe_generation(
 
 
 def _describe_form(cache: PrefixCache | None) -> str:
-    """How tokens were computed, if not by the model with a full cache."""
+    """Suffix that describes a quantized cache or a compiled step; empty for the plain model."""
     if cache is not None and cache.format and cache.cache:
         return f", int{cache.format.bits} cache of {format_bytes(cache.cache.nbytes)}"
     step = cache.step if cache is not None else None
@@ -38,7 +38,7 @@ def _describe_form(cache: PrefixCache | None) -> str:
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of a prompt of this many tokens, and after it; `times` (s) are of the start and of each token."""
+    """Tokens/s of a prompt of this many tokens, and of decoding; `times` (s): the start, then each token."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:

@@ -1,4 +1,4 @@
-"""The memory of every tensor from allocation to free, on any device, with real or fake tensors.
+"""Memory of every tensor from allocation to free, on any device, with real or fake tensors.
 
 The results of each operation are recorded by the dispatcher; a storage is freed with its last tensor. Memory that
 an operation allocates and frees internally is not recorded.
@@ -29,9 +29,9 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: its bytes, its owner (the module that allocated it, or the function outside modules), and when.
+    """A storage: bytes, owner (the module that allocated it, or a function outside modules), and lifetime.
 
-    `allocated` and `freed` count allocations and frees from the beginning; `freed` is None for live allocations.
+    `allocated` and `freed` are numbers of allocation and free events; `freed` is None for live allocations.
     """
 
     size: int
@@ -46,7 +46,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Allocations:
-    """All allocations of a piece of work, in order."""
+    """All allocations of a workload, in order."""
 
     made: list[Allocation]
 
@@ -66,21 +66,21 @@ class Allocations:
 
     @property
     def peak(self) -> int:
-        """The peak in bytes."""
+        """Peak memory in bytes."""
         return max(self.live, default=0)
 
     @property
     def moment(self) -> int:
-        """The event at which the peak was first reached."""
+        """Number of the event at which the peak was first reached."""
         return self.live.index(self.peak)
 
     def live_at(self, moment: int | None = None) -> list[Allocation]:
-        """The live allocations after an event, by default at the peak."""
+        """Live allocations after an event, by default at the peak."""
         moment = self.moment if moment is None else moment
         return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
-        """Live bytes at a moment (the peak), summed by some of Allocation's fields, largest first."""
+        """Live bytes after an event (default: the peak), summed by fields of Allocation, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
@@ -91,11 +91,11 @@ class Allocations:
 def allocations(model: nn.Module) -> Iterator[Allocations]:
     """`with allocations(model) as log:` records all allocations inside; read `log` afterwards.
 
-    The model's tensors at the start count as parameters and gradients. Any optimizer that steps inside is
-    recorded. Recording costs some tens of microseconds per operation.
+    The model's existing tensors count as parameters and gradients. Any optimizer that steps inside is recorded.
+    Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # or earlier garbage would be freed inside
+    gc.collect()  # otherwise earlier garbage would be freed inside
     with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
         recorder.beginning(model)
@@ -152,11 +152,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward" if in_backward() else "forward"
 
     def _where(self) -> tuple[str, bool]:
-        """The running module or function, and whether a key/value cache allocates."""
+        """The running module or function, and True if a KV cache allocates."""
         frame = sys._getframe(2)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
-        cached = hasattr(frame.f_locals.get("self"), "advance")  # of all caches in `parts`
+        cached = hasattr(frame.f_locals.get("self"), "advance")  # a method of all caches in `parts`
         place = self.places.now()
         if place is None:
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name})"

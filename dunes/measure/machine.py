@@ -18,9 +18,9 @@ _device_set: str | None = None
 
 
 def set_device(name: str | None) -> None:
-    """Make `device` return the device of this name, one of DEVICES, or with None the default again.
+    """Make `device` return the device of this name, one of DEVICES; None restores the default.
 
-    Raises ValueError if this machine has none.
+    Raises ValueError if this machine does not have it.
     """
     global _device_set
     usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -30,7 +30,7 @@ def set_device(name: str | None) -> None:
 
 
 def device() -> torch.device:
-    """The device that was set with `set_device`; else CUDA if available, else Apple's GPU, else the CPU."""
+    """The device set with `set_device`; else CUDA if available, else Apple's GPU, else the CPU."""
     if _device_set is not None:
         return torch.device(_device_set)
     if torch.cuda.is_available():
@@ -39,17 +39,16 @@ def device() -> torch.device:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this error means out of memory, on any device."""
+    """True if this error means out of memory, on any device."""
     messages = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or any(m in str(error) for m in messages)
 
 
 def keep_freed_memory() -> None:
-    """Keep freed memory in the process for the next step, or the next layer.
+    """Keep freed memory in the process for the next step or layer.
 
-    glibc returns large blocks to the system at once; a training step then spends a third of its time
-    on page faults (4M parameters, 2 threads: 5.3k tokens/s without, 7.8k with), and reading a prompt of 256
-    tokens a tenth (10M).
+    glibc returns large blocks to the system at once; a training step then spends a third of its time on page
+    faults (4M parameters, 2 threads: 5.3k tokens/s without this, 7.8k with it), prefill a tenth (10M, 256 tokens).
     """
     if sys.platform != "linux":
         return
@@ -63,10 +62,10 @@ def keep_freed_memory() -> None:
 
 
 def flush_denormals() -> None:
-    """Flush denormal numbers to zero, in this thread and those it starts.
+    """Flush denormal numbers to zero, in this thread and threads that it starts.
 
-    Processors compute with them ten times slower: a softmax over 512 x 4,096 logits of a confident model took
-    7.6 ms with and 0.7 ms without. Call it before the first operation, which starts the other threads.
+    Processors are ten times slower on denormals: a softmax over 512 x 4,096 logits of a confident model took 7.6
+    ms with and 0.7 ms without them. Call it before the first operation, which starts the other threads.
     """
     for dtype in (np.float32, np.float64):
         np.finfo(dtype)  # numpy before 2.4 measures denormals at the first call, and warns if they are zero
@@ -74,7 +73,7 @@ def flush_denormals() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The peak memory of this process in bytes: on the GPU if it uses one, else resident."""
+    """Peak memory of this process in bytes: on the GPU if it uses one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status") as file:
@@ -85,7 +84,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Reset `peak_memory` where that is possible (CUDA, Linux); returns the bytes in use now."""
+    """Reset `peak_memory` if possible (CUDA, Linux); returns the bytes now in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -110,13 +109,13 @@ def free_memory(device: torch.device) -> int:
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
         return min(int(fields["MemAvailable"].split()[0]) * 1024, _cgroup_free())
-    with suppress(OSError, ValueError):  # all memory, if the system reports only that
+    with suppress(OSError, ValueError):  # total memory, if the system reports only that
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident_memory()
     return 0
 
 
 def _cgroup_free() -> int:
-    """Bytes left of a container's memory limit."""
+    """Free bytes below a container's memory limit."""
     left, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
     with suppress(OSError, ValueError):  # cached files can be evicted
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
@@ -155,7 +154,7 @@ def _cpu() -> str:
 
 
 def _memory() -> int:
-    """Bytes, rounded to GiB: the kernel reserves a slightly different amount at each start."""
+    """Total memory in bytes, rounded to GiB: the kernel reserves a slightly different amount at each start."""
     with suppress(OSError, ValueError, AttributeError):
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30) * 2**30
     return 0

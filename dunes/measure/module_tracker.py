@@ -9,11 +9,11 @@ from torch import nn
 
 
 class ModuleTracker:
-    """`with ModuleTracker(model) as tracker:` then `tracker.now()` is the dotted name of the running module.
+    """`with ModuleTracker(model) as tracker:`, then `tracker.now()` is the dotted name of the running module.
 
-    In a forward pass that is the innermost module whose `forward` runs. In a backward pass it is the module whose
-    forward created the running graph node: nodes are numbered in order of creation, so it is enough to record the
-    numbers at which modules begin and end. The model has the hooks only inside the `with`.
+    In a forward pass it is the innermost module whose `forward` runs. In a backward pass it is the module whose
+    forward created the running graph node: nodes are numbered in order of creation, so recording the numbers at
+    which modules begin and end suffices. The model has hooks only inside the `with`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -27,7 +27,7 @@ class ModuleTracker:
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules(remove_duplicate=False):
-            if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks
+            if not isinstance(module, torch.jit.ScriptModule):  # has no hooks
                 self._hooks.append(module.register_forward_pre_hook(self._begin(name)))
                 self._hooks.append(module.register_forward_hook(self._end, always_call=True))
             self._owners |= {id(p): name for p in module.parameters(recurse=False)}
@@ -48,7 +48,7 @@ class ModuleTracker:
         return None if node is None else self.of(node)
 
     def of(self, node: Any) -> str | None:
-        """The module whose forward created this graph node; for a parameter's own node, its module."""
+        """The module whose forward created this graph node; for a parameter's own node, the parameter's module."""
         if (parameter := getattr(node, "variable", None)) is not None:
             return self._owners.get(id(parameter))
         index = bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -74,5 +74,5 @@ class ModuleTracker:
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs in this thread."""
+    """True if a backward pass runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,8 +1,8 @@
-"""What this machine computes in a second, and the dtype and the number of threads that follow.
+"""Rates of this machine, and the dtype and number of threads chosen by them.
 
-Results of training depend on dtype and threads, so neither may depend on what else the machine does at the
-moment: they follow from instruction sets and cores. Where only a measurement tells, it goes on until it is sure,
-and is kept for this machine and version of PyTorch in the cache folder.
+Training results depend on dtype and threads, so these must not depend on the current load: they follow from
+instruction sets and cores. If only a measurement can decide, it continues until samples agree, and is stored in
+the cache folder for this machine and version of PyTorch.
 """
 
 import functools
@@ -23,21 +23,22 @@ from dunes.files.staging import cache_home
 from dunes.measure.machine import fingerprint, synchronize
 
 FASTER = 1.5
-"""How many times as fast as float32's its matrix products must be for bfloat16 to be chosen."""
-AGREEMENT, AGREEING = 0.95, 3
-"""A measurement is sure when so many samples are within this share of the best one."""
+"""Speed-up over float32's matrix products at which bfloat16 is chosen."""
+AGREEMENT = 0.95
+"""Samples agree if they reach this fraction of the best one."""
+AGREEING = 3
+"""Number of samples that must agree."""
 LONGEST = 2.0
-"""Seconds after which a measurement ends unsure, since samples differ or this process waits for cores: the machine
-is busy, and it is not kept."""
+"""Seconds after which a measurement ends unsure: the machine is busy, and the result is not stored."""
 
 _rates: dict[str, float] = {}
-"""Rates that this process measured."""
+"""Rates measured by this process."""
 _unsure: set[str] = set()
-"""The names of those that are not kept, since samples did not agree."""
+"""Names of rates that are not stored, since samples did not agree."""
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a square matrix product, as it is now."""
+    """FLOP/s of a square matrix product, under the current load."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     count, start = 0, 0.0
     while count < 3 or perf_counter() - start < seconds:
@@ -50,7 +51,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seco
 
 
 def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
-    """Memory read bandwidth in bytes/s, as it is now: the fastest of several sums over `size` bytes."""
+    """Memory read bandwidth in bytes/s under the current load: the fastest of several sums over `size` bytes."""
     x = torch.ones(size // 4, device=device)
     best, start = 0.0, perf_counter()
     while perf_counter() - start < seconds or not best:
@@ -62,28 +63,28 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
 
 
 def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
-    """FLOP/s of a square matrix product on this machine when it is idle; measured once, and kept."""
-    # One product a sample: a longer one would be interrupted on a busy machine.
+    """FLOP/s of a square matrix product on this machine when idle; measured once, then cached."""
+    # One product per sample: a longer sample would be interrupted on a busy machine.
     return _kept(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
 
 
 def peak_read_rate(device: torch.device) -> float:
-    """Memory read bandwidth in bytes/s of this machine when it is idle; measured once, and kept."""
+    """Memory read bandwidth of this machine in bytes/s when idle; measured once, then cached."""
     return _kept("read", device, lambda: read_rate(device, 1 << 26, 0.0))
 
 
 @functools.cache
 def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where its matrix products are clearly faster here, else float32."""
+    """bfloat16 if its matrix products are clearly faster here, else float32."""
     fast = has_fast_bfloat16(device)
     if fast is None:
         half, full = (peak_matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
-        fast = not _unsure and half > FASTER * full  # where unsure, what no measurement changes
+        fast = not _unsure and half > FASTER * full  # if unsure, the safe choice
     return torch.bfloat16 if fast else torch.float32
 
 
 def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """True if instructions make products of bfloat16 fast, False if none do, None where only timing tells."""
+    """True if instructions make bfloat16 products fast, False if not, None if only timing tells."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
@@ -96,7 +97,7 @@ def has_fast_bfloat16(device: torch.device) -> bool | None:
 
 
 def choose_threads() -> int:
-    """The number of threads to use: OMP_NUM_THREADS, else the physical cores that this process may use."""
+    """Number of threads to use: OMP_NUM_THREADS, else the physical cores available to this process."""
     if asked := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
         with suppress(ValueError):
             return max(1, int(asked))
@@ -109,7 +110,7 @@ def use_best_threads() -> None:
 
 
 def _physical_cores() -> int:
-    """Cores among the processors that this process may use; on a Mac the fast ones."""
+    """Number of physical cores available to this process; on a Mac, of performance cores."""
     if not hasattr(os, "sched_getaffinity"):
         with suppress(OSError, ValueError, subprocess.SubprocessError):
             command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
@@ -131,12 +132,12 @@ def _cpu_quota() -> int:
 
 
 def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float:
-    """The highest of the samples, taken until they agree; kept in the cache folder for this machine."""
+    """The highest sample, taken until samples agree; cached on disk for this machine."""
     name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
     if name in _rates:
         return _rates[name]
     path = None
-    with suppress(ValueError, OSError):  # there is no home, or no such rate yet
+    with suppress(ValueError, OSError):  # no home folder, or no stored rate
         path = cache_home() / "peak-rates" / str(fingerprint()["machine"]) / name
         if 0 < (rate := float(path.read_text())) < math.inf:
             return rate
@@ -157,7 +158,6 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
 
 
 def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
-    """Whether samples since `start` agree, of which the process did not wait for cores: under a steady load they
-    agree, too."""
+    """True if samples agree, without waits for cores since `start` (under a steady load samples agree, too)."""
     alone = waited(before, waits()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]

@@ -1,7 +1,6 @@
-"""Whole architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf, NAMES.
+"""Architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf, NAMES.
 
-A family may also have ALIASES, other names that are read but not written, and IGNORED_NAMES, tensors in its files
-that are no weights.
+A family may also have ALIASES (weight names that are read but not written) and IGNORED_NAMES (no weights).
 """
 
 from types import ModuleType
@@ -23,7 +22,7 @@ FAMILIES: dict[str, ModuleType] = {
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """The family of a config.json by its model_type. Raises ValueError for an unknown one."""
+    """The family of a config.json, by its model_type. Raises ValueError for an unknown one."""
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}")
@@ -31,5 +30,5 @@ def family_of(hf: dict[str, Any]) -> str:
 
 
 def weight_names(family: str) -> Names:
-    """All names of this family's weights; those that are written come first."""
+    """All weight names of a family; names that are written come first."""
     return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALIASES", ())]

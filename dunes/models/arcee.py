@@ -1,7 +1,7 @@
-"""Arcee (AFM-4.5B): LLaMA whose MLP is one matrix up, a squared ReLU, one matrix down.
+"""Arcee (AFM-4.5B): LLaMA with an MLP of two matrices and squared ReLU. https://arxiv.org/abs/2109.08668
 
-The default for training from scratch: it learns faster than SwiGLU here, per step and per second
-(LOG.md), and transformers opens its folder. https://arxiv.org/abs/2109.08668
+The default for training from scratch: it learns faster than SwiGLU here, per step and per second (LOG.md), and
+transformers opens its folder.
 """
 
 from dataclasses import replace
@@ -13,11 +13,11 @@ from dunes.parts import MLP, Decoder, squared_relu
 
 
 class Config(llama.Config):
-    """Like LLaMA's; customarily the MLP is four times as wide as the model."""
+    """LLaMA's config; by convention the MLP is four times as wide as the model."""
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
+        """A config for training from scratch, from width and depth; other values are conventional."""
         return replace(super().from_size(vocab, dim, depth, context_length), hidden=4 * dim)
 
 
@@ -36,7 +36,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     return Config(**llama.config_fields(hf, act="relu2"))
 
 

@@ -1,14 +1,14 @@
-"""Validated values of a config.json: what is unsupported or out of range is refused."""
+"""Validated values of a config.json: unsupported and out-of-range values are refused."""
 
 from collections.abc import Mapping
 from typing import Any
 
 MAX_SIZE = 1 << 24
-"""No size of a model is larger; a file that claims so is broken or malicious."""
+"""Largest size in a model; a file with a larger one is broken or malicious."""
 
 
 def check_supported(hf: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
-    """Return the config after checking that each key in `required`, if present, has that value.
+    """The config itself, after checking that each key in `required`, if present, has that value.
 
     Raises ValueError that names the key, its value and the supported one.
     """
@@ -19,7 +19,7 @@ def check_supported(hf: dict[str, Any], required: dict[str, Any]) -> dict[str, A
 
 
 def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
-    """A whole number of at least 1; `default` if null or absent. Raises ValueError, KeyError if required."""
+    """An integer of at least 1; `default` if null or absent. Raises ValueError, or KeyError if required."""
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
@@ -29,7 +29,7 @@ def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: i
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None = None, above: float = 0.0) -> float:
-    """A finite number greater than `above`; `default` where it is null or absent."""
+    """A finite number greater than `above`; `default` if null or absent."""
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
@@ -39,7 +39,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
 
 
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """True or false; `default` where it is null or absent."""
+    """A boolean; `default` if null or absent."""
     value = hf.get(key)
     if value is None:
         return default
@@ -49,7 +49,7 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def quotient(hf: Mapping[str, Any], whole: str, parts: str) -> int:
-    """`whole` / `parts`, both sizes. Raises ValueError unless it is whole."""
+    """`whole` / `parts`, both sizes. Raises ValueError if not divisible."""
     a, b = size(hf, whole), size(hf, parts)
     if a % b:
         raise ValueError(f"config.json: {whole} is {a}, which is not divisible by {parts}, {b}")
@@ -57,7 +57,7 @@ def quotient(hf: Mapping[str, Any], whole: str, parts: str) -> int:
 
 
 def refuse_mixed_windows(hf: dict[str, Any]) -> None:
-    """Raises ValueError if only some layers have a window, which Qwen's configs can express."""
+    """Raise ValueError if only some layers have a window, which Qwen's configs can express."""
     types, window = hf.get("layer_types"), hf.get("sliding_window", 4096)
     if types is not None and (not isinstance(types, list) or any(t != "full_attention" for t in types)):
         raise ValueError(f"config.json: layer_types is {_short(types)}, and only 'full_attention' is supported")
@@ -70,6 +70,6 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """At most 60 characters of its repr, on one line."""
+    """The repr in at most 60 characters, on one line."""
     text = repr(value)
     return text if len(text) < 60 else text[:57] + "..."

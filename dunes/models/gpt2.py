@@ -30,7 +30,7 @@ class Config:
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
+        """A config for training from scratch, from width and depth; other values are conventional."""
         heads = max(1, dim // (64 if dim % 64 == 0 and dim >= 192 else 32))
         return cls(vocab=vocab, dim=dim, depth=depth, heads=heads, hidden=4 * dim, context_length=context_length)
 
@@ -69,7 +69,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     hf = {new: hf[old] for old, new in OTHER_KEYS.items() if old in hf} | hf
     rates = [_rate(hf, key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     if len(set(rates)) > 1:
@@ -105,7 +105,7 @@ OTHER_KEYS = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
-"""Other names of these keys in a config.json."""
+"""Aliases of these keys in a config.json."""
 
 
 def _rate(hf: dict[str, Any], key: str) -> float:
@@ -156,7 +156,7 @@ def _names(prefix: str) -> Names:
 NAMES = _names("transformer.")
 
 ALIASES = _names("")
-"""The names in the oldest files on the Hub."""
+"""Weight names in the oldest files on the Hub."""
 
 IGNORED_NAMES = tuple(
     f"{prefix}h.{{i}}.attn.{mask}" for prefix in ("transformer.", "") for mask in ("bias", "masked_bias")

@@ -1,4 +1,4 @@
-"""The initial weights of a model that is trained from scratch."""
+"""Initial weights of a model that is trained from scratch."""
 
 import math
 
@@ -11,7 +11,7 @@ from dunes.parts import Decoder
 def initialise(model: Decoder, seed: int = 0) -> Decoder:
     """Initialise the weights in place and return the model; the same seed (modulo 2^64) gives the same weights.
 
-    Matrices are normal with standard deviation 1/sqrt(inputs), embeddings 0.02, biases zero; the projections that
+    Matrices are normal with standard deviation 1/sqrt(fan_in), embeddings 0.02, biases zero; the projections that
     add to the residual stream (attention's `out`, each MLP's `down`) are zero, so that every block starts as the
     identity. https://arxiv.org/abs/2203.03466
     """

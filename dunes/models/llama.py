@@ -1,6 +1,6 @@
 """LLaMA: rotary positions, RMSNorm, SwiGLU, grouped-query attention. https://arxiv.org/abs/2307.09288
 
-Config and build also serve the families that differ in one part, which they pass in.
+Families that differ in one part reuse Config and build, and pass that part to `build`.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ class Config:
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this family for training from scratch, from its width and depth; the rest is customary."""
+        """A config for training from scratch, from width and depth; other values are conventional."""
         head_dim = 64 if dim % 64 == 0 and dim >= 192 else 32
         hidden = round(dim * 8 / 3 / 32) * 32
         heads = max(1, dim // head_dim)
@@ -72,7 +72,7 @@ def mlp(config: Config) -> GatedMLP:
 
 
 def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Decoder:
-    """An untrained model of this size; `attention` and `mlp` make each block's."""
+    """An untrained model of this size; `attention` and `mlp` build the parts of each block."""
 
     def norm() -> RMSNorm:
         return RMSNorm(config.dim, config.eps)
@@ -94,7 +94,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
-    """The fields of the Config of a built model whose first block has this mlp, or this expert."""
+    """The fields of the Config of a built model whose first block has this MLP or expert."""
     attn = model.blocks[0].attn
     return {
         "vocab": model.embed.token.num_embeddings,
@@ -115,14 +115,14 @@ def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json, of either dialect. Raises ValueError for what is not supported."""
+    """The Config of a config.json, of either dialect. Raises ValueError for unsupported settings."""
     return Config(**config_fields(hf))
 
 
 def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
     """The fields of a Config from a config.json with the activation `act`; `base` is the default rotary base.
 
-    Raises ValueError for what is not supported or out of range, KeyError for what is missing.
+    Raises ValueError for unsupported or out-of-range values, KeyError for missing ones.
     """
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
@@ -158,7 +158,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config, in both dialects where they differ."""
+    """The keys of the config.json of this Config, in both dialects if they differ."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -190,7 +190,7 @@ ATTENTION: Names = [
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-"""All names but the mlp's, which related families share."""
+"""All names except the MLP's, shared by related families."""
 
 NAMES: Names = [
     *ATTENTION,

@@ -33,7 +33,7 @@ def build_on_meta(family: str, config: Any) -> Decoder:
 
 
 def weight_counts(family: str, config: Any) -> tuple[int, int]:
-    """The numbers of parameters and of weight tensors of a model of any depth and number of experts.
+    """Numbers of parameters and of weight tensors of a model of any depth and number of experts.
 
     They are extrapolated from small models, since all blocks, and all experts, are equal.
     """

@@ -15,18 +15,18 @@ __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_h
 
 
 DEFAULT_WINDOW = 4096
-"""transformers' default where a config.json gives no window."""
+"""Default of transformers for a config.json without a window."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """A token attends to `window` tokens, itself included; None: to all before it."""
+    """LLaMA's config with `window`, the number of tokens a token attends to, itself included; None: no limit."""
 
     window: int | None = None
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this family for training from scratch: by custom the window is half the context."""
+        """A config for training from scratch; by convention the window is half the context."""
         return replace(super().from_size(vocab, dim, depth, context_length), window=max(1, context_length // 2))
 
 
@@ -46,12 +46,12 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     return Config(**config_fields({"sliding_window": DEFAULT_WINDOW} | hf))
 
 
 def config_fields(hf: dict[str, Any], base: float = 10_000.0) -> dict[str, Any]:
-    """The fields of a Config; a window of null means that there is none."""
+    """The fields of a Config; a null window means no window."""
     check_supported(hf, required={"attention_bias": False, "mlp_bias": False})
     window = None if hf["sliding_window"] is None else size(hf, "sliding_window", largest=1 << 31)
     return llama.config_fields(hf, base=base) | {"window": window}

@@ -15,7 +15,7 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Config(mistral.Config):
-    """Like Mistral's; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
+    """Mistral's config; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
 
     `balance` is the coefficient of the load-balancing loss in training.
     """
@@ -49,7 +49,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     check_supported(hf, required={"router_jitter_noise": 0.0})
     return Config(
         **mistral.config_fields({"sliding_window": None} | hf, base=1_000_000.0), **moe_fields(hf, balance=0.001)

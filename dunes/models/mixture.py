@@ -1,4 +1,4 @@
-"""What the families with a mixture of experts share."""
+"""Shared code of the families with a mixture of experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from dunes.models.names import Names, name
 from dunes.parts import MoE
 
 MAX_EXPERTS = 4096
-"""No known model has more experts; each is a module, which takes time to build even on the meta device."""
+"""Maximum number of experts, above all known models; building them takes time even on the meta device."""
 
 
 def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) -> MoE:
@@ -19,13 +19,13 @@ def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) 
 
 
 def expert_width(dim: int, experts: int) -> int:
-    """The width of an expert if all of them together are about as large as the MLP of a LLaMA."""
+    """Width of an expert such that all experts together are about as large as a LLaMA's MLP."""
     return max(32, round(dim * 8 / 3 / experts / 32) * 32)
 
 
 def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
     """`experts`, `top_k` and `balance` of a Config. Raises ValueError if top_k exceeds the experts."""
-    # transformers 5 gives the first name to what Qwen calls the second.
+    # transformers 5 writes num_local_experts where Qwen writes num_experts.
     key = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
     experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")
     if top_k > experts:
@@ -39,7 +39,7 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
 
 def read_moe_fields(moe: MoE) -> dict[str, Any]:
-    """The same fields of a built layer."""
+    """`experts`, `top_k` and `balance` of a built layer."""
     return {"experts": len(moe.experts), "top_k": moe.top_k, "balance": moe.balance}
 
 
@@ -49,4 +49,4 @@ EXPERTS: Names = [
     name("model.layers.{i}.mlp.experts.gate_up_proj", f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
     name("model.layers.{i}.mlp.experts.down_proj", f"{_EXPERTS}.down.weight"),
 ]
-"""All experts' weights stacked, as transformers 5 holds them in memory."""
+"""Stacked weights of all experts, as in transformers 5."""

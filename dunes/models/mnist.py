@@ -1,21 +1,24 @@
 """Two classic networks for MNIST's digits: a multilayer perceptron and a small convolutional network.
 
-Source: http://yann.lecun.com/exdb/publis/pdf/lecun-98.pdf (convolutions and pooling for digits); dropout of whole
-channels: https://arxiv.org/abs/1411.4280
+Sources: http://yann.lecun.com/exdb/publis/pdf/lecun-98.pdf (convolutions and pooling for digits),
+https://arxiv.org/abs/1411.4280 (dropout of entire channels).
 """
 
 # Shapes: B batch.
 
 from torch import Tensor, nn
 
-MEAN, STD = 33.3, 78.6
-"""Of the pixels of MNIST's training set, from 0 to 255."""
+MEAN = 33.3
+"""Mean of the pixels of MNIST's training set, in 0 to 255."""
+STD = 78.6
+"""Standard deviation of these pixels."""
 
 
 class Normalize(nn.Module):
-    """Images (B, 28, 28), of 0 to 255 in any dtype, to float32 with mean 0 and standard deviation 1 on MNIST.
+    """Converts images (B, 28, 28), 0 to 255 in any dtype, to float32 of mean 0 and standard deviation 1 on MNIST.
 
-    Data stay bytes until here, a quarter of the memory to gather. Raises ValueError for other shapes.
+    Images stay uint8 until here, so gathering a batch moves a quarter of the bytes. Raises ValueError for other
+    shapes.
     """
 
     def forward(self, images: Tensor) -> Tensor:
@@ -32,7 +35,7 @@ def mlp(hidden: int = 128) -> nn.Sequential:
 def conv_net(dropout: float = 0.25) -> nn.Sequential:
     """Two convolutions of 5 x 5 with pooling, then 320-50-10: images (B, 28, 28) from 0 to 255 -> scores (B, 10).
 
-    `dropout` is the probability of a channel of the second convolution, and of a hidden unit, to be zero.
+    `dropout` is the probability of zeroing a channel of the second convolution, or a hidden unit.
     """
     features = [
         *(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU()),

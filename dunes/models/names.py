@@ -1,7 +1,7 @@
-"""The names of the same weights in another format: one table, read in both directions.
+"""Weight names in another format: one table, read in both directions.
 
-`{i}` in a name stands for a number, the same on both sides. A number that only our side has (`{e}`, an expert)
-indexes the first dimension of their tensor, which stacks all of ours.
+`{i}` in a name stands for a number, the same on both sides. A number on our side alone (`{e}`, an expert) is an
+index into the first dimension of their tensor, which stacks ours.
 """
 
 import re
@@ -24,7 +24,7 @@ def identity(weight: Tensor) -> Tensor:
 class Name:
     """Their tensor is one of ours, or several of ours concatenated along the first dimension.
 
-    `load` brings a whole tensor of theirs into our layout before it is split, `save` takes it back.
+    `load` converts a complete tensor of theirs to our layout before it is split, `save` is the inverse.
     """
 
     theirs: str
@@ -34,7 +34,7 @@ class Name:
 
     @property
     def stacked(self) -> bool:
-        """Whether theirs stacks many of ours (experts) along its first dimension."""
+        """True if their tensor stacks ours (experts) along its first dimension."""
         return bool(fields(self.ours[0]) - fields(self.theirs))
 
 
@@ -60,7 +60,7 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
 
 @dataclass(frozen=True)
 class Conversion:
-    """The tensor `target` is `make` of the tensors `sources`; a view where nothing has to be copied."""
+    """The tensor `target` is `make` of the tensors `sources`; a view if nothing has to be copied."""
 
     target: str
     sources: tuple[str, ...]
@@ -68,7 +68,7 @@ class Conversion:
 
 
 def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
-    """How our tensors are made of theirs, given by name and shape, and the names that the table lacks."""
+    """Conversions to our tensors, given their tensors' names and shapes, and the names that the table lacks."""
     conversions: list[Conversion] = []
     unknown = []
     for key, shape in theirs.items():
@@ -95,7 +95,7 @@ def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tenso
 
 
 def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """How their tensors are made of ours, given by name, and the names that the table lacks."""
+    """Conversions to their tensors, given our tensors' names, and the names that the table lacks."""
     conversions: list[Conversion] = []
     remaining = dict.fromkeys(ours)
     for rule in names:
@@ -120,7 +120,7 @@ def fields(template: str) -> set[str]:
 
 
 def substitute(template: str, indices: Mapping[str, str]) -> str:
-    """The name with these numbers in it."""
+    """The name with these numbers filled in."""
     for field, number in indices.items():
         template = template.replace(f"{{{field}}}", number)
     return template

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671
 
-transformers 5 opens the tokenizer of such a folder as Qwen's own, whose splitting of text it takes instead of the
-file's, unless it is asked for as a PreTrainedTokenizerFast.
+transformers 5 opens the tokenizer of such a folder with Qwen's own pre-tokenization instead of the file's, unless
+loaded as PreTrainedTokenizerFast.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ def build(config: Config) -> Decoder:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
-    # Its three biases are always there and have no key.
+    # Its three biases are always present and have no key.
     return Config(**llama.config_fields(hf | {"attention_bias": False}))
 
 

@@ -1,6 +1,6 @@
 """Qwen3: LLaMA with a norm on each head's queries and keys. https://arxiv.org/abs/2505.09388
 
-The norms keep it stable at high learning rates.
+The norms keep training stable at high learning rates.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def build(config: Config) -> Decoder:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
     return Config(**llama.config_fields({"head_dim": 128, **hf}))

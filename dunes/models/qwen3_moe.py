@@ -15,7 +15,7 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """Like LLaMA's; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
+    """LLaMA's config; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
 
     With `renormalise` the weights of a token's experts sum to one. `balance` is the coefficient of the
     load-balancing loss in training.
@@ -50,7 +50,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """From the keys of a config.json. Raises ValueError for what is not supported."""
+    """The Config of a config.json. Raises ValueError for unsupported settings."""
     required = {"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False, "mlp_only_layers": []}
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     config_fields = llama.config_fields(hf | {"intermediate_size": size(hf, "moe_intermediate_size")})

@@ -13,8 +13,7 @@ Json = Mapping[str, Any]
 def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
     """`rope_base` and `scaling` of a Config, from either dialect; `default` is the base if none is given.
 
-    Raises ValueError for a type of scaling, or a setting of it, that is not supported. Where a file has both
-    dialects, `rope_scaling` counts, as in transformers.
+    Raises ValueError for unsupported scaling. Of both dialects, `rope_scaling` counts, as in transformers.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -31,7 +30,7 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
-    """The keys of a config.json, in both dialects."""
+    """The rotary keys of a config.json, in both dialects."""
     rope = scaling_to_hf(scaling)
     old = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
     return {"rope_theta": base, **old, "rope_parameters": {**rope, "rope_theta": base}}
@@ -57,14 +56,14 @@ def _yarn(rope: Json, hf: Json) -> Yarn:
 
 
 def _attention_factor(rope: Json, factor: float) -> float:
-    """YaRN's factor for cosines and sines where the file does not give it."""
+    """Attention factor of YaRN (for cosines and sines) if the file does not give it."""
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return yarn_scale(factor, number(rope, "mscale")) / yarn_scale(factor, number(rope, "mscale_all_dim"))
     return yarn_scale(factor)
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """YaRN's customary factor for cosines and sines of a context that is extended by `factor`."""
+    """Conventional attention factor of YaRN for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -1,8 +1,8 @@
-"""The key/value cache: one object for all layers, owned by the caller.
+"""The KV cache: one object for all layers, owned by the caller.
 
 It is allocated once, at its full capacity, when a layer first writes to it. A token at position p is stored in
-slot p, or in a rolling cache in slot p modulo the capacity, so rows of unequal length need no shifting: padding
-(position -1) is written to an extra slot that is never read.
+slot p, or in a rolling cache in slot p modulo the capacity, so rows of unequal length need no shifting. Padding
+(position -1) is written to an extra slot, which is never read.
 """
 
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, D head dim.
@@ -18,22 +18,22 @@ from dunes.units import plural
 
 
 class Cache:
-    """Room for `capacity` positions in each of `batch` rows. Use it under `torch.no_grad()`.
+    """A KV cache for `capacity` positions in each of `batch` rows. Use it under `torch.no_grad()`.
 
-    `start` gives new tokens their positions, each layer calls `put`, `slot_positions` tells which position each
-    readable slot holds, `advance` ends the forward. `truncate` rolls back, `select_rows` copies rows.
+    `start` returns the positions of new tokens, each layer calls `put`, `slot_positions` returns the position
+    stored in each readable slot, `advance` ends the forward. `truncate` rolls back, `select_rows` copies rows.
     """
 
     window: int | None = None
-    """How many positions a layer may attend to; None: all."""
+    """Number of positions a layer may attend to; None: all."""
     row_state: tuple[str, ...] = ("length",)
-    """The attributes (B,) that belong to the rows."""
+    """Names of the per-row attributes (B,)."""
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
-        # An upper bound on the length of every row, known without reading from the device, and whether it is exact
-        # and all rows are equally long.
+        # An upper bound on the length of every row, known without a device read; `equal_rows` is True if it is
+        # exact and all rows are equally long.
         self.max_length, self.equal_rows = 0, True
         self._in_order = False
         self._slot_numbers = torch.arange(0)
@@ -46,20 +46,21 @@ class Cache:
 
     @property
     def readable_slots(self) -> int:
-        """How many slots are read: a power of two, so that a short sequence is cheap and few shapes occur."""
+        """Number of slots to read: a power of two, so that a short sequence is cheap and few shapes occur."""
         if self.in_order:
             return self.max_length
         return min(self.capacity, max(64, 1 << (self.max_length - 1).bit_length()))
 
     @property
     def in_order(self) -> bool:
-        """Whether the keys to read are those of positions 0..S-1, of which the last T are new, in every row."""
+        """True if the readable keys have positions 0..S-1 in every row, and the last T are new."""
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real (B, T, bool), else -1.
+        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
+        padding.
 
-        Raises ValueError when they do not fit into the capacity.
+        Raises ValueError if they do not fit into the capacity.
         """
         self._count(new)
         return self._positions(new)
@@ -76,9 +77,9 @@ class Cache:
             )
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start new tokens of a single row: the first slot to write, and the position (S,) in each slot to read.
+        """Start new tokens of a single row: the first slot to write, and the positions (S,) of the slots to read.
 
-        With more `slots` than tokens there are positions for further ones, which `advance` does not keep.
+        If `slots` > `new`, positions of later tokens follow; `advance` does not count these.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
@@ -87,7 +88,7 @@ class Cache:
         return n, self._slot_numbers[: n + slots]
 
     def allocate_like(self, other: "Cache") -> None:
-        """Allocate layers with the heads and dtypes of the other cache's, as their first forward would."""
+        """Allocate layers with the heads and dtypes of the other cache, as its first forward would."""
         for own, tensors in ((self.keys, other.keys), (self.values, other.values)):
             own[:] = [t.new_zeros(self.batch, t.shape[1], self.capacity + 1, t.shape[3]) for t in tensors]
 
@@ -122,26 +123,26 @@ class Cache:
         return self.keys[layer][:, :, : self.readable_slots], self.values[layer][:, :, : self.readable_slots]
 
     def slot_positions(self, last: Tensor) -> Tensor:
-        """The position (B, S) in each readable slot when each row's newest one is `last` (B,); -1 if empty."""
+        """The position (B, S) in each readable slot, given each row's newest position `last` (B,); -1 if empty."""
         slots = torch.arange(self.readable_slots, device=last.device)
         return torch.where(slots <= last[:, None], slots, -1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
+        """Attention mask (B, T, S): True if a query at (B, T, 1) may attend to a slot's key, at (B, 1, S)."""
         return (key >= 0) & (key <= query)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
+        """Bytes of the stored keys and values."""
         return sum(t.nbytes for t in self.keys + self.values)
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row is `n` (B or 1,) tokens longer."""
+        """End the forward: each row grows by `n` (B or 1,) tokens."""
         self.length += n
         self.equal_rows = self._in_order
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions in each row, if there is less; a rolling cache needs no more."""
+        """Enlarge the cache to `capacity` positions per row, if it is smaller; a rolling cache needs no more."""
         if self.window is not None or capacity <= self.capacity:
             return
         more, self.capacity = capacity - self.capacity, capacity
@@ -149,7 +150,7 @@ class Cache:
             tensors[:] = [F.pad(t, (0, 0, 0, more)) for t in tensors]
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain."""
+        """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain."""
         self.length.copy_(torch.minimum(self.length, n.to(self.length)))
         self._measure()
         return self.length.clone()
@@ -170,7 +171,7 @@ class Cache:
         return new
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
+        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
@@ -181,8 +182,8 @@ class Cache:
 class RollingCache(Cache):
     """The last `window` positions of each row and `slack` more, in memory that does not grow with the text.
 
-    For models whose layers all have a window of at most this size. `slack` is how many tokens `truncate` can drop
-    from a text that is longer than the capacity.
+    For models whose layers all have a window of at most this size. `slack` is the number of tokens that `truncate`
+    can drop from a text longer than the capacity.
     """
 
     row_state = ("length", "high_water")
@@ -194,17 +195,17 @@ class RollingCache(Cache):
         self.high_water = torch.zeros_like(self.length)
         self._new_positions: Tensor | None = None
         self._empty = True
-        # Whether slots may hold positions of the capacity or above, which `truncate` leaves in them.
+        # True if slots may contain positions of the capacity or above, which `truncate` leaves in them.
         self._wrapped = False
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real; -1 for padding.
+        """Positions (B or 1, T) of `new` tokens in each row, or of the real tokens in a mask; -1 for padding.
 
         They always fit.
         """
         positions = super().start(new)
         # A single token overwrites one that is out of every window. Of several, the first would still attend to
-        # what the last overwrites, so they are read next to the slots.
+        # slots that the last overwrites, so new tokens are read next to the slots.
         self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
         return positions
 
@@ -229,14 +230,14 @@ class RollingCache(Cache):
         return torch.where(fits, positions % self.capacity, self.capacity)
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
+        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
         self._wrapped |= other._wrapped
 
     def slot_positions(self, last: Tensor) -> Tensor:
-        """The position (B, S) in each readable slot when each row's newest position is `last` (B,).
+        """The position (B, S) in each readable slot, given each row's newest position `last` (B,).
 
-        -1 if empty. New tokens that are read next to the slots follow them.
+        -1 if empty. New tokens that are read next to the slots come last.
         """
         if self._new_positions is None:
             return self._stored_positions(last)
@@ -251,21 +252,21 @@ class RollingCache(Cache):
         return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start one token of a single row: the slot to write, and the position (S,) in each slot to read."""
+        """Start one token of a single row: the slot to write, and the positions (S,) of the slots to read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row is `n` (B,) tokens longer."""
+        """End the forward: each row grows by `n` (B,) tokens."""
         super().advance(n)
         self.high_water = torch.maximum(self.high_water, self.length)
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain.
+        """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain.
 
-        A row that was ever longer than the capacity can drop its last `slack + 1` tokens; if more is asked it is
-        emptied (0) and has to be prefilled again.
+        A row that was ever longer than the capacity can drop its last `slack + 1` tokens; for more it is emptied
+        (0) and has to be prefilled again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         possible = (self.high_water <= self.capacity) | (self.high_water - n <= self.slack + 1)

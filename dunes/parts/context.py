@@ -1,4 +1,4 @@
-"""What all layers of one forward share: the positions, the cache, and what follows from them."""
+"""State shared by all layers of one forward: positions, cache, and masks."""
 
 # Shapes: B batch, T new tokens, S readable keys, K key/value heads, D head dim.
 
@@ -16,10 +16,10 @@ from dunes.units import plural
 
 
 class ForwardContext:
-    """Made once per forward and passed to every block.
+    """Built once per forward and passed to every block.
 
-    `positions` is (B or 1, T), -1 for padding. Without a cache, a position that is not its predecessor's plus one
-    starts a new document, and documents do not attend to each other: this is how packed examples are separated.
+    `positions` is (B or 1, T), -1 for padding. Without a cache, packed documents are separated by their positions:
+    any other position than the previous plus one starts a new document, and documents do not attend to each other.
     For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
     be a multiple of `ops.attention.QUERY_BLOCK`.
     """
@@ -41,7 +41,7 @@ class ForwardContext:
 
     @classmethod
     def of(cls, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> "ForwardContext":
-        """The context of ids or states (B, T, ...); positions are 0..T-1 unless given."""
+        """The context of ids or states (B, T, ...); positions default to 0..T-1."""
         if cache is not None:
             if positions is None:
                 positions = cache.start(ids.shape[1])
@@ -63,7 +63,7 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
-        """The attention (B, H, T, D) of queries over keys and values from `put`; `window` as in `mask`."""
+        """Attention (B, H, T, D) of queries over keys and values from `put`; `window` as in `mask`."""
         if self.document_starts is not None:
             return varlen_attention(q, k, v, self.query_blocks(q.dtype, window))
         if self.consecutive and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
@@ -72,10 +72,10 @@ class ForwardContext:
         return attend(q, k, v, self.mask(window), dropout)
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """True (B, T, S) where a query may attend to a key; None if query t attends to exactly keys 0..t.
+        """Attention mask (B, T, S), True if a query may attend to a key; None for causal attention over keys
+        0..T-1.
 
-        With a window, a query attends to that many keys, itself included. Raises ValueError if the cache
-        does not hold as many.
+        A window is the number of keys a query attends to, with its own. Raises ValueError if the cache has fewer.
         """
         self._check_window(window)
         first = self.cache is None or self.cache.max_length == self.positions.shape[1]
@@ -106,7 +106,7 @@ class ForwardContext:
         return visible | (query < 0)
 
     def query_blocks(self, dtype: torch.dtype, window: int | None) -> list[QueryBlocks]:
-        """What replaces the mask where `document_starts` is given."""
+        """Replacement of the mask if `document_starts` is given."""
         starts = self.document_starts
         assert starts is not None
         blocks: list[QueryBlocks] = self.once(
@@ -115,7 +115,7 @@ class ForwardContext:
         return blocks
 
     def close(self) -> None:
-        """End the forward: the cache, if there is one, now counts the new tokens."""
+        """End the forward: the cache, if any, counts the new tokens."""
         if self.cache is not None:
             self.cache.advance((self.positions >= 0).sum(1))
 
@@ -144,11 +144,11 @@ PER_TOKEN = {
     *(nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.Mish),
     *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish),
 }
-"""Modules of torch that act on each token separately; nn.Module itself has no forward."""
+"""torch modules that act on each token separately; nn.Module itself has no forward."""
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """Whether every module declares that documents packed into one row stay separate.
+    """True if every module declares that documents packed into one row stay separate.
 
     A class declares `supports_packing = True` if its forward acts on each token separately, or mixes tokens only
     as its context allows. A subclass that overrides forward has to declare it again.
@@ -171,7 +171,7 @@ def _declares_packing(module: nn.Module) -> bool:
 
 
 def warn_about_mixing(model: nn.Module, consequence: str) -> None:
-    """Warn of undeclared modules by name, and of the consequence."""
+    """Warn of undeclared modules by name, with the consequence."""
     if names := ", ".join(sorted(set(map(_name, undeclared_modules(model))))):
         warnings.warn(
             f"{names} may mix tokens, so {consequence}; if it acts on each token separately, set "
@@ -187,5 +187,5 @@ def _name(module: nn.Module) -> str:
 
 
 def readable_on_host(x: Tensor) -> bool:
-    """Whether the tensor's values exist and can be read without waiting for a device."""
+    """True if the tensor's values can be read without waiting for a device."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

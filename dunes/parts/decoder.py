@@ -1,4 +1,4 @@
-"""The stack: embedding, blocks, norm, head. Any module fits any hole."""
+"""The decoder: embedding, blocks, norm, head. Each accepts any module."""
 
 # Shapes: B batch, T new tokens, V vocabulary.
 
@@ -60,8 +60,7 @@ class Decoder(nn.Module):
     """A decoder-only language model. With head=None the token embedding is also the head (tied weights).
 
     Documents packed into one row do not attend to each other. If a module's class does not declare
-    `supports_packing`, each document goes through the model in a row of its own, and `cache_for` gives no cache;
-    both are slower.
+    `supports_packing`, each document runs in its own row, and `cache_for` returns no cache; both are slower.
     """
 
     supports_packing = True
@@ -88,9 +87,9 @@ class Decoder(nn.Module):
         `positions` (B, T) are -1 for padding; a restart begins a new document. With a cache they come from
         `cache.start`, and the new keys and values are added to the cache.
 
-        The loss is the summed cross entropy of the targets, nats in float32, and their count; IGNORE is not
-        counted. In training it includes the auxiliary losses of parts, per target, which are also returned by
-        name as sums and counts. Raises ValueError for targets together with `cache` or `last`.
+        The loss is the summed cross entropy of the targets, nats in float32, and their count, which excludes
+        IGNORE. In training it includes the parts' auxiliary losses, scaled by the count; these are also returned
+        by name as (sum, count). Raises ValueError for targets together with `cache` or `last`.
         """
         if targets is not None:
             if cache is not None or last is not None:
@@ -108,20 +107,20 @@ class Decoder(nn.Module):
 
     @property
     def _head_mixes(self) -> bool:
-        """Whether the head may mix tokens, so that it too has to be applied to each document separately."""
+        """True if the head may mix tokens, so that it has to be applied to each document separately, too."""
         return self.head is not None and bool(undeclared_modules(self.head))
 
     def _apply_separately(
         self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
-        """`read` of the hidden states, with documents kept separate."""
+        """Apply `read` to the hidden states, with documents kept separate."""
         if positions is not None and cache is None and not supports_packing(self):
             warn_about_mixing(self, "the model is run on documents of one length at a time")
             return self._by_length(read, ids, positions.expand_as(ids))
         return read(self._states(ids, ForwardContext.of(ids, positions, cache)))
 
     def _by_length(self, read: Read, ids: Tensor, positions: Tensor) -> Tensor:
-        """The same with each document in a row of its own, without padding, so that nothing can be mixed."""
+        """Apply `read` with each document in its own row, without padding, so that nothing can be mixed."""
         indices = documents_by_length(positions)
         if not indices:
             return read(self._states(ids, ForwardContext(positions)))
@@ -142,7 +141,7 @@ class Decoder(nn.Module):
         return states
 
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
-        """The loss, equal to that of the logits, which with a plain head are never materialised.
+        """The loss of the logits, which are never materialised for a plain head.
 
         On a CPU, where reading `positions` and `targets` needs no synchronisation, padding is dropped before the
         first block, tokens without a target before the head, and documents use variable-length attention.
@@ -164,9 +163,9 @@ class Decoder(nn.Module):
         return total, count, metrics
 
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
-        """The summed cross entropy of targets (N,), and their count.
+        """Summed cross entropy of targets (N,), and their count.
 
-        `x` are states (N, dim), or logits (N, V) of a head that mixes. `select`: drop what has no target first.
+        `x` are states (N, dim), or logits (N, V) of a head that mixes. `select` drops rows without a target first.
         """
         if select and len(index := _target_index(targets)) < len(targets):
             x, targets = x[index], targets[index]
@@ -178,13 +177,13 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum"), count
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix (V, dim) if that is all there is to the head; None if it has a bias or is another module."""
+        """The matrix (V, dim) of a head without bias; None for other heads."""
         if self.head is None:
             return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
         return self.head.weight if tree.is_dense(self.head) and self.head.bias is None else None
 
     def _uses_varlen(self, positions: Tensor) -> bool:
-        """Whether all documents can stand in one row: attention must then take each by itself."""
+        """True if all documents can share one row, which needs variable-length attention."""
         if not readable_on_host(positions) or not (positions >= 0).any():
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
@@ -200,7 +199,7 @@ class Decoder(nn.Module):
 
 
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All tokens but padding in one row (1, N), and the index at which each one's document starts (N,).
+    """All tokens but padding in one row (1, N), and the index at which each token's document starts (N,).
 
     N is padded to a multiple, so that few shapes occur: oneDNN compiles and caches a kernel for every new one.
     """
@@ -212,16 +211,16 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are not ignored, with a few others up to the same multiple."""
+    """Indices of the targets (N,) other than IGNORE, padded with a few others to a multiple of PAD_MULTIPLE."""
     counted = targets != IGNORE
     count = int(counted.sum())
     return torch.sort(~counted, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
 def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Each document's summed cross entropy and count of targets (documents,), in the order of logits (B, T, V).
+    """Summed cross entropy and number of targets of each document (documents,), in the order of logits (B, T, V).
 
-    The positions are the model's; without them, each row is a document.
+    Without the model's `positions`, each row is a document.
     """
     if positions is None:
         positions = torch.arange(targets.shape[1], device=targets.device)
@@ -233,7 +232,7 @@ def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = 
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """How many ids a decoder embeds, also in a model that is compiled or wrapped; None if that is unknown."""
+    """Number of ids that a decoder embeds, also of a compiled or wrapped model; None if unknown."""
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     return getattr(getattr(getattr(inner, "embed", None), "token", None), "num_embeddings", None)
 
@@ -249,8 +248,8 @@ def cache_for(
 
     With a format it is quantized, and not rolling.
 
-    None, with a warning, if a module may mix tokens in ways that keys and values do not capture, also in a model
-    that is compiled or wrapped.
+    None, with a warning, if a module may mix tokens in ways that keys and values do not capture, also for a
+    compiled or wrapped model.
     """
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
@@ -271,7 +270,7 @@ def cache_for(
 
 @contextmanager
 def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
-    """What each part with auxiliary losses records inside; none outside of training."""
+    """Collect the tensors that parts record for auxiliary losses, by part; empty outside of training."""
     recorded: Recorded = {m: [] for m in model.modules() if hasattr(m, "auxiliary_losses") and model.training}
     for part, tensors in recorded.items():
         part.recorded = tensors
@@ -286,13 +285,13 @@ def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
 def auxiliary_losses(
     recorded: Recorded, real: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """The mean of each named loss over the parts that recorded something for it, and their metrics.
+    """Mean of each named loss over the parts that recorded something for it, and their metrics.
 
-    Parts of several kinds, such as mixtures and LoRA experts beside them, each have their own mean, and these are
-    added: each kind is balanced as it would be alone. A kind is the method that computes the losses.
+    Each kind of part, such as mixtures and LoRA experts, has its own mean, and the means are added, so that a kind
+    is balanced as if it were alone. A kind is the method that computes the losses.
 
-    The sums of a metric are stacked over the parts, (parts, ...); where vectors have different lengths, the rest
-    is -1. `real` (N,) excludes padding; each call of a part must then be of the same N tokens.
+    The sums of a metric are stacked over the parts, (parts, ...); vectors of different lengths are padded with -1.
+    `real` (N,) excludes padding; each call of a part must then be of the same N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():
@@ -304,7 +303,7 @@ def auxiliary_losses(
 
 
 def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
-    """The mean of the losses of each kind, added up; `values` are pairs of a kind and a loss."""
+    """Sum of the mean losses of each kind; `values` are pairs of a kind and a loss."""
     by_kind: dict[Any, list[Tensor]] = {}
     for kind, loss in values:
         by_kind.setdefault(kind, []).append(loss)

@@ -9,7 +9,7 @@ from dunes.units import plural
 
 
 class Embedding(nn.Module):
-    """A vector for each token of the vocabulary, plus a learned one for each of `positions` positions if given.
+    """Token embedding, plus a learned embedding for each of `positions` positions if given.
 
     `dropout` acts on the sum, in training only.
     """

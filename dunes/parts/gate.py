@@ -1,4 +1,4 @@
-"""A router of two layers, with noise and a balance loss of its own in training (LLaMA-MoE).
+"""A router of two layers, with noise and its own balance loss in training (LLaMA-MoE).
 
 https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 """
@@ -16,10 +16,10 @@ LEAST_NOISE = 1e-2
 
 
 class NoisyGate(nn.Module):
-    """out(tanh(hidden(x))); in training plus noise, whose deviation is softplus(noise(x)) + 0.01.
+    """out(tanh(hidden(x))); in training plus noise of standard deviation softplus(noise(x)) + 0.01.
 
-    The balance loss is `balance` times the squared coefficients of variation, over the experts, of their weights
-    (importance), and of the chances that another draw of the noise would choose them (load).
+    The balance loss is `balance` times the sum of two squared coefficients of variation over the experts: of their
+    weights (importance), and of the probabilities that redrawn noise would choose them (load).
     """
 
     supports_packing = True
@@ -44,7 +44,7 @@ class NoisyGate(nn.Module):
         return noisy
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The balance loss of the recorded logits. Only `real` tokens count."""
+        """Balance loss of the recorded logits. Only `real` tokens count."""
         parts = torch.cat([*recorded]).float()
         count = parts.new_ones(len(parts), 1) if real is None else real.repeat(len(recorded))[:, None].float()
         logits, noisy, deviation = parts.masked_fill(count[..., None] == 0, 1.0).unbind(1)  # padding may be NaN
@@ -54,13 +54,13 @@ class NoisyGate(nn.Module):
 
 
 def _top_weights(logits: Tensor, top_k: int) -> Tensor:
-    """The softmax over the highest `top_k` logits (N, E), zero for the others."""
+    """Softmax over the highest `top_k` logits (N, E), zero for the others."""
     top = logits.topk(top_k)
     return torch.zeros_like(logits).scatter(-1, top.indices, top.values.softmax(-1))
 
 
 def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Tensor:
-    """The probability (N, E) that an expert's logit with new noise is among the highest, others as they are."""
+    """Probability (N, E) that an expert's logit with new noise is among the top k, with other logits unchanged."""
     if top_k == noisy.shape[-1]:
         return torch.ones_like(noisy)
     top = noisy.topk(top_k + 1).values
@@ -71,6 +71,6 @@ def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Te
 
 
 def _squared_variation(x: Tensor) -> Tensor:
-    """The squared coefficient of variation of the sums over tokens (N, E)."""
+    """Squared coefficient of variation of the sums over tokens (N, E)."""
     sums = x.sum(0)
     return sums.var() / (sums.mean().square() + 1e-10)

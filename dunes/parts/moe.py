@@ -15,23 +15,22 @@ from dunes.ops import experts as forms
 from dunes.parts.mlp import GatedMLP
 
 TINY = 1e-20
-"""The least sum of weights that is divided by, so that gradients stay finite in float32."""
+"""Minimum divisor of the expert weights, so that gradients stay finite in float32."""
 
 
 class MoE(nn.Module):
-    """Routes each token to its `top_k` experts with the highest probability and returns their weighted sum.
+    """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
 
-    `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` those
-    of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.) Of
-    experts with equal probability the first is chosen. `shared` experts get every token, and their outputs are
-    added without a weight. Coefficients of what it adds to the loss in training: `balance` of `load_balance`,
-    `z_loss` of `router_z`. Raises ValueError for a top_k below 1 or above the number of experts, and for an expert
-    that occurs twice.
+    `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` the
+    weights of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.)
+    Ties go to the first expert. `shared` experts get every token, and their outputs are added without a weight. In
+    training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the loss. Raises ValueError
+    for a top_k below 1 or above the number of experts, and for an expert that occurs twice.
 
-    With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone, and after each
-    step raised by the rate for experts with less than the mean load of all its micro-batches and ranks, lowered
-    for those with more, while the router is trained (loss-free balancing, https://arxiv.org/abs/2408.15664). It is
-    rounded with the weights: train in float32.
+    With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone. After each step
+    with a trained router it is raised by the rate for experts below the mean load of all micro-batches and ranks,
+    and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). It is cast with the
+    weights: train in float32.
     """
 
     supports_packing = True
@@ -39,7 +38,7 @@ class MoE(nn.Module):
     selection_bias: Tensor | None
     load: Tensor
     shared: nn.ModuleList | None
-    z_loss, bias_rate = 0.0, 0.0  # of the class: the structure of saved models without them stays as it was
+    z_loss, bias_rate = 0.0, 0.0  # class attributes: the structure of saved models without them stays the same
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class MoE(nn.Module):
         self.extend(z_loss, bias_rate)
 
     def extend(self, z_loss: float = 0.0, bias_rate: float = 0.0, shared: Sequence[nn.Module] = ()) -> None:
-        """Set the z-loss and the rate of the selection bias where they are not 0, and add shared experts."""
+        """Set the z-loss and the rate of the selection bias unless 0, and add shared experts."""
         device = next((p.device for p in self.parameters()), None)
         if z_loss:
             self.z_loss = z_loss
@@ -99,7 +98,7 @@ class MoE(nn.Module):
         probs = _at_least_float32(logits).softmax(-1)
         chosen = self._choose(probs)
         weights = probs.gather(-1, chosen)
-        # With a selection bias, the probabilities of the chosen ones may underflow.
+        # With a selection bias, the probabilities of chosen experts may underflow.
         total = weights.sum(-1, keepdim=True).clamp(min=TINY)
         return chosen, weights / total if self.renormalise else weights
 
@@ -108,9 +107,9 @@ class MoE(nn.Module):
         return choose_experts(probs if bias is None else probs + bias, self.top_k)
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The losses of the recorded router logits, those of several calls together, times their coefficients.
+        """Losses of the recorded router logits, of several calls together, times their coefficients.
 
-        `expert_load` is a metric: the tokens of each expert (E,), and their count. Only `real` ones count.
+        `expert_load` is a metric: the tokens of each expert (E,), and their count. Only `real` tokens count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
@@ -140,7 +139,7 @@ class MoE(nn.Module):
     def pack(self) -> bool:
         """Make each matrix of all experts a view of one storage, which the grouped form reads.
 
-        The parameters stay the same objects. Returns False, and does nothing, if the experts are not unmodified
+        The parameters stay the same objects. Returns False, and does nothing, unless the experts are unmodified
         gated MLPs of equal shape, dtype and activation, without biases.
         """
         matrices = self._matrices()
@@ -154,7 +153,7 @@ class MoE(nn.Module):
         return True
 
     def _matrices(self) -> list[list[Tensor]] | None:
-        """The gate, up and down weights of all experts, if the experts are equal in structure."""
+        """Gate, up and down weights of all experts, if the experts are equal in structure."""
         experts = [e for e in self.experts if type(e) is GatedMLP and e.act is F.silu]
         linears = [(e.gate, e.up, e.down) for e in experts]
         if len(experts) < len(self.experts) or any(not tree.is_dense(m) for row in linears for m in row):
@@ -179,27 +178,27 @@ class MoE(nn.Module):
 
 
 def choose_experts(scores: Tensor, top_k: int) -> Tensor:
-    """The experts (N, k) with the highest scores (N, E), highest first; of equal ones, the first."""
-    # topk does not specify which of equal values it returns.
+    """The experts (N, k) with the highest scores (N, E), highest first; ties go to the first expert."""
+    # The order of equal values is unspecified in topk.
     return torch.sort(scores.detach(), dim=-1, descending=True, stable=True).indices[:, :top_k]
 
 
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
-    """The load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
+    """Load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
     E times the sum over experts of their share of tokens times their mean probability: `top_k` if all are used
-    equally, E if `top_k` of them get every token (the convention of transformers;
-    https://arxiv.org/abs/2101.03961 divides by `top_k`). Pooled layers look balanced if each prefers other
-    experts, so training takes each layer alone.
+    equally, E if `top_k` of them get every token (the convention of transformers; https://arxiv.org/abs/2101.03961
+    divides by `top_k`). Training computes it per layer: pooled logits look balanced even if each layer prefers
+    other experts.
     """
     probs = _at_least_float32(_without_padding(logits, real)).softmax(-1)
     return _balance(_one_hot(choose_experts(probs, top_k), probs, real), probs, real)
 
 
 def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """The mean squared logarithm of the softmax's denominator, which keeps logits small.
+    """Router z-loss: mean squared logsumexp of the router logits (N, E), which keeps them small.
 
-    Of the router logits (N, E) of tokens that are `real` (N, bool). https://arxiv.org/abs/2202.08906
+    Only tokens that are `real` (N, bool) count. https://arxiv.org/abs/2202.08906
     """
     z = _at_least_float32(_without_padding(logits, real)).logsumexp(-1).square()
     return z.mean() if real is None else (z * real).sum() / _count(z, real)
@@ -214,18 +213,18 @@ def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _one_hot(chosen: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """1 where a real token chose the expert (N, E), else 0, in the dtype of the probabilities."""
+    """1 for the experts that a real token chose (N, E), else 0, in the dtype of the probabilities."""
     load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
     return load if real is None else load * real[:, None]
 
 
 def _without_padding(logits: Tensor, real: Tensor | None) -> Tensor:
-    """Padding as zeros: it may be NaN, and NaN times zero is NaN, forward and backward."""
+    """Zero the padding, which may be NaN: NaN times zero is NaN, forward and backward."""
     return logits if real is None else logits.masked_fill(~real[:, None], 0.0)
 
 
 def _count(x: Tensor, real: Tensor | None) -> Tensor:
-    """The number of real tokens, at least 1."""
+    """Number of real tokens, at least 1."""
     return x.new_tensor(len(x)) if real is None else real.sum().clamp(min=1)
 
 

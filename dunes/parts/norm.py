@@ -1,4 +1,4 @@
-"""Norms that hold weights."""
+"""Norms with weights."""
 
 import torch
 from torch import Tensor, nn

@@ -1,8 +1,8 @@
 """Rotary position embeddings: https://arxiv.org/abs/2104.09864
 
 A scaling extends them to longer contexts than a model was trained on: a dataclass that computes the inverse
-frequencies (D/2, float32), and a factor for cosines and sines. The operations and their order are those of
-transformers, because at position 100,000 a frequency that is rounded otherwise changes the angle by 0.006.
+frequencies (D/2, float32), and a factor for cosines and sines. The operations and their order are as in
+transformers, because at position 100,000 a frequency that is rounded differently changes the angle by 0.006.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.
@@ -27,7 +27,7 @@ class Scaling(Protocol):
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """Factor by which cosines and sines are multiplied."""
 
     def inverse_frequencies(self, dim: int, base: float, device: torch.device) -> Tensor:
         """The angle (D/2,) of each pair of dimensions at position 1."""
@@ -127,7 +127,7 @@ class Rotary:
     """Rotates queries and keys by angles proportional to the position.
 
     Half-split layout, as in Hugging Face's LLaMA: dimension i pairs with i + D/2. With `adjacent`, as in Meta's
-    and Mistral's own code, dimension 2i pairs with 2i + 1. It holds no tensor, so no checkpoint stores any. Raises
+    and Mistral's own code, dimension 2i pairs with 2i + 1. It has no tensors, so no checkpoint stores any. Raises
     ValueError for an odd head_dim.
     """
 
@@ -148,7 +148,7 @@ class Rotary:
         return angle.cos() * self.scaling.attention_factor, angle.sin() * self.scaling.attention_factor
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Rotate x (B, H, T, D) by the context's positions; the dtype stays."""
+        """Rotate x (B, H, T, D) by the context's positions; the dtype stays the same."""
 
         def make() -> tuple[Tensor, Tensor]:
             cos, sin = self.angles(ctx.positions)

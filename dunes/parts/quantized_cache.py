@@ -1,13 +1,12 @@
-"""A key/value cache in 8, 4 or 2 bits: keys by channel, values by token, the last tokens whole.
+"""A KV cache in 8, 4 or 2 bits: keys quantized per channel, values per token, the last tokens in full precision.
 
-KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so a grid for each channel
-over a group of tokens fits them; values have no such channels. A group of G tokens is stored as codes when it is
-complete, and a query reads the codes once the whole group has left the last R tokens, the query's own included;
-until then it reads the tokens themselves. What a query reads follows from its position alone, not from how a text
-was cut into forwards, nor from the other rows.
+KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so they are quantized per
+channel over a group of tokens; values have no such channels. A group of G tokens is stored as codes when it is
+complete. A query reads these codes once the entire group is older than the last R tokens (including the query's
+own); until then it reads the group in full precision. So the values a query reads follow from its position alone,
+not from how a text was split into forwards, nor from other rows.
 
-Tokens stay whole for a while longer than they are read, in a ring of a few groups, so that a short rollback is
-exact.
+Full-precision tokens stay longer than they are read, in a ring of a few groups, so that a short rollback is exact.
 """
 
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, N groups, G tokens in a group, D head dim,
@@ -26,19 +25,20 @@ from dunes.parts.cache import Cache
 Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
 SLACK = 16
-"""Tokens that `truncate` can always drop without any trace, as many as speculation proposes."""
+"""Tokens that `truncate` can always drop without loss; speculation proposes as many."""
 LARGEST = 65504.0
-"""Of float16, in which grids are kept: what is larger is clipped."""
+"""Maximum of float16, the dtype of scales and minima; larger values are clipped."""
 SMALLEST = 2.0**-24
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How a cache stores keys and values; raises ValueError for what it cannot store.
+    """Quantization of a cache. Raises ValueError for unsupported settings.
 
-    Each grid has 2 ** bits values from a minimum on, in equal steps, both in float16. Keys have one for each
-    channel and `group` tokens, values one for each token and `group` channels (all of a head if `group` does not
-    divide them). The last `residual` tokens are read whole. `keys` and `values` serve comparisons.
+    Each quantization grid has 2 ** bits values in equal steps from a minimum; step and minimum are float16. Keys
+    have one grid per channel and `group` tokens; values have one per token and `group` channels, or per head if
+    `group` does not divide head_dim. The last `residual` tokens are read in full precision. `keys` and `values`
+    are for comparisons.
     """
 
     bits: int
@@ -58,15 +58,15 @@ class CacheFormat:
 
     @property
     def ring(self) -> int:
-        """Tokens W that are kept whole: those that are read whole and SLACK more, in whole groups."""
+        """Tokens W in full precision: the residual tokens and SLACK more, rounded up to groups."""
         return self.group * (1 + -(-max(0, self.residual - 1 + SLACK) // self.group))
 
     def layer_bytes(self, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-        """Bytes of one row in one layer, for keys and values of this many bytes each.
+        """Bytes of one row in one layer, for keys and values of `itemsize` bytes per element.
 
-        2 * K * (W + 1) * D * itemsize for whole tokens, and for each of ceil(capacity / G) + 1 groups and head
-        2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D of keys; D of values, or G if it does not
-        divide D.
+        2 * K * (W + 1) * D * itemsize for tokens in full precision, and for each of ceil(capacity / G) + 1 groups
+        and head 2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D grids for keys; D for values, or
+        G if G does not divide D.
         """
         groups = -(-capacity // self.group) + 1
         codes = 2 * 8 * _words(self.group * head_dim, self.bits)
@@ -74,16 +74,16 @@ class CacheFormat:
         return kv_heads * (groups * (codes + grids) + 2 * (self.ring + 1) * head_dim * itemsize)
 
     def grids(self, axis: Axis, head_dim: int) -> int:
-        """How many grids a group of tokens has in one head."""
+        """Number of grids of a group of tokens in one head."""
         return head_dim if axis == "channel" else self.group * self.parts(head_dim)
 
     def parts(self, head_dim: int) -> int:
-        """Into how many parts with a grid each the channels of a token are divided."""
+        """Number of parts, each with a grid, into which the channels of a token are divided."""
         return 1 if head_dim % self.group else head_dim // self.group
 
 
 class QuantizedGroups:
-    """Groups (B, K, N, G, D) of keys or values in codes, made from and read as float32."""
+    """Groups (B, K, N, G, D) of keys or values as codes, written from and read as float32."""
 
     def __init__(self, like: Tensor, groups: int, format: CacheFormat, axis: Axis) -> None:
         batch, heads, _, self.dim = like.shape
@@ -144,10 +144,10 @@ class QuantizedGroups:
 
 
 def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8, as x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
+    """Codes (uint8, like x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
 
-    A grid covers its values, since its ends are rounded outwards: code * step + minimum is off by half a step at
-    most. Values beyond those of float16 are clipped first.
+    The ends of a grid are rounded outwards, so that it covers its values: code * step + minimum is off by half a
+    step at most. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -164,7 +164,7 @@ def _round_outwards(x: Tensor, towards: float) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (..., n) of so many bits in words of 8 bytes (..., P): byte i has codes i, 8 P + i, 16 P + i, ..."""
+    """Pack codes (..., n) into words of 8 bytes (..., P): byte i has codes i, 8 P + i, 16 P + i, ..."""
     count = 8 * _words(codes.shape[-1], bits) * (8 // bits)
     codes = F.pad(codes, (0, count - codes.shape[-1])).view(torch.int64)
     parts = torch.unflatten(codes, -1, (8 // bits, -1)).unbind(-2)
@@ -173,36 +173,36 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack`: codes (..., count) from words (..., P)."""
-    # Shifting words is several times as fast as shifting bytes; what crosses into another byte is masked.
+    # Shifting words is several times as fast as shifting bytes; bits that cross into another byte are masked.
     mask = int.from_bytes(bytes([2**bits - 1]) * 8, "little", signed=True)
     parts = [packed] if bits == 8 else [(packed >> i) & mask for i in range(0, 8, bits)]
     return torch.cat(parts, -1).view(torch.uint8)[..., :count]
 
 
 def _words(count: int, bits: int) -> int:
-    """How many words of 8 bytes hold so many codes."""
+    """Number of 8-byte words for `count` codes."""
     return -(-count * bits // 64)
 
 
 @dataclass(frozen=True)
 class _Writes:
-    """Where the new tokens (B, T) of a forward go, the same in all layers."""
+    """Destinations of the new tokens (B, T) of a forward, the same in all layers."""
 
     ring: Tensor
-    """Their slots (B, T) in the ring; W for those that it does not keep."""
+    """Slots (B, T) in the ring; W for tokens that are not kept in it."""
     groups: Tensor
-    """The groups (B, n) that may become complete; the last one of all stands for those that do not."""
+    """Numbers (B, n) of the groups that may become complete; the extra last group stands for incomplete ones."""
     index: Tensor
-    """Their places (B, T) in these groups; n * G for none."""
+    """Offsets (B, T) in these groups; n * G for none."""
     begun: Tensor
-    """The slots (B, G) of the ring that hold the beginning of the first of these groups."""
+    """Slots (B, G) of the ring that contain the start of the first of these groups."""
 
 
 class QuantizedCache(Cache):
-    """A cache of `capacity` positions in each row, in the given format.
+    """A quantized cache of `capacity` positions in each row, in the given format.
 
-    `keys` and `values` are the rings of whole tokens (B, K, W + 1, D) of the layers. It serves layers with and
-    without windows; what is out of all windows is kept.
+    `keys` and `values` are each layer's rings of full-precision tokens (B, K, W + 1, D). It serves layers with and
+    without windows; tokens out of all windows are kept.
     """
 
     row_state = ("length", "first_whole")
@@ -212,7 +212,7 @@ class QuantizedCache(Cache):
     ) -> None:
         super().__init__(batch, capacity, device)
         self.format = format
-        # The tokens from here on, a multiple of G, are whole in the ring.
+        # Tokens from this position on, a multiple of G, are in full precision in the ring.
         self.first_whole = torch.zeros_like(self.length)
         self.groups: list[tuple[QuantizedGroups, QuantizedGroups]] = []
         self._empty = True
@@ -221,12 +221,12 @@ class QuantizedCache(Cache):
 
     @property
     def in_order(self) -> bool:
-        """Whether the keys to read are in order, without codes beside whole tokens: never."""
+        """Always False: codes stand beside full-precision tokens, so keys are never in order."""
         return False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
+        """Bytes of codes, grids and full-precision tokens."""
         return super().nbytes + sum(g.nbytes for pair in self.groups for g in pair)
 
     @property
@@ -234,9 +234,10 @@ class QuantizedCache(Cache):
         return self.max_length // self.format.group
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) for `new` tokens in each row, or for those that are real (B, T, bool), else -1.
+        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
+        padding.
 
-        Raises ValueError when they do not fit into the capacity.
+        Raises ValueError if they do not fit into the capacity.
         """
         self._empty = self.max_length == 0
         positions = super().start(new)
@@ -247,7 +248,7 @@ class QuantizedCache(Cache):
     def _plan(self, positions: Tensor) -> _Writes:
         size, ring = self.format.group, self.format.ring
         real, begun = positions >= 0, self.length // size
-        # A slot is written once: which of several values stays is not defined on a GPU.
+        # Each slot is written once: a GPU does not define which of several values stays.
         kept = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)
@@ -262,14 +263,14 @@ class QuantizedCache(Cache):
         )
 
     def _completed(self, new: int) -> int:
-        """How many groups at most become complete in a row; exactly, where all rows are equal."""
+        """Maximum number of groups that become complete in a row; exact if all rows are equal."""
         size = self.format.group
         if self._in_order:
             return self.max_length // size - (self.max_length - new) // size
         return (size - 1 + new) // size
 
     def _ring_start(self, last: Tensor) -> Tensor:
-        """The first position (B,), a multiple of G, of those that the ring holds up to the last one (B,)."""
+        """First position (B,) in the ring, a multiple of G, if the last one is `last` (B,)."""
         return last // self.format.group * self.format.group + self.format.group - self.format.ring
 
     @property
@@ -306,7 +307,7 @@ class QuantizedCache(Cache):
         return readable
 
     def _complete_groups(self, ring: Tensor, new: Tensor, writes: _Writes) -> Tensor:
-        """The tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
+        """Tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
         (b, heads, _, dim), (count, size) = new.shape, (writes.groups.shape[1], self.format.group)
         work = new.new_zeros(b, heads, count * size + 1, dim)
         work[:, :, :size] = ring.gather(2, writes.begun[:, None, :, None].expand(b, heads, size, dim))
@@ -322,25 +323,26 @@ class QuantizedCache(Cache):
         return torch.cat(parts[::2] if self._empty else parts, 1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """True (B, T, S) where a query at (B, T, 1) may attend to the key of each slot, at (B, 1, S)."""
+        """Attention mask (B, T, S): True if a query at (B, T, 1) may attend to a slot's key, at (B, 1, S)."""
         size = self.format.group
         codes = torch.arange(key.shape[2], device=key.device) < self._readable_groups * size
         left = query >= (key // size + 1) * size + self.format.residual - 1
-        # After a long rollback, the codes are all that is left of some of the last tokens.
+        # After a long rollback, some of the last tokens exist only as codes.
         lost = key < self.first_whole[:, None, None]
         return super().visible(key, query) & ((left | lost) == codes)
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row is `n` (B or 1,) tokens longer."""
+        """End the forward: each row grows by `n` (B or 1,) tokens."""
         super().advance(n)
         self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns how many (B,) remain, at most G - 1 fewer.
+        """Drop all but the first `n` (B,) tokens of each row; returns the remaining number (B,), at most G - 1
+        fewer.
 
-        Up to SLACK tokens are dropped without a trace. After more, codes may be all that is left of tokens that
-        would be read whole: they are read instead, off by half a step at most. A group of which only the beginning
-        would remain in codes is dropped, and the caller evaluates it again, so that nothing is quantized twice.
+        Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes: these are
+        read instead, off by half a step at most. A group of codes that is cut in two is dropped, and the caller
+        evaluates it again, so that nothing is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         remaining = super().truncate(
@@ -350,7 +352,7 @@ class QuantizedCache(Cache):
         return remaining
 
     def grow(self, capacity: int) -> None:
-        """Make room for `capacity` positions in each row, if there is less."""
+        """Enlarge the cache to `capacity` positions per row, if it is smaller."""
         before = self._group_count
         self.capacity = max(self.capacity, capacity)
         for group in (g for pair in self.groups for g in pair):
@@ -363,7 +365,7 @@ class QuantizedCache(Cache):
         return new
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by those of another cache: the inverse of `select_rows`."""
+        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
         for own, new in zip(self.groups, other.groups, strict=True):
             for stored, group in zip(own, new, strict=True):

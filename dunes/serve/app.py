@@ -1,4 +1,4 @@
-"""The HTTP application: which path is read by which protocol, and what every request has to pass first."""
+"""The HTTP application: paths, their protocols, and the checks that every request must pass."""
 
 import asyncio
 import hmac
@@ -23,15 +23,17 @@ from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Nam
 from dunes.serve.running import Running
 from dunes.serve.worker import Task
 
-RECEIPT, SENDING = 10.0, 30.0
-"""Seconds in which a request has to arrive, and in which a client has to take what is sent."""
+RECEIPT = 10.0
+"""Seconds in which a request must arrive."""
+SENDING = 30.0
+"""Seconds in which a client must receive what is sent."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 EMPTY = Answer(reason="length")
-"""The answer to a request for no tokens, and where a choice is missing."""
+"""The answer to a request for no tokens, and for a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """What the page and `dunes complete` ask for: suggestions with probabilities, and tokens if wanted."""
+    """A request of the page or `dunes complete`: suggestions with probabilities, and tokens if wanted."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     count = 3 if explains else 1
@@ -40,7 +42,7 @@ def read_suggest(fields: Fields) -> Asked:
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The suggestions, the best first, and what explains it."""
+    """The suggestions, best first, and the explanation of the first one."""
     listed = [{"text": a.text, "word": a.word, "line": a.line} for a in answers.values()]
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
@@ -70,11 +72,11 @@ ABOUT: dict[str, Callable[[Named], Any]] = {
     "/api/show": ollama.show,
     "/api/version": lambda models: {"version": ollama.VERSION},
 }
-"""What is said of models."""
+"""Paths that describe the models."""
 
 
 def compact(content: Any) -> bytes:
-    """A value as JSON on one line without spaces; what is not finite is null."""
+    """A value as JSON on one line without spaces; non-finite numbers become null."""
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
@@ -87,7 +89,7 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 
 def refusal(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended with an error, as the path's clients read it."""
+    """The response to a request that ended with an error, in the format of the path's clients."""
     refused, path = shown(error), request.url.path
     content = {"error": refused.message if path.startswith("/api/") else refused.content}
     headers = {"Retry-After": str(refused.retry)} if refused.retry else {}
@@ -95,7 +97,7 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def shown(error: Exception) -> Refused:
-    """What a client is answered on an error; Starlette's own are of an unknown path or method."""
+    """The error that a client receives; Starlette's own errors mean an unknown path or method."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -104,15 +106,15 @@ def shown(error: Exception) -> Refused:
 
 
 class Gate:
-    """Lets requests through that come from this machine's programs or have the key: a page of another origin, or
-    of a name that was bound to this address, gets nothing. It also ends requests whose client takes too long."""
+    """Middleware that admits requests of local programs, or with the key, and refuses web pages of other origins
+    and foreign host names (DNS rebinding). It also ends requests whose client takes too long."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
         self.hosts = {host.lower() for host in (*LOCAL, *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application."""
+        """The entry point of an ASGI application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -144,7 +146,7 @@ class Gate:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header, without its port and a dot at its end, in lower case."""
+    """The name in a Host header in lower case, without its port and a trailing dot."""
     name, colon, port = host.rpartition(":")
     if colon and (port.isdigit() or not port) and not name.endswith(":"):
         host = name
@@ -152,13 +154,13 @@ def _host_name(host: str) -> str:
 
 
 class Server:
-    """The paths of the application, over models and their worker."""
+    """The handlers of all paths, for models in their worker."""
 
     def __init__(self, running: Running) -> None:
         self.running = running
 
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
-        """The application; `hosts` are further names under which it may be asked."""
+        """The application; `hosts` are additional host names of this server."""
         routes = [
             Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
         ]
@@ -192,11 +194,11 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line may have fewer alternatives than places; no place between others is missing.
+            # A line may have fewer alternatives than places; only the last places can be missing.
             placed = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(protocol.write(asked, placed, False))
         try:
-            first = await anext(events)  # what is refused has no stream
+            first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
             first = 0, EMPTY
         chunks = _chunks(protocol, asked, first, events)
@@ -204,7 +206,7 @@ class Server:
         return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """The answers and parts of them, with the index of their choice. A client that has gone cancels the rest.
+        """Yield answers and parts of them, with the index of their choice; a disconnected client cancels the rest.
 
         Raises Refused.
         """
@@ -242,7 +244,7 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """What is said of the models, or of the one that is named."""
+        """The description of all models, or of the named one."""
         fields = await _fields(request)
         name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         return json_response(write(self.running.named(name)))
@@ -265,7 +267,7 @@ class Server:
 
 
 async def _page(request: Request) -> Response:
-    """One page, with nothing from elsewhere."""
+    """The page to try the server, self-contained."""
     page = files("dunes.serve").joinpath("page.html").read_text()
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     return HTMLResponse(page, headers={"Content-Security-Policy": policy})
@@ -316,4 +318,6 @@ async def _fields(request: Request) -> Fields:
         raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
     content = parse(bytes(body)).body
     names = {key: name for key in ("model", "name") if isinstance(name := content.get(key), str)}
-    return Fields({**content, **{key: name.removesuffix(":latest") for key, name in names.items()}})  # as Ollama's
+    return Fields(
+        {**content, **{key: name.removesuffix(":latest") for key, name in names.items()}}
+    )  # as in Ollama

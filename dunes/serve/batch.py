@@ -1,4 +1,4 @@
-"""Texts that are generated side by side: one token of each in turn, and long prompts in pieces."""
+"""Continuous batching: one token of each text in turn, and long prompts in pieces."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,17 @@ from dunes.serve.requests import Answer, Event, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
 from dunes.units import plural
 
-EXCEEDS, TOO_LONG = "the request exceeds the available context size", "exceed_context_size_error"
-"""The reference server's words for a prompt that is too long."""
+EXCEEDS = "the request exceeds the available context size"
+"""Message of the reference server for a prompt that is too long."""
+TOO_LONG = "exceed_context_size_error"
+"""Error type of the reference server for a prompt that is too long."""
 ROWS = 16
-"""Texts side by side at most; others wait."""
+"""Maximum texts in a batch; others wait."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A text that is generated. `emit` is called with its parts, and at last with the answer."""
+    """A text in generation. `emit` is called with its parts, and finally with the answer."""
 
     asked: TextRequest
     request: Request
@@ -35,7 +37,7 @@ class Row:
     emit: Callable[[Event], None]
     is_cancelled: Callable[[], bool]
     errors: Sequence[Exception] = ()
-    """What its own sampling raised."""
+    """Errors of its own sampler."""
     pieces: Iterator[None] | None = None
     ready: bool = False
     """True once all of the prompt but its last token is in the cache."""
@@ -45,7 +47,7 @@ class Row:
         self._decode, self._pending, self._offset = DecodeStream(self.tokenizer), "", 0
 
     def push(self, token: Token) -> None:
-        """Emit the text that a token completes, up to a string to stop at or what may become one."""
+        """Emit the text that a token completes; a suffix that may become a stop string is withheld."""
         if not self.answer.new_tokens:
             self.answer.prompt_seconds = perf_counter() - self.start
         self.answer.new_tokens += 1
@@ -72,7 +74,7 @@ class Row:
         self.emit(answer)
 
     def emit_text(self, text: str, tokens: Sequence[TokenText] = (), *ids: int) -> None:
-        """Emit a part, if there is anything in it."""
+        """Emit a part, if it is not empty."""
         self.answer.text += text
         if text or tokens or ids:
             self.emit(Answer(text, tokens=[*tokens], ids=[*ids], offset=self._offset))
@@ -80,14 +82,14 @@ class Row:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text with which the string may begin."""
+    """Length of the longest suffix of the text that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _guarded(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """A sampler whose errors end no other text's step: they are listed, and the most probable id is taken."""
+    """A sampler that lists its errors and then returns the most probable id, to leave other texts unharmed."""
     if choose.choose is greedy:
-        return choose  # nothing in it fails, and it stays the one that compiled steps know
+        return choose  # it cannot fail, and compiled steps recognise it
 
     def pick(logits: Tensor) -> Tensor:
         try:
@@ -100,7 +102,7 @@ def _guarded(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
-    """A token with its bytes, and those of its alternatives; special tokens as they are spelled."""
+    """A token with its bytes and its alternatives; special tokens as they are spelled."""
 
     def data(id: int) -> bytes:
         known = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -111,9 +113,9 @@ def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
 
 
 class Batch:
-    """The texts that a model generates side by side. Each is what it would be alone.
+    """Texts that a model generates in one batch. Each is the same as if it were alone.
 
-    `adapters` are those that the names in requests stand for; other names stand for the `default` one.
+    `adapters` maps names in requests to adapters; other names select the `default` one.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt, with its tokens where log-probabilities are wanted; the first one has none."""
+        """Emit the prompt, with its tokens if log-probabilities are wanted; the first token has none."""
         tokens: list[TokenText] = []
         if row.asked.logprobs is not None:
             known = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
@@ -194,13 +196,13 @@ class Batch:
         row.answer.tokens = tokens
 
     def advance(self) -> None:
-        """Read a piece of a prompt, and generate the next token of each text whose prompt is read."""
+        """Prefill a piece of a prompt, and generate the next token of each text whose prompt is complete."""
         self.rows = [None if row is None or row.is_cancelled() else row for row in self.rows]
         waiting = [place for place, row in enumerate(self.rows) if row is not None and not row.ready]
         try:
             if waiting:
                 self._read_piece(waiting[0])
-            # The iterator of tokens has this very list.
+            # The iterator of tokens reads this very list.
             self._requests[:] = [row.request if row is not None and row.ready else None for row in self.rows]
             if any(self._requests):
                 self._next_tokens()
@@ -210,7 +212,7 @@ class Batch:
             self._resize(1)
 
     def fail(self, error: Exception) -> None:
-        """End all texts with an error, and forget what the cache has."""
+        """End all texts with an error, and clear the cache."""
         self._tokens = iter(())
         self._cache = self._new_cache(len(self.rows))
         rows, self.rows = self.rows, [None] * len(self.rows)
@@ -238,7 +240,7 @@ class Batch:
                 self.rows[place] = None
 
     def _read_piece(self, place: int) -> None:
-        """Read the next piece of a prompt."""
+        """Prefill the next piece of a prompt."""
         row, cache = self.rows[place], self._cache
         assert row is not None, "it waits"
         ids = list(row.request.prompt)
@@ -251,10 +253,10 @@ class Batch:
         row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
-        """Go on with so many rows; what the cache has of the first ones stays."""
+        """Change the number of rows; the first rows keep their cache."""
         old, self._cache = self._cache, self._new_cache(count)
         for row in filter(None, self.rows):
-            row.pieces = None  # they go on in the new cache
+            row.pieces = None  # prefill goes on in the new cache
         kept = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device

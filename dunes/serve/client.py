@@ -1,6 +1,6 @@
-"""A running server of this user, asked for a line without loading a model.
+"""Requests to a running server of this user, which need no model in this process.
 
-It also listens at a socket in the user's own folder, which no other user can reach or replace.
+Such a server also listens on a socket in the user's own folder, which no other user can reach or replace.
 """
 
 import http.client
@@ -16,18 +16,18 @@ from typing import Any
 from dunes.files.staging import cache_home
 
 TIMEOUT = 10.0
-"""Seconds after which a server is not waited for any longer."""
+"""Timeout of a request in seconds."""
 
 
 class _SocketConnection(http.client.HTTPConnection):
-    """A connection to a socket in the file system."""
+    """An HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=TIMEOUT)
         self._path = str(path)
 
     def connect(self) -> None:
-        """Connect."""
+        """Connect to the socket."""
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(TIMEOUT)
         self.sock.connect(self._path)
@@ -36,7 +36,7 @@ class _SocketConnection(http.client.HTTPConnection):
 def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
-    """The status and the bytes of a reply on a connection of its own; without a body, it is a GET."""
+    """Status and bytes of a reply on a new connection; without a body, the request is a GET."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -48,7 +48,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> str | None:
-    """The rest of a line by a running server of this folder; None if there is none."""
+    """The rest of a line, completed by a running server of this folder; None if there is none."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
@@ -61,8 +61,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None where there can be none, as for another user's folder, or if
-    another server has it."""
+    """A listening socket for a folder's server; None if another server has it, or if it cannot be created (as in
+    another user's folder)."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     opened = socket.socket(socket.AF_UNIX)
@@ -82,20 +82,20 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """Listening sockets for the servers of these folders, where there can be one; their files are removed."""
+    """Listening sockets for the servers of these folders, as far as possible; their files are removed."""
     opened = {socket_file(folder): each for folder in folders if (each := listen(folder)) is not None}
     bound = {file: file.stat().st_mtime_ns for file in opened}
     try:
         yield [*opened.values()]
     finally:
         for file, time in bound.items():
-            with suppress(OSError):  # it may be a later server's by now
+            with suppress(OSError):  # it may belong to a later server by now
                 if file.stat().st_mtime_ns == time:
                     file.unlink()
 
 
 def _answers(file: Path) -> bool:
-    """True if a server listens at the socket."""
+    """True if a server listens on the socket."""
     with socket.socket(socket.AF_UNIX) as opened, suppress(OSError):
         opened.connect(str(file))
         return True
@@ -103,6 +103,6 @@ def _answers(file: Path) -> bool:
 
 
 def socket_file(folder: Path) -> Path:
-    """The socket of a folder's server."""
+    """The path of the socket of a folder's server."""
     digest = blake2b(str(folder.resolve()).encode(errors="surrogateescape"), digest_size=8)
     return cache_home() / "servers" / digest.hexdigest()

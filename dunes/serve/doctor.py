@@ -1,4 +1,4 @@
-"""Asks a server what each editor asks, and says what that editor would show, or why nothing appears."""
+"""Send a server the requests of each editor, and report what the editor would show, or why nothing appears."""
 
 import http.client
 import json
@@ -15,8 +15,7 @@ AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
 class Check(NamedTuple):
-    """A client's request: where it is sent, what, and what the client shows of the reply's bytes, or a
-    ValueError."""
+    """A client's request; `shown` extracts the shown text from the reply's bytes, or raises ValueError."""
 
     client: str
     path: str
@@ -25,7 +24,7 @@ class Check(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What was seen for a client; `problem` is empty where it works."""
+    """The result for a client; `problem` is empty if it works."""
 
     client: str
     text: str
@@ -33,7 +32,7 @@ class Line(NamedTuple):
 
 
 def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str = "") -> tuple[int, bytes]:
-    """A reply's status and bytes. Raises OSError where nothing listens, ValueError for an address that is none."""
+    """Status and bytes of a reply. Raises OSError if nothing listens, ValueError for an invalid address."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")
@@ -81,7 +80,7 @@ def _ollama(data: bytes) -> str:
 
 
 def checks(before: str, after: str, model: str) -> list[Check]:
-    """What each client asks for at a cursor."""
+    """The request of each client at a cursor."""
     start = before.rfind("\n") + 1
     infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": before[start:], "input_suffix": after}
     infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
@@ -100,9 +99,9 @@ def checks(before: str, after: str, model: str) -> list[Check]:
 
 
 def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTER) -> Iterator[Line]:
-    """What each client would show, after what is wrong with the server itself.
+    """The result for the server itself, then for each client.
 
-    Raises ValueError where no server answers.
+    Raises ValueError if no server answers.
     """
     try:
         status, data = ask(address, "/health", key=key)
@@ -119,7 +118,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     try:
         names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{address}: /v1/models is not what a model server says") from None
+        raise ValueError(f"{address}: /v1/models is not a model server's answer") from None
     yield Line("server", f"serves {', '.join(names)}", "" if names else "it has no model")
     for check in checks(before, after, names[0] if names else ""):
         start = perf_counter()

@@ -1,4 +1,4 @@
-"""What makes an editor ask this server: the lines for each."""
+"""Editor settings for this server."""
 
 import json
 
@@ -6,17 +6,17 @@ EDITORS = ("vim", "nvim", "vscode", "zed", "emacs", "helix")
 
 
 def url(host: str, port: int) -> str:
-    """The address of a server that listens at a host; of one that listens at all, this machine's own."""
+    """The URL of a server that listens on `host`; wildcard addresses become this machine's own."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host.strip("[]"), host)
     return f"http://[{name}]:{port}" if ":" in name and not name.startswith("[") else f"http://{name}:{port}"
 
 
 def config(editor: str, address: str, model: str) -> str:
-    """The lines for an editor's settings; `model` is the folder, absolute."""
-    # JSON's strings are TOML's, too.
+    """The settings of an editor as text; `model` is the absolute path of the folder."""
+    # JSON strings are valid TOML, too.
     escaped = model.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     lua, toml = f"'{escaped}'", json.dumps(model, ensure_ascii=False)
-    # llama.vim needs no setting for its own default address.
+    # llama.vim needs no setting for its default address.
     is_default = address == "http://127.0.0.1:8012"
     vim = "" if is_default else f"let g:llama_config = {{'endpoint_fim': '{address}/infill'}}\n"
     return _LINES[editor].format(address=address, lua=lua, toml=toml, vim=vim)

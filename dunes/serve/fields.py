@@ -1,4 +1,4 @@
-"""The fields of a request's JSON, each checked before anything is done with it."""
+"""The fields of a request's JSON, each validated before it is used."""
 
 import json
 import math
@@ -12,22 +12,31 @@ from dunes.text.lines import valid_text
 from dunes.text.templates import Conversation, Turn
 
 BODY = 4 << 20
-"""Bytes of a request at most."""
-TEXT, PATH, STOPS, STOP, CHOICES, FILES = BODY, 4_096, 64, 1_000, 4, 64
-"""Characters of a text and of a path, strings to stop at, characters of one of them, choices, and open files, at
-most."""
+"""Maximum bytes of a request."""
+TEXT = BODY
+"""Maximum characters of a text."""
+PATH = 4_096
+"""Maximum characters of a path."""
+STOPS = 64
+"""Maximum number of stop strings."""
+STOP = 1_000
+"""Maximum characters of a stop string."""
+CHOICES = 4
+"""Maximum number of choices."""
+FILES = 64
+"""Maximum number of open files."""
 ENDLESS = 4096
-"""New tokens of an answer at most, if the client asks for no limit or for more."""
+"""Maximum new tokens of an answer, also if the client asks for no limit."""
 OPEN = 256_000
-"""Characters of open files that a request may bring along; the last ones count."""
+"""Maximum characters of open files in a request; the last files count."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""What the reference server says and this one has not: neutral settings, and properties."""
+"""Properties and neutral settings that the reference server reports and this one lacks."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
-"""The reference server's names for what is refused with a status; others are invalid requests."""
+"""Error types of the reference server by status; other errors are invalid requests."""
 Number = TypeVar("Number", int, float)
 
 
@@ -42,7 +51,7 @@ class Refused(Exception):
 
 
 def parse(data: bytes) -> "Fields":
-    """The fields in a body. Raises Refused for what is not one JSON object, or has a key twice."""
+    """The fields of a body. Raises Refused unless it is one JSON object without duplicate keys."""
     try:
         body = json.loads(data or b"{}", object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -72,7 +81,7 @@ def _kind(value: Any) -> str:
 
 class Fields:
     """The fields of an object. Each method raises Refused, naming the field, for a value of another type or out of
-    its range; null is the same as no value."""
+    its range; null counts as missing."""
 
     def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
         self.body, self.place = body, place
@@ -82,14 +91,14 @@ class Fields:
         return self.body.get(name) is not None
 
     def text(self, name: str, default: str | None = "") -> str:
-        """A string, in which U+FFFD stands for lone surrogates; without a default, it is required."""
+        """A string, with U+FFFD for lone surrogates; required if the default is None."""
         value = self._value(name, str, "a string", default)
         if len(value) > TEXT:
             raise self.refused(name, f"{len(value)} characters; at most {TEXT}")
         return valid_text(value)
 
     def path(self, *names: str) -> str:
-        """The path of a file in the first of these fields that has one."""
+        """The path of a file in the first of these fields that is present."""
         name = next(filter(self.has, names), names[0])
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
@@ -101,29 +110,29 @@ class Fields:
         return bool(self._value(name, bool, "true or false", default))
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """A whole number between these bounds."""
+        """An integer within these bounds."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
             raise self.refused(name, "a number; expected a whole number")
         return self._bounded(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number between these bounds."""
+        """A number within these bounds."""
         value: float = self._value(name, int | float, "a number", default)
         return self._bounded(name, value, low, high)
 
     def limit(self, name: str, default: int = -1) -> int:
-        """The number of new tokens: the server's own limit for -1 and for more than that."""
+        """The maximum number of new tokens, up to ENDLESS, which a negative value stands for."""
         count = self.integer(name, default, -2, 2**63)
         return ENDLESS if count < 0 else min(count, ENDLESS)
 
     def seed(self, name: str = "seed") -> int:
-        """The seed of a request; one that differs from call to call if there is none, or -1."""
+        """The seed of a request; a random one if it is missing or -1."""
         seed = self.integer(name, -1, -(2**63), SEEDS)
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """A string or a list of strings to stop at, without empty ones."""
+        """Stop strings from a string or a list, without empty ones."""
         value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -134,14 +143,14 @@ class Fields:
         return tuple(valid_text(stop) for stop in values if stop)
 
     def items(self, name: str, most: int) -> list[Any]:
-        """A list of at most so many values."""
+        """A list of at most `most` values."""
         value: list[Any] = self._value(name, list, "a list", [])
         if len(value) > most:
             raise self.refused(name, f"{len(value)} values; at most {most}")
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
-        """A list of at most so many objects."""
+        """A list of at most `most` objects."""
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):
@@ -149,11 +158,11 @@ class Fields:
         return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
 
     def object(self, name: str) -> "Fields":
-        """An object; one without fields if it is missing."""
+        """An object; empty if it is missing."""
         return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
 
     def messages(self, name: str = "messages") -> Conversation:
-        """The messages of a chat, whose contents are strings, or lists of parts of type text."""
+        """The messages of a chat; each content is a string or a list of text parts."""
         found = self.objects(name, 4096)
         if not found:
             raise self.refused(name, "missing; expected a list of messages")
@@ -165,7 +174,7 @@ class Fields:
         return self.text("content")
 
     def open_files(self, name: str) -> list[tuple[str, str]]:
-        """The names and texts of other files: the last ones, of which there is room for."""
+        """Names and texts of other files: the last ones that fit into OPEN characters."""
         files, room = list[tuple[str, str]](), OPEN
         for file in reversed([(each.path("filename"), each.text("text")) for each in self.objects(name, FILES)]):
             room -= len(file[1])
@@ -174,7 +183,7 @@ class Fields:
         return files
 
     def refuse_unsupported(self, *names: str) -> None:
-        """Refuse a field whose effect a client would miss, unless its value is the one without effect."""
+        """Refuse fields whose effect a client would miss, unless their value has no effect."""
         for name in names:
             value = self.body.get(name)
             if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):

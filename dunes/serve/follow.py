@@ -1,7 +1,7 @@
-"""What follows the user's work: saved files enter the index, and a run's model is loaded when it is complete.
+"""Follow the user's work: saved files enter the index, and a run's model is loaded when it is complete.
 
-No editor needs to say anything. The files of the training's sources are looked at every second: their times and
-sizes, and the times of their folders, which change when a file comes or goes.
+Editors need not send anything. Every second, times and sizes of the training source files are checked, and the
+times of their folders, which change when a file is added or deleted.
 """
 
 import os
@@ -20,21 +20,23 @@ from dunes.data.files import SourceFile, Walk
 from dunes.serve.served import ServedModel, file_time, model_stamp
 from dunes.serve.worker import Worker
 
-PERIOD, PATIENCE = 1.0, 60.0
-"""Seconds between two looks at the files, and the longest time between two tries to load a model."""
+PERIOD = 1.0
+"""Seconds between two checks of the files."""
+PATIENCE = 60.0
+"""Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Bytes of a file from which on its changes are not followed."""
+"""Bytes of a file above which changes are not followed."""
 Stamp = tuple[int, int]
 
 
 class Follower(threading.Thread):
-    """Keeps a served model in step with its folder and with the files of its training's sources.
+    """Keeps a served model in step with its folder and its training source files.
 
-    Errors are said once, and end nothing.
+    Errors are reported once, and do not end the thread.
     """
 
     def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
-        # The context has what is trusted.
+        # The copied context carries the trust settings.
         super().__init__(target=partial(copy_context().run, self._run), name="dunes-follow", daemon=True)
         self.model, self.worker, self._say, self._said = model, worker, say, ""
         self._known: dict[Path, Stamp] = {}
@@ -44,13 +46,13 @@ class Follower(threading.Thread):
         self._ended = threading.Event()
 
     def _run(self) -> None:
-        """Look at the files until it is closed."""
+        """Check the files until the thread is closed."""
         self._guarded(self._begin)
         while not self._ended.wait(PERIOD):
             self._guarded(self.look)
 
     def look(self) -> None:
-        """Take in what has changed since the last look."""
+        """Update the model with all changes since the last check."""
         self._load_again()
         if not self._folders or any(file_time(path) != time for path, time in self._folders.items()):
             self._walk()
@@ -65,7 +67,7 @@ class Follower(threading.Thread):
             work()
             self._said = ""
         except Exception as error:
-            self._folders = {}  # all is looked at again
+            self._folders = {}  # everything is checked again
             self._said = self._say_once(error, self._said)
 
     def _say_once(self, error: Exception, said: str) -> str:
@@ -76,7 +78,7 @@ class Follower(threading.Thread):
         return message
 
     def _begin(self) -> None:
-        """Take in what differs from the index: what has changed since the training read it, come or gone."""
+        """Update the model with files that differ from its index: changed, added or deleted since training."""
         self._folders, self._known, self._files = {}, {}, {}
         self._walk()
         indexed = dict(self.model.now.completer.training_files)
@@ -89,7 +91,7 @@ class Follower(threading.Thread):
         self._take_in([path for path in self._files if path not in self._known])
 
     def _load_again(self) -> None:
-        """Load the model again where its folder has changed; if that fails, say it once, and try again later."""
+        """Load the model again if its folder has changed; report a failure once, and try again later."""
         self._left -= PERIOD
         if model_stamp(self.model.folder) == self.model.now.stamp or self._left > 0:
             return
@@ -103,7 +105,7 @@ class Follower(threading.Thread):
             self._begin()
 
     def _walk(self) -> None:
-        """Find the files of the sources, and their folders; files that are gone leave the index."""
+        """Find the files of the sources, and their folders; deleted files leave the index."""
         sources, self._follow_links = training_sources(self.model.folder)
         if not sources:
             self._folders = {self.model.folder: file_time(self.model.folder)}
@@ -117,7 +119,7 @@ class Follower(threading.Thread):
             self.model.take_in(self.worker, dict.fromkeys(gone))
 
     def _stamp(self, path: Path) -> Stamp | None:
-        """The time and the size of a regular file; None for what is none, as a link that is not followed."""
+        """Modification time (ns) and size of a regular file; None for others, such as a link not followed."""
         try:
             status = os.stat(path, follow_symlinks=self._follow_links)
         except OSError:
@@ -125,14 +127,14 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Take in these files, of which the first have the more room."""
+        """Update the model with these files, in order, as long as their text fits."""
         texts, read, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             found, name = self._stamp(path), self._files[path]
             if found is None or LARGE >= found[1] > room:
-                continue  # the next walk knows that it is gone, or the next look has room
+                continue  # the next walk finds that it is gone, or the next check has room
             read[path] = found
-            if found[1] <= LARGE:  # of a larger one, what the index has stays
+            if found[1] <= LARGE:  # a larger file keeps its text in the index
                 text = _read(path, name)
                 if text is not None or name in self.model.now.files.names:
                     texts[name] = text
@@ -149,5 +151,5 @@ def _read(path: Path, name: str) -> str | None:
         return None
     try:
         return named_texts([document])[0][1]
-    except ValueError:  # it was written meanwhile; the next look has it
+    except ValueError:  # written meanwhile; the next check reads it
         return None

@@ -1,6 +1,6 @@
-"""The language server's answer to `initialize`, before the protocol's library is imported: that takes a second.
+"""The language server's answer to `initialize`, before the protocol's library is imported, which takes a second.
 
-The library then reads the same message; what it answers is dropped. `capabilities` are its own (a test compares).
+The library then reads the same message, and its answer is dropped. `capabilities` equal the library's (tested).
 """
 
 import json
@@ -8,13 +8,13 @@ import re
 from typing import Any, BinaryIO
 
 TRIGGERS = " .(,=:<\"'"
-"""Characters after which editors without inline completion ask."""
+"""Characters after which editors without inline completion request one."""
 ACCEPTED = "dunes.accepted"
-"""The command that an editor executes when a suggestion was accepted."""
+"""Command that an editor executes when a suggestion was accepted."""
 
 
 def capabilities(encoding: str) -> dict[str, Any]:
-    """What the server can do."""
+    """The capabilities of the server."""
     folders = {"supported": True, "changeNotifications": True}
     return {
         "positionEncoding": encoding,
@@ -27,14 +27,13 @@ def capabilities(encoding: str) -> dict[str, Any]:
 
 
 def message(content: dict[str, Any]) -> bytes:
-    """A message as it is sent."""
+    """The bytes of a message."""
     data = json.dumps(content, separators=(",", ":")).encode()
     return b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Answer the first message if it is `initialize`; its text for the library, and True; all of another message
-    as it came, and False."""
+    """Answer a first message `initialize`; returns its text and True, or another message's bytes and False."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

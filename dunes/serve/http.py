@@ -1,4 +1,4 @@
-"""The HTTP server: its sockets, its deadlines, and how it ends."""
+"""The HTTP server: sockets, deadlines, shutdown."""
 
 import asyncio
 import contextlib
@@ -15,30 +15,34 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dunes.serve.app import RECEIPT
 
-PORT, OLLAMA_PORT = 8012, 11434
-"""llama.vim's own default, and Ollama's."""
-CONNECTIONS, ENDING = 512, 30
-"""Connections at once at most, and seconds in which streams may end when the server stops."""
+PORT = 8012
+"""Default of llama.vim."""
+OLLAMA_PORT = 11434
+"""Default of Ollama."""
+CONNECTIONS = 512
+"""Maximum concurrent connections."""
+ENDING = 30
+"""Seconds in which streams may end when the server stops."""
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 whose requests have to arrive in time: uvicorn lets a client send a byte now and then for ever."""
+    """HTTP/1.1 with a deadline for requests: uvicorn lets a client send a byte now and then forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first request."""
+        """Start the deadline of the first request."""
         super().connection_made(transport)
         self._expect(True)
 
     def data_received(self, data: bytes) -> None:
-        """Take in a part of a request."""
+        """Process a part of a request."""
         super().data_received(data)
         state = self.conn.their_state
         self._expect(state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0])))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client has gone."""
+        """Cancel the deadline of a closed connection."""
         self._expect(False)
         super().connection_lost(exc)
 
@@ -51,7 +55,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Listening sockets. Raises ValueError for a port that is taken, and an unknown host."""
+    """Listening sockets. Raises ValueError for a port in use, and an unknown host."""
     opened: list[socket.socket] = []
     try:
         for port in ports:
@@ -66,7 +70,7 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
             each.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
-            f"{host}:{port}: {reason.lower()}; pass another --port, or end what listens there"
+            f"{host}:{port}: {reason.lower()}; pass another --port, or end the program that listens there"
         ) from None
     return opened
 
@@ -79,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object]) -> None:
-    """Serve the application until SIGINT or SIGTERM; `ready` is called when it does."""
+    """Serve the application until SIGINT or SIGTERM; `ready` is called once it serves."""
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
@@ -93,7 +97,7 @@ async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Ca
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    # uvicorn's own way ends the process by the signal instead of with a status.
+    # uvicorn would end the process by the signal instead of with a status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     ready()  # the sockets listen
     await server.serve(sockets)

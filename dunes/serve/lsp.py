@@ -1,7 +1,7 @@
 """The language server: completion of lines for editors with inline completion, or plain completion.
 
-`handshake.py` has answered `initialize` by now; the model is loaded meanwhile, and until then the newest request
-waits. https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
+`handshake.py` has already answered `initialize`; the model loads meanwhile, and the newest request waits for it.
+https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
 import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dunes.serve.running import Running
 
 ITEMS = 3
-"""Suggestions at most."""
+"""Maximum number of suggestions."""
 IDLE = 0.5
 """Seconds without a change after which an open file is indexed for the completion of others."""
 COMMAND = types.Command("accepted", ACCEPTED)
@@ -38,8 +38,7 @@ COMMAND = types.Command("accepted", ACCEPTED)
 def start(
     load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
 ) -> None:
-    """Speak on these streams until the editor ends it, from its first message on; `load` loads the model, in
-    another thread."""
+    """Serve on these streams until the editor ends it; `load` loads the model in another thread."""
     server = Server(load)
     if is_answered:
         server.protocol.set_writer(StdoutWriter(io.BytesIO()))
@@ -49,7 +48,7 @@ def start(
 
 
 class Replayed:
-    """A stream that begins with these bytes."""
+    """A stream that starts with these bytes."""
 
     def __init__(self, first: bytes, then: BinaryIO) -> None:
         self._first, self._then = io.BytesIO(first), then
@@ -72,7 +71,7 @@ class Server(LanguageServer):
         self._newest: asyncio.Future[Event] | None = None
         self._failed, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
-        # The library notes on a function that it is a feature, which a method cannot take.
+        # The library sets an attribute on the function, which a method does not allow.
         self.feature(types.INITIALIZED)(partial(self._begin))
         self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._change))
         self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
@@ -110,11 +109,11 @@ class Server(LanguageServer):
             self._running.close()
 
     def _count(self, *_: Any) -> None:
-        """Editors execute it after an acceptance; how many there were is said at the end."""
+        """Count an acceptance, for the log at the end."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
-        """Index a file once it has not changed for a while: other files copy from it."""
+        """Index a file after IDLE seconds without a change, so that other files copy from it."""
         if timer := self._timers.get(uri):
             timer.cancel()
         self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)
@@ -128,7 +127,7 @@ class Server(LanguageServer):
             self._take_in(uri, self.workspace.text_documents[uri].source)
 
     def _take_in(self, uri: str, text: str | None) -> None:
-        """Let other files copy from this text; None for what is saved."""
+        """Let other files copy from this text; None reads the saved file."""
 
         def work() -> None:
             if running is not None:
@@ -153,7 +152,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list["Answer"]:
-        """The suggestions at a position. A newer request ends an older one, also one that waits for the model."""
+        """The suggestions at a position. A newer request ends an older one, even one that waits for the model."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
@@ -214,5 +213,5 @@ class Server(LanguageServer):
 
 
 def _path(uri: str) -> str:
-    """The path of a file's address; of another address, its end."""
+    """The path of a file URI; for other URIs, their path component."""
     return unquote(urlparse(uri).path)

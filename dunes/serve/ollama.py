@@ -27,12 +27,12 @@ SETTINGS: Settings = {
 }
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 VERSION = "0.12.0"
-"""The version of Ollama's API that is spoken; clients ask for it to know what they may send."""
+"""Version of Ollama's API that is reported; clients check it for supported features."""
 
 
 def read_generate(fields: Fields) -> Asked:
-    """A text after a prompt, or the rest of a line where there is a suffix; nothing for an empty prompt, with
-    which clients load a model."""
+    """A text after a prompt, or the rest of a line if there is a suffix. An empty prompt, with which clients load
+    a model, gives no request."""
     text = _text_request(fields, "images")
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
     requests = line_or_texts(text, prompt, after) if prompt or after else []
@@ -40,7 +40,7 @@ def read_generate(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A model's next turn in a chat."""
+    """The model's next turn in a chat."""
     text = _text_request(fields, "tools", messages=fields.messages())
     return Asked(fields, [text], "", fields.flag("stream", True))
 
@@ -51,12 +51,12 @@ def _text_request(fields: Fields, unsupported: str, **more: Any) -> TextRequest:
 
 
 def written(time: datetime) -> str:
-    """A time as Ollama writes it."""
+    """A time in Ollama's format."""
     return time.isoformat().replace("+00:00", "Z")
 
 
 def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Protocol:
-    """What answers with a text in its content: with its end, or a part of it."""
+    """A protocol whose answers, or parts of a stream, have their text in `content`."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
@@ -81,7 +81,7 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 
 def tags(models: Named) -> dict[str, Any]:
-    """The models in /api/tags, by their names, with their facts."""
+    """The models in /api/tags, by name, with their facts."""
     listed = []
     for name, facts in models:
         about = {key: facts[key] for key in ("modified_at", "size", "digest")}
@@ -90,7 +90,7 @@ def tags(models: Named) -> dict[str, Any]:
 
 
 def show(models: Named) -> dict[str, Any]:
-    """The first model in /api/show. The template says that a suffix is taken, which clients look for."""
+    """The first model in /api/show. The template has `.Suffix`, which clients look for."""
     _, facts = models[0]
     info = {"general.architecture": facts["family"], "general.parameter_count": facts["parameters"]}
     info[f"{facts['family']}.context_length"] = facts["context_length"]

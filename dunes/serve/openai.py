@@ -1,5 +1,5 @@
-"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities, Mistral's path for filling in, and
-Tabby's request, which has OpenAI's path.
+"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities, of Mistral's fill-in-the-middle, and of
+Tabby, which uses OpenAI's path.
 
 https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim,
 https://tabby.tabbyml.com/api
@@ -33,13 +33,13 @@ SETTINGS: Settings = {
 UNSUPPORTED = ("logit_bias", "presence_penalty", "frequency_penalty")
 REASONS = {"stop": "stop", "length": "length", "word": "stop", "": None}
 DEFAULT_TOKENS = 16
-"""New tokens of a text if the request does not say: as with OpenAI."""
+"""Default of new tokens, as in OpenAI's API."""
 LOGPROBS = 20
-"""Alternatives of a token at most."""
+"""Maximum alternatives per token."""
 
 
 def read_completions(fields: Fields) -> Asked:
-    """Texts after prompts; the rest of a line where there is a suffix, or a prompt spells one."""
+    """Texts after prompts; the rest of a line if there is a suffix, or if a prompt spells one."""
     fields.refuse_unsupported(*UNSUPPORTED)
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
@@ -51,7 +51,7 @@ def read_completions(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A model's next turn in a chat."""
+    """The model's next turn in a chat."""
     fields.refuse_unsupported("tools", "functions", "response_format", *UNSUPPORTED)
     limit = next(filter(fields.has, ("max_completion_tokens", "max_tokens", "n_predict")), "max_tokens")
     _wants_usage(fields)
@@ -68,14 +68,14 @@ def read_mistral(fields: Fields) -> Asked:
 
 
 def _wants_usage(fields: Fields) -> bool:
-    """Whether a stream ends with its usage."""
+    """True if a stream ends with its usage."""
     return fields.object("stream_options").flag("include_usage")
 
 
 def _protocol(
     read: Callable[[Fields], Asked], kind: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
 ) -> Protocol:
-    """What answers with choices in objects of a kind; in a stream in chunks, the last one without text."""
+    """A protocol of objects with choices; in a stream, chunks, of which the last has no text."""
 
     def reply(request: Asked, kind: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         head = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
@@ -96,7 +96,7 @@ def _protocol(
 
 
 def usage(answers: Answers) -> dict[str, dict[str, int]]:
-    """The tokens of a request; its prompts count once for each choice."""
+    """The tokens of a request; prompts count once per choice."""
     read, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
     return {"usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}}
 
@@ -108,7 +108,7 @@ def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
 
 
 def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
-    """The log-probabilities of tokens as lists, `offset` characters into a text, whose first one has none."""
+    """Log-probabilities as lists (OpenAI's older format) of tokens that start at character `offset`."""
     tops = [
         None if token.logprob is None else {data.decode(errors="replace"): p for _, data, p in token.top}
         for token in tokens
@@ -122,7 +122,7 @@ def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
 
 
 def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
-    """The message of a choice; in a stream what it grows by."""
+    """The message of a choice; in a stream, its delta."""
     message = {} if streams and answer.reason else {"role": "assistant", "content": answer.text}
     logprobs = {"content": [token.entry(False) for token in answer.tokens]} if answer.tokens else None
     return {"delta" if streams else "message": message, "logprobs": logprobs}
@@ -138,7 +138,7 @@ def read_tabby(fields: Fields) -> Asked:
 
 
 def write_tabby(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The best suggestion; none if it is empty."""
+    """The best suggestion; no choice if it is empty."""
     text = answers[0].text
     return {"id": request.id, "choices": [{"index": 0, "text": text}] if text else []}
 

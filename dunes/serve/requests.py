@@ -1,4 +1,4 @@
-"""What a server is asked for, whatever the protocol, and what it answers."""
+"""Requests and answers of a server, independent of the protocol."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Choices of all prompts of one request at most, so that others find room in the queue."""
+"""Maximum choices of all prompts of one request, so that the queue has room for others."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -20,13 +20,13 @@ MARKS = (
     ("<PRE> ", " <SUF>", " <MID>"),
     ("[PREFIX]", "[SUFFIX]", ""),
 )
-"""Before prefix, suffix and middle in the prompts of Qwen, StarCoder, DeepSeek, CodeLlama and Codestral."""
+"""Sentinels of prefix, suffix and middle in the prompts of Qwen, StarCoder, DeepSeek, CodeLlama and Codestral."""
 FILE = re.compile(r"(?:<\|file_sep\|>|<file_sep>)([^\n]*)\n")
 REPOSITORY = re.compile(r"^(?:<\|repo_name\|>|<repo_name>)[^\n]*\n")
 HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\n)?")
 """Lines that minuet puts before the text: https://github.com/milanglacier/minuet-ai.nvim."""
 UNNAMED = "filename"
-"""The name that the reference server gives the file of an `/infill` request."""
+"""Name that the reference server gives the file of an `/infill` request."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """Whether suggestions are wanted however improbable or short, and the tokens of the first one."""
+    """True to get suggestions however improbable or short, and the tokens of the first one."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """The text after a prompt: a text, or the ids of one. `logprobs` alternatives of each token are wanted, none
-    without log-probabilities; with `echo`, those of the prompt, too."""
+    """The text after a prompt, given as text or ids. `logprobs` is the number of alternatives per token, None for
+    no log-probabilities; `echo` includes the prompt's."""
 
     prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
@@ -63,7 +63,7 @@ class TextRequest:
     stop_ids: Sequence[int] = ()
     messages: Sequence[Turn] = ()
     made_for: object = None
-    """The batch of the model whose ids the prompt has, if it was made here."""
+    """The batch of the model that tokenized the prompt, if the server did."""
     logprobs: int | None = None
     echo: bool = False
     model: str = ""
@@ -73,7 +73,7 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for the first of a text), and the most probable ones."""
+    """A token, its bytes, its log-probability (nats; None for the first of a text), and the likeliest tokens."""
 
     id: int
     data: bytes
@@ -86,7 +86,7 @@ class TokenText(NamedTuple):
         return self.data.decode(errors="replace")
 
     def entry(self, has_id: bool) -> dict[str, Any]:
-        """The token with its log-probability and those of the most probable ones, as clients read it."""
+        """The token and the most probable ones with log-probabilities, in the clients' format."""
 
         def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
             shown = {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
@@ -98,7 +98,7 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer, with a `reason`: stop, length or word (a string to stop at, `stopped_at`); or a part of one."""
+    """An answer, or a part if `reason` is empty; reasons are stop, length and word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -111,25 +111,26 @@ class Answer:
     tokens: list[TokenText] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     offset: int = 0
-    """Characters of the tokens before a part."""
+    """Number of characters of the tokens before a part."""
     word: float | None = None
+    """Probability of a line's first word; None for other texts."""
     line: float | None = None
-    """The probabilities of a line's first word and of all of it; None for other texts."""
+    """Probability of the entire line; None for other texts."""
     explained: dict[str, Any] = field(default_factory=dict)
 
 
 Facts = Mapping[str, Any]
 Named = Sequence[tuple[str, Facts]]
-"""The names of models and of their adapters, with their facts."""
+"""Names of models and of their adapters, with their facts."""
 Event = Answer | list[Answer] | Exception
-"""What comes of a request: parts of a text and its answer, the answers of a line, or an error."""
+"""Results of a request: parts of a text and its answer, the answers of a line, or an error."""
 Answers = Mapping[int, Answer]
 """Answers, or parts of them, by the index of their choice."""
 
 
 class Asked:
-    """What a body asks for: a line with alternatives, or texts, each of which is a choice of the reply, with an id
-    that begins with a prefix. Raises Refused for too many."""
+    """The requests of a body: a line with alternatives, or several texts, one per choice of the reply. The reply's
+    id starts with `prefix`. Raises Refused for too many."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", stream: bool | None = None
@@ -142,25 +143,25 @@ class Asked:
 
 
 class Protocol(NamedTuple):
-    """A path's way of reading a body, and of writing answers: all at once, or in a stream a part or the end of
-    one. `end` follows the answers of a stream."""
+    """A path's functions that read a body and write answers: all at once, or in a stream a part or the end of an
+    answer. `end` returns the objects that follow the answers of a stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
     form: str = "sse"
-    """How a stream is written: sse, with `data: [DONE]` at its end, sse-bare without, or ndjson."""
+    """Format of a stream: sse ends with `data: [DONE]`, sse-bare does not; or ndjson."""
     end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
 Settings = Mapping[str, tuple[float, float, float]]
-"""The numbers that change a text, by their field, which is also TextRequest's: the default, and the range."""
+"""Sampling settings by field of the request and of TextRequest: default, minimum and maximum."""
 
 
 def read_text(
     fields: Fields, settings: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """A text with more attributes and the settings in these fields, or in an object of theirs; `tokens` is the
-    number of new ones where there is no `limit`."""
+    """Read a TextRequest from the fields, with settings in `options` if given and attributes in `more`; `tokens`
+    is the default of the field named `limit`."""
     options, found = options or fields, dict[str, Any]()
     for name, (default, low, high) in settings.items():
         read: Any = options.integer if isinstance(default, int) else options.number
@@ -171,16 +172,16 @@ def read_text(
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:
-    """As many requests, each with a seed of its own."""
+    """`count` requests, each with its own seed."""
     return [replace(request, seed=(request.seed + i) % (SEEDS + 1)) for i in range(count)]
 
 
 def line_or_texts(
     text: TextRequest, prompt: str | Sequence[int], after: str | None = None, count: int = 1
 ) -> list[Request]:
-    """The line that is asked for if there is text behind the cursor, or the prompt spells it; else texts.
+    """A line request if there is text behind the cursor, or the prompt spells it; otherwise text requests.
 
-    Nothing for a line of no tokens.
+    Empty for a line of no tokens.
     """
     line, has_tokens = None, text.echo or text.logprobs is not None
     if isinstance(prompt, str) and after is not None:
@@ -216,7 +217,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def fill_in_the_middle(prompt: str) -> LineRequest | None:
-    """The request that a raw prompt spells for fill-in-the-middle; None for other prompts."""
+    """The fill-in-the-middle request that a raw prompt spells; None for other prompts."""
     for prefix, suffix, middle in MARKS:
         if prefix in prompt and suffix in prompt and (not middle or middle in prompt):
             places = {prefix: prompt.find(prefix), suffix: prompt.find(suffix)}
@@ -231,12 +232,12 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
 
 
 def _files(head: str) -> tuple[str, Sequence[NamedText]]:
-    """The name of the last file in a repository's header, which has the cursor, and the others."""
+    """The name of the file with the cursor (the last in a repository's header), and the other files."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)
 
 
 def named(name: str) -> str:
-    """The name of a file; empty for one that names nothing."""
+    """The name of a file; empty for the placeholder."""
     return "" if name == UNNAMED else name

@@ -1,4 +1,4 @@
-"""The models that are served, by name, in their worker, with what follows their files."""
+"""The served models by name, in their worker, and the followers of their files."""
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -41,13 +41,13 @@ class Running:
             return {n: ServedModel(p, n, acceptance, adapters, say) for n, p in zip(names, places, strict=True)}
 
         try:
-            # The context has what is trusted.
+            # The copied context carries the trust settings.
             self.served = self.worker.call(partial(copy_context().run, load)).result()
         except BaseException:
             self.worker.close()
             raise
         for model in self.served.values():
-            # A line takes longer the first time.
+            # The first line takes longer.
             warm_up = partial(model.lines, LineRequest("def main(\nmai", max_tokens=4), lambda: False)
             self.worker.call(warm_up).exception()
         if follows:
@@ -56,13 +56,13 @@ class Running:
             follower.start()
 
     def named(self, name: str) -> Named:
-        """The facts of the model of this name, of all for an empty one, by their names and those of adapters."""
+        """The facts of the model of this name (empty: of all models), by the names of models and adapters."""
         models = [self.find(name)] if name else self.served.values()
         named = [(each, model.now.facts) for model in models for each in model.names]
         return [each for each in named if each[0] == name] or named
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name or with this adapter; the only one for any name, the first for an empty one.
+        """The model of this name or with this adapter; the first is the default, a single one has any name.
 
         Raises Refused for an unknown name.
         """
@@ -73,7 +73,7 @@ class Running:
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Complete lines of other files with this text of an open file, in all models."""
+        """Let all models copy from this text of an open file when they complete other files."""
         for model in self.served.values():
             model.take_in(self.worker, {model.name_of(path): text})
 

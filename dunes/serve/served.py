@@ -1,6 +1,6 @@
-"""A model folder that is served: lines by its completer, texts by its model, and what follows the user's work.
+"""A served model folder: completer of lines, batch of texts, and updates of both.
 
-Where no path comes, the file is recognised by its lines.
+A file without a path is recognised by its lines.
 """
 
 import gc
@@ -45,20 +45,20 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 SHORT = 3
-"""Characters of a suggestion that does not end its line, at least."""
+"""Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
-"""Paths whose names are remembered: to find one, the model's card is read."""
+"""Paths whose names are cached: finding one reads the model's card."""
 UNFITTED = 0.3
-"""The probability from which on a suggestion is shown where no threshold was fitted."""
+"""Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
     *("completion/gate.json", "completion/index.safetensors"),
 )
-"""Files whose times say that a model, its gate or its index was written."""
+"""Files whose times change when a model, its gate or its index is written."""
 
 
 class LoadedFolder:
-    """A model folder as it was when it was loaded. Raises ValueError for one that cannot complete."""
+    """The state of a model folder when it was loaded. Raises ValueError for one that cannot complete."""
 
     def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
@@ -85,13 +85,13 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts of files, and what the completer made of them."""
+        """Use these texts for completion; `files` is the completer's prepared form of them."""
         self.completer.use(files)
         self.files.update(texts)
 
 
 def take_out_of_file(model: nn.Module) -> None:
-    """Copy weights that lie in a mapped file into memory: a file that is cut short would end the process."""
+    """Copy weights of a memory-mapped file into memory: truncating the file would kill the process."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         storage: Any = tensor.untyped_storage()
@@ -104,7 +104,7 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model that was written at these times; most of one in training are zero."""
+    """The facts of a model, with the modification times of its files; most are zero while it is in training."""
     written = max(stamp) / 1e9
     facts: dict[str, Any] = {
         "modified_at": ollama.written(datetime.fromtimestamp(written, UTC)),
@@ -133,9 +133,9 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 
 
 class ServedModel:
-    """A model folder. All but `take_in` and `warm` is called in the worker's thread alone.
+    """A model folder. Only `take_in` and `warm` may be called outside of the worker's thread.
 
-    A share of about `acceptance` of the shown suggestions is accepted, as its training measured; 0 shows all.
+    `acceptance` is the share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
     Raises ValueError for a folder that cannot complete.
     """
 
@@ -156,9 +156,9 @@ class ServedModel:
         self.now = self._load()
 
     def reload(self) -> None:
-        """Load the folder again: its training may have ended. Texts that were begun go on with the old model.
+        """Load the folder again: its training may have ended. Texts in generation continue with the old model.
 
-        Raises ValueError or OSError for what cannot be loaded; the old model stays.
+        Raises ValueError or OSError if it cannot be loaded; the old model stays.
         """
         new, copied = self._load(), self.now.copies
         if self.now.batch is not None and self.now.batch.active:
@@ -172,9 +172,9 @@ class ServedModel:
         gc.collect()  # engines are cycles, and the old one has a model
 
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts of files from now on; None for a file that is gone.
+        """Complete lines with these texts of files from now on; None for a deleted file.
 
-        They are indexed in this thread, or in another one that came before and takes them in, too.
+        The calling thread indexes them, unless an earlier call in another thread includes them.
         """
         with self._adding:
             self._pending |= texts
@@ -188,7 +188,7 @@ class ServedModel:
                 taken = worker.call(partial(self._use, completer, files, new)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
-        """Use these files, unless they were indexed for a model that has been replaced."""
+        """Use these files and return True, unless they were indexed for a model that has been replaced."""
         if completer is self.now.completer:
             self._texts |= texts
             self.now.use(files, texts)
@@ -196,12 +196,12 @@ class ServedModel:
 
     @property
     def names(self) -> list[str]:
-        """The names of the model and of its adapters."""
+        """Names of the model and of its adapters."""
         return [self.name, *(name for name in self.now.chats if name != self.name)]
 
     @property
     def threshold(self) -> float:
-        """The probability of its first word from which on a suggestion is shown."""
+        """Minimum probability of the first word of a shown suggestion."""
         completer = self.now.completer
         if self.acceptance <= 0:
             return 0.0
@@ -209,7 +209,7 @@ class ServedModel:
         return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, the best first; one that is too improbable or too short is empty."""
+        """The suggestions at a cursor, best first; a suggestion that is too improbable or too short is empty."""
         start, completer, files = perf_counter(), self.now.completer, self.now.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
@@ -234,23 +234,23 @@ class ServedModel:
         return answers
 
     def warm(self, files: Sequence[tuple[str, str]]) -> None:
-        """Index files that a request will bring along; any thread may call it."""
+        """Index the files of a coming request in advance; thread-safe."""
         if files and isinstance(self.now.completer, FolderCompleter):
             self.now.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name that a file has in training, for its path or its name there."""
+        """The name of a file in training, given its path or that name."""
         return path if path in self.now.files.names else self.now.name_in_sources(path)
 
     def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Begin to generate a text. Raises Refused for a prompt that the model cannot read."""
+        """Start generating a text. Raises Refused for a prompt that the model cannot read."""
         batch = self.require_batch()
         if asked.made_for not in (None, batch):
             raise Refused(503, "the model was loaded again meanwhile", retry=1)
         batch.add(asked, emit, is_cancelled)
 
     def advance(self) -> bool:
-        """Go on with the texts by a token of each; False if there is none."""
+        """Generate a token of each text; False if there is no text."""
         self._ending = [batch for batch in self._ending if batch.active]
         batches = [batch for batch in (self.now.batch, *self._ending) if batch is not None and batch.active]
         for batch in batches:
@@ -263,15 +263,15 @@ class ServedModel:
         return self.now.batch is not None and self.now.batch.is_full
 
     def require_batch(self) -> Batch:
-        """What generates texts. Raises Refused while the model is in training."""
+        """The batch that generates texts. Raises Refused while the model is in training."""
         if self.now.batch is None:
             raise Refused(503, "the model is in training; it completes lines by copying", retry=30)
         return self.now.batch
 
     def with_prompt(self, asked: TextRequest) -> TextRequest:
-        """The request with the prompt of its chat, whose next turn is the model's; any thread may call it.
+        """The request with the ids of its chat, whose next turn is the model's; thread-safe.
 
-        Raises Refused if the model has no chat template, or refuses the messages.
+        Raises Refused if the model has no chat template, or the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.now.chats
         chat = chats.get(asked.model, chats[self.name])
@@ -284,7 +284,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; below the threshold, and where it is too short, without its text."""
+    """The answer with a suggestion; its text is empty if it is below the threshold or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -292,31 +292,35 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """What changes when a model, its gate or its index is written into a folder."""
+    """A stamp that changes when a model, its gate or its index is written into a folder."""
     return tuple(file_time(folder / name) for name in FILES)
 
 
 def file_time(path: Path) -> int:
-    """When a file was written (ns); 0 if there is none."""
+    """Modification time of a file (ns); 0 if it does not exist."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
 
 
-LINES, LENGTH = 400, 8
-"""Lines of a text, the nearest to the cursor first, that are looked up; their least length without indentation."""
-FEWEST, SHARE = 3, 0.5
-"""Lines that only this file has, at least, and their share of all such lines of the text."""
+LINES = 400
+"""Maximum lines of a text that are looked up, nearest to the cursor first."""
+LENGTH = 8
+"""Minimum length of these lines without indentation."""
+FEWEST = 3
+"""Minimum number of lines that occur in the found file alone."""
+SHARE = 0.5
+"""Minimum fraction of such lines among all lines that occur in a single file."""
 
 
 class FileFinder:
-    """The lines of some files, to find that of a text by lines that only one file has."""
+    """The lines of files, indexed to find a text's file by lines that only one file has."""
 
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # How many files have a line, and the sum of their numbers: with one file, that is its number.
+        # Number of files with a line, and the sum of their file numbers: for a single file, its number.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 
@@ -326,7 +330,7 @@ class FileFinder:
         return self._lines.keys()
 
     def update(self, texts: Mapping[str, str | None]) -> None:
-        """From now on the files have these texts; None for those that are gone."""
+        """Replace the texts of these files; None for deleted ones."""
         for name, text in texts.items():
             number = self._numbers.setdefault(name, len(self._numbers))
             for key in self._lines.pop(name, ()):
@@ -341,7 +345,7 @@ class FileFinder:
                     self._owners[key] = count + 1, total + number
 
     def find(self, before: str, after: str) -> str:
-        """The name of the file that these texts around a cursor are of; empty if it is none, or not sure."""
+        """The name of the file around a cursor, from the text before and after it; empty if uncertain."""
         above, below = split_lines(before[-(1 << 16) :])[-LINES:], split_lines(after[: 1 << 16])[:LINES]
         found = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
         owners = Counter(number for count, number in found if count == 1)

@@ -1,7 +1,7 @@
-"""One thread that owns the models: requests come to it from others, and it answers each through a function.
+"""One thread that owns the models: requests come from other threads, and are answered through a function.
 
-An engine's caches change with each call, so calls side by side give wrong answers. Lines come first: they are
-completed between two tokens of the texts that are generated.
+An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
+are completed between two tokens of generated texts.
 """
 
 import threading
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dunes.serve.running import Running
 
 QUEUE = 64
-"""Requests that may wait."""
+"""Maximum number of waiting requests."""
 STACK = 16 << 20
 """Bytes of the thread's stack, of which compiled steps need 2 MiB."""
 T = TypeVar("T")
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request for a model. `emit` gets its pieces and its answer, or an error, from the worker's thread; once it
-    is cancelled, nothing is emitted any more."""
+    """A request to a model. `emit` gets its parts and its answer, or an error, in the worker's thread; nothing is
+    emitted after it is cancelled."""
 
     request: Request
     emit: Callable[[Event], None]
@@ -41,7 +41,7 @@ class Task:
 
 
 class Worker:
-    """Completes lines and generates texts with models, in a thread of its own."""
+    """Completes lines and generates texts with models, in its own thread."""
 
     def __init__(self, models: "Running") -> None:
         self._models = models
@@ -54,7 +54,7 @@ class Worker:
         threading.stack_size(before)
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Task:
-        """Begin work on a request. Raises Refused where too many wait."""
+        """Queue a request. Raises Refused if too many wait."""
         task = Task(request, emit)
         with self._wake:
             if self._is_closed:
@@ -77,7 +77,7 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """End the thread after the call, the line or the token that it works on."""
+        """End the thread after the current call, line or token."""
         with self._wake:
             self._is_closed = True
             for _, result in self._calls:
@@ -88,14 +88,14 @@ class Worker:
     def _run(self) -> None:
         import torch
 
-        torch.set_num_threads(1)  # single tokens: more threads only wait for each other
+        torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
         while not self._is_closed:
             if not self._do_next():
                 with self._wake:
                     self._wake.wait_for(lambda: self._is_closed or self._calls or self._lines or self._texts)
 
     def _do_next(self) -> bool:
-        """Do one thing; False if there is nothing to do."""
+        """Do one piece of work; False if there is none."""
         if self._lines:
             self._work_on(self._lines.popleft())
             return True
@@ -115,12 +115,12 @@ class Worker:
 
     def _waits(self, task: Task) -> bool:
         """True for a text whose model has no room for it yet."""
-        with suppress(Refused):  # an unknown model, which beginning the text refuses
+        with suppress(Refused):  # an unknown model, refused when the text starts
             return self._models.find(task.request.model).is_full
         return False
 
     def _work_on(self, task: Task) -> None:
-        """Complete a line, or begin to generate a text; an error is emitted, and ends nothing."""
+        """Complete a line, or start generating a text; an error is emitted, and ends nothing."""
         request = task.request
         try:
             if task.is_cancelled():

@@ -14,11 +14,11 @@ from dunes.text import library
 
 SPACE = "▁"
 FIRST_TOKEN = -1
-"""All spaces of the first token are stripped, as by the Metaspace decoder."""
+"""Value of `ByteDecoder.strip` that strips all spaces of the first token, as the Metaspace decoder does."""
 
 
 def _bytes_to_chars() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte, by GPT-2's rule."""
+    """The printable character for each byte in byte-level BPE, by GPT-2's rule."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -31,7 +31,7 @@ CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 def merge_pairs(
     symbols: list[str], score: Callable[[str], float | None]
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """The symbols after all merges of neighbours, highest score first and then leftmost, and the last merge."""
+    """The symbols after all merges of neighbours (highest score first, then leftmost), and the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
@@ -48,7 +48,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Splits words that are spelled like a token that merges do not produce, so that they are not looked up whole.
+    """Pre-tokenizers that split the spelling of tokens unreachable by merges, since the model would look it up.
 
     `lookalikes` maps these tokens to the parts into which merges encode their spelling.
     """
@@ -79,9 +79,9 @@ codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "star
 
 @dataclass(frozen=True)
 class ByteDecoder:
-    """The spelling of bytes: `byte_level` as characters, `metaspace` with ▁ for a space, else as plain text.
+    """The byte spelling of tokens: `byte_level` characters, `metaspace` with ▁ for a space, or plain text.
 
-    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed from the beginning of a text.
+    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed at the start of a text.
     """
 
     byte_level: bool = False
@@ -97,14 +97,14 @@ class ByteDecoder:
     def token_bytes(self, token: str) -> bytes:
         """The bytes of a token of the vocabulary."""
         if self.byte_level:
-            known = all(c in CHAR_TO_BYTE for c in token)  # else as it is, as the library does
+            known = all(c in CHAR_TO_BYTE for c in token)  # otherwise unchanged, as in the library
             return bytes(CHAR_TO_BYTE[c] for c in token) if known else token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return (token.replace(SPACE, " ") if self.metaspace else token).encode()
 
     def strip_leading(self, token: bytes, strip: int) -> tuple[bytes, int]:
-        """The next token of a text without leading spaces, and the number of spaces left to strip."""
+        """The bytes of the next token without leading spaces, and the number of spaces left to strip."""
         if strip == FIRST_TOKEN:
             return token.replace(b" ", b""), 0 if token else FIRST_TOKEN
         rest = token[min(strip, len(token) - len(token.lstrip(b" "))) :]
@@ -112,7 +112,7 @@ class ByteDecoder:
 
 
 def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
-    """The `ByteDecoder` that is equivalent to the tokenizer's decoder."""
+    """The `ByteDecoder` equivalent to the tokenizer's decoder."""
     steps = list(library.steps(library.pipeline(inner), "decoder"))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:

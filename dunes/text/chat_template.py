@@ -1,8 +1,8 @@
-"""A model folder's chat template: from messages to the text that the model was trained on.
+"""The chat template of a model folder: from messages to the text format of the model's training.
 
 The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
-files; limits on loops and output stop most of what would take very long
-(https://huggingface.co/docs/transformers/chat_templating, https://jinja.palletsprojects.com/en/stable/sandbox/).
+files; limits on loops and output stop most endless work (https://huggingface.co/docs/transformers/chat_templating,
+https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
@@ -18,20 +18,24 @@ from dunes.files.model_file import find_file, read_file
 from dunes.text.lines import decode_text
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-MAX_TEMPLATE, MAX_OUTPUT, MAX_LOOPS = 1 << 18, 1 << 20, 1 << 20
-"""Characters of a template and of a rendered text, and passes of all loops of one text."""
+MAX_TEMPLATE = 1 << 18
+"""Maximum characters of a template."""
+MAX_OUTPUT = 1 << 20
+"""Maximum characters of a rendered text."""
+MAX_LOOPS = 1 << 20
+"""Maximum passes of all loops in one text."""
 
 Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool, Mapping[str, Any]]
-"""Messages, whether to add the generation prompt, and variables of this conversation."""
+"""Messages, True to add the generation prompt, and variables of this conversation."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""The keys under which messages hold reasoning; templates read the first two."""
+"""Keys of reasoning in messages; templates read the first two."""
 
 
 def read_template(folder: Path | str) -> str | None:
-    """The chat template of a model folder: chat_template.jinja, else the default of tokenizer_config.json.
+    """The chat template of a model folder: chat_template.jinja, else the default in tokenizer_config.json.
 
-    None if it has none. Raises ValueError that names the file for an invalid or too large template.
+    None if there is no template. Raises ValueError that names the file for an invalid or too large template.
     """
     path = next(filter(None, (find_file(Path(folder), name) for name in (JINJA, CONFIG))), None)
     if path is None:
@@ -40,7 +44,7 @@ def read_template(folder: Path | str) -> str | None:
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
-    """The same from the contents of these files; errors name them as files in `folder`."""
+    """`read_template` from the contents of these files; errors name them as files in `folder`."""
     if (content := files.get(JINJA)) is not None:
         return _check_size(decode_text(content, str(folder / JINJA)), str(folder / JINJA))
     if CONFIG not in files:
@@ -50,7 +54,7 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
 
 
 def _default_template(value: Any, path: Path) -> str:
-    """A chat_template is a string, or a list of named templates."""
+    """The default template of a chat_template, which is a string or a list of named templates."""
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]
     names = [each.get("name") if isinstance(each, dict) else None for each in named]
     template = named[names.index("default")].get("template") if "default" in names else None
@@ -76,7 +80,7 @@ def render(
 ) -> str:
     """The text of the messages, as transformers' `apply_chat_template` renders it.
 
-    `variables` are more variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
+    `variables` are additional variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
     template refuses the messages, fails, or exceeds a limit.
     """
     (text,) = render_many(template, [(messages, add_generation_prompt, {})], variables)
@@ -84,7 +88,7 @@ def render(
 
 
 def checked_text(text: str | ValueError) -> str:
-    """The text; an error instead of one is raised."""
+    """Return the text, or raise the error."""
     if isinstance(text, ValueError):
         raise text
     return text
@@ -95,7 +99,7 @@ def render_many(
     requests: Sequence[Request],
     variables: Mapping[str, Any] | None = None,
 ) -> list[str | ValueError]:
-    """`render` for many requests; a refused conversation gives a ValueError."""
+    """`render` for many requests; the result of a refused conversation is a ValueError."""
     _check_size(template, "the chat template")
     always = {"tools": None, "documents": None, **(variables or {})}
     return [_text_or_error(template, always, *request) for request in requests]
@@ -115,13 +119,13 @@ def _text_or_error(
         return ValueError(f"these messages cannot be passed to the chat template: {error}")
     try:
         return _limited(compile_template(template).generate(plain))
-    except Exception as error:  # whatever a template may do
+    except Exception as error:  # a template may raise anything
         reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
         return ValueError(f"the chat template fails: {reason[:300]}")
 
 
 def _limited(parts: Iterable[str]) -> str:
-    """The parts of a rendered text together. Raises ValueError for too long ones, and too many passes of loops."""
+    """Join the parts of a rendered text. Raises ValueError if it is too long, or loops have too many passes."""
     text, length, before = list[str](), 0, _PASSES.set([0])
     try:
         for part in parts:
@@ -134,7 +138,7 @@ def _limited(parts: Iterable[str]) -> str:
 
 
 COUNTED = "items of a loop"
-"""The name of a filter, which no template can spell."""
+"""Name of a filter that no template can spell."""
 _PASSES: ContextVar[list[int]] = ContextVar("passes")
 
 
@@ -151,7 +155,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 @cache
 def compile_template(template: str) -> Any:
-    """The template in the environment that transformers provides to chat templates; compiled once."""
+    """Compile the template in the environment that transformers provides to chat templates; cached."""
     from jinja2 import TemplateError, ext, nodes, sandbox, utils
     from jinja2.exceptions import SecurityError
 
@@ -169,7 +173,7 @@ def compile_template(template: str) -> Any:
             return str(caller())
 
     class Namespace(utils.Namespace):
-        """A namespace without names that begin with an underscore, which give access to Python's objects."""
+        """A namespace without names that start with an underscore, which give access to Python's objects."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *rest = args
@@ -183,7 +187,7 @@ def compile_template(template: str) -> Any:
             super().__setitem__(name, value)
 
     class Environment(sandbox.ImmutableSandboxedEnvironment):
-        """The sandbox, with loops that are counted."""
+        """The sandbox, with counted loops."""
 
         def _parse(self, *source: Any) -> nodes.Template:
             tree = super()._parse(*source)

@@ -1,8 +1,8 @@
-"""Read untrusted GGUF files, llama.cpp's format: the header, and the tokenizer in it.
+"""Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
-The `gguf` package's reader makes several objects for each element of an array and believes its counts, which
-takes seconds for a vocabulary and all memory for a damaged file. Here, each count is compared with the file's size
-before anything is made of it. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The `gguf` package's reader creates several objects for each element of an array and trusts its counts, which takes
+seconds for a vocabulary and all memory for a damaged file. Here, each count is compared with the file's size
+before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct
@@ -25,7 +25,7 @@ from dunes.units import plural
 SUFFIX = ".gguf"
 MAX_HEADER_BYTES, MAX_STRINGS, MAX_KEYS, MAX_TENSORS, MAX_DIMS = 1 << 27, 2_000_000, 10_000, 100_000, 4
 SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""The letters of `struct` for the types of values; 8 is a string, 9 an array."""
+"""`struct` letters of the scalar value types; 8 is a string, 9 an array."""
 STRING, ARRAY = 8, 9
 
 PATTERNS = {
@@ -34,16 +34,16 @@ PATTERNS = {
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "gpt-2": "",  # that of ByteLevel itself
+    "gpt-2": "",  # ByteLevel's own pattern
 }
-"""The patterns of byte-level BPE by llama.cpp's names for them."""
+"""Patterns of byte-level BPE by llama.cpp's names."""
 WHOLE_WORDS = ("llama-bpe", "tekken")
-"""Those with which llama.cpp looks up a word as a whole before it merges (`ignore_merges`)."""
+"""Patterns with which llama.cpp looks up an entire word before it merges (`ignore_merges`)."""
 JSON = "huggingface.json"
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, its shape in torch's order, the number of its type, and its offset in its file."""
+    """A tensor's name, its shape in torch's order, its type number, its offset, and its file."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The metadata of a file by key, strings as text (in arrays as bytes), and its tensors."""
+    """The metadata of a file by key (strings as text, in arrays as bytes), and its tensors."""
 
     fields: Mapping[str, Any]
     tensors: Sequence[TensorInfo]
@@ -62,8 +62,8 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """The header of a file, or of the first of several parts with the tensors of all.
 
-    The last one is kept while its file does not change: a load needs it several times. Raises ValueError in one
-    line for anything but a whole GGUF file of version 2 or 3, little-endian, and for another part than the first.
+    The last header is cached while its file does not change: a load needs it several times. Raises ValueError in
+    one line unless it is a complete, little-endian GGUF file of version 2 or 3, and the first part.
     """
     status = path.stat()
     header = _keep_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
@@ -77,7 +77,7 @@ def _keep_header(path: Path, *identity: int) -> Header:
 
 
 def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
-    """The files of a model but its first, which is at `path`."""
+    """The files of a model except its first, at `path`."""
     count = fields.get("split.count")
     if type(count) is not int or count < 2:
         return
@@ -104,7 +104,7 @@ def _read_part(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads values from a file of `size` bytes, of which the header may claim no more than there are."""
+    """Reads values from a file of `size` bytes; counts in the header may not exceed it."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
@@ -150,7 +150,7 @@ class _Reader:
         return self.string().decode()  # UnicodeDecodeError is a ValueError
 
     def value(self, kind: int) -> Any:
-        """A value of this type; an array of numbers as numpy's."""
+        """A value of this type; arrays of numbers as numpy arrays."""
         if kind == STRING:
             return self.text()
         if kind in SCALARS:
@@ -176,17 +176,16 @@ class _Reader:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether a file has one. Raises ValueError as `read_header` does."""
+    """True if a file has a tokenizer. Raises ValueError like `read_header`."""
     return str(read_header(path).fields.get("tokenizer.ggml.model", "none")) != "none"
 
 
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header: its tokenizer.json, which `parse` reads, or one that is built from its tokens.
+    """The tokenizer in a header: its tokenizer.json, read by `parse`, or one that is built from its tokens.
 
-    Raises ValueError that names key and index, but not the file, for damaged fields and for kinds that are not
-    supported.
+    Raises ValueError that names key and index, but not the file, for damaged fields and unsupported kinds.
     """
     if f"tokenizer.{JSON}" in fields:
         return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
@@ -212,7 +211,7 @@ def build_tokenizer(
 def byte_level(
     tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pattern: str
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of words that one of PATTERNS splits off, without added tokens."""
+    """A byte-level BPE tokenizer with one of PATTERNS, without added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
@@ -239,7 +238,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequ
 
 
 def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """The spelling and the type of each token. Raises ValueError that names key and index for damaged ones."""
+    """The spelling and type of each token. Raises ValueError that names key and index for damaged ones."""
     tokens = _texts(fields, "ggml.tokens")
     types = value(fields, "ggml.token_type", np.ndarray, np.full(len(tokens), NORMAL))
     _check_length("ggml.token_type", types, tokens, "iu")
@@ -278,7 +277,7 @@ def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[s
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
-    """A special token's id below `count`."""
+    """A special token's id below `count`, or None."""
     key = f"tokenizer.ggml.{name}_token_id"
     found = fields.get(key, default)
     if found is not None and not (type(found) is int and 0 <= found < count):
@@ -287,7 +286,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. BOS is put before a text as it says, by default by SentencePiece's kind."""
+    """The special ids in a header; `add_bos_token` puts BOS before a text, by default only for SentencePiece."""
     count = len(value(fields, "ggml.tokens", list))
     bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
     adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")

@@ -1,8 +1,8 @@
-"""The vocabulary of a GGUF file, as llama.cpp reads it, from a tokenizer.
+"""The vocabulary of a GGUF file for llama.cpp, from a tokenizer.
 
-llama.cpp has two algorithms that serve here. `gpt2` is byte-level BPE on words that a pattern splits off, known by
-the pattern's name. `llama` is sentencepiece's: neighbours whose merged text has the highest score are merged,
-without splitting. The second one also serves tokenizers trained here, whose merges cross spaces.
+Two of llama.cpp's algorithms serve here. `gpt2` is byte-level BPE on words that a pattern splits off, known by the
+pattern's name. `llama` is sentencepiece's: neighbours whose merged text has the highest score are merged, without
+splitting. It also serves tokenizers trained here, whose merges cross spaces.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -26,8 +26,8 @@ from dunes.text.tokenizer import Tokenizer
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
 
-    Raises ValueError for a tokenizer that llama.cpp has no algorithm for, or whose ids it would not give. Warns of
-    other ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
+    Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns of
+    different ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -36,7 +36,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
     for reason in _unsaid(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
         raise ValueError(
-            f"{reason}, which llama.cpp does not know, and would give other ids; export it with --to hf"
+            f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
         )
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
@@ -44,12 +44,12 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         raise ValueError("two tokens have the same spelling in llama.cpp's vocabulary, which it cannot tell apart")
     fields: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types, JSON: tokenizer.json()}
     if by_score:
-        spelled = {*tokens, b" "}  # which is never looked up as a byte
+        spelled = {*tokens, b" "}  # never looked up as a byte
         missing = sum(spelled.isdisjoint((b"<0x%02X>" % b, bytes([b][: b < 128]))) for b in range(256))
         if missing or not (tokenizer.line_separable or model["byte_fallback"]):
             raise ValueError(
                 f"the tokenizer has no tokens for bytes ({missing} of 256 are missing, byte_fallback is "
-                f"{model['byte_fallback']}), without which llama.cpp ends at unknown text"
+                f"{model['byte_fallback']}), without which llama.cpp aborts on unknown text"
             )
         fields |= {"ggml.model": "llama", "ggml.scores": _scores(model["vocab"], merges, rows)}
         fields |= {"ggml.add_space_prefix": tokenizer.encode("a") != tokenizer.encode_continuation("a")}
@@ -70,8 +70,8 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""The steps that llama.cpp has, too, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. It lacks
-NFC, which matters to few texts."""
+"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. It lacks NFC,
+which few texts need."""
 
 
 def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
@@ -114,12 +114,14 @@ TEXTS = (
     *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
 )
 """Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
-SAMPLES, SPECIAL = 400, 40
-"""Tokens of the vocabulary, and special ones, whose own texts are compared."""
+SAMPLES = 400
+"""Tokens of the vocabulary whose own texts are compared."""
+SPECIAL = 40
+"""Special tokens whose own texts are compared."""
 
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless llama.cpp's algorithm gives the tokenizer's ids, from these values alone."""
+    """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
     theirs, parsed = llama_cpp.encoder(fields), library.parse(tokenizer.json())
     begin, end = tokenizer.bos, _template(tokenizer)[1]
     typed = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
@@ -140,14 +142,14 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _same_text(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int]) -> bool:
-    """Whether a tokenizer trained here, has the same bytes in other tokens, merged by character."""
+    """True if a tokenizer trained here has the same bytes in other tokens, merged by character."""
     if not tokenizer.line_separable or text.isascii():
         return False
-    return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # which becomes a space
+    return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # becomes a space
 
 
 def _moves_spaces(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int], special: list[str]) -> bool:
-    """Whether only spaces differ around special tokens, after each of which llama.cpp begins a text anew."""
+    """True if only spaces around special tokens differ; llama.cpp starts a new text after each special token."""
     written = {_written(tokenizer, ids).replace(b" ", b"") for ids in (read, ours)}
     return tokenizer.byte_decoder.metaspace and len(written) == 1 and any(token in text for token in special)
 
@@ -158,7 +160,7 @@ def _written(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str]) -> list[str]:
-    """TEXTS, tokens alone and joined, and special ones with text around; in NFC if the tokenizer makes it."""
+    """TEXTS, tokens alone and joined, and special tokens with text around them; in NFC if required."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
@@ -193,7 +195,7 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
         )
     if bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
         raise ValueError(
-            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, which llama.cpp's {name} has not; "
+            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, unlike llama.cpp's {name}; "
             "export it with --to hf"
         )
     if name == "tekken":
@@ -204,7 +206,7 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -> Iterator[tuple[bytes, int]]:
-    """The spelling and the type of each token; ids without one are unused."""
+    """The spelling and type of each token; ids without a token are unused."""
     added = tokenizer.inner.get_added_tokens_decoder()
     unknown = getattr(tokenizer.inner.model, "unk_token", None)
     for i in range(rows):
@@ -221,12 +223,12 @@ def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -
             yield _own_token(tokenizer.token_bytes[i])
         elif re.fullmatch("<0x[0-9A-F]{2}>", text):
             yield text.encode(), BYTE
-        else:  # a symbol that a user of sentencepiece defined is split off first
+        else:  # sentencepiece splits off a user-defined symbol first
             yield text.encode(), NORMAL if text in merged or len(text) == 1 else USER
 
 
 def _own_token(raw: bytes) -> tuple[bytes, int]:
-    """A token of a tokenizer trained here, spelled as by sentencepiece."""
+    """A token of a tokenizer trained here, spelled as in sentencepiece."""
     if len(raw) == 1 and raw >= b"\x80":
         return f"<0x{raw[0]:02X}>".encode(), BYTE
     return raw.replace(b" ", SPACE.encode()), NORMAL
@@ -241,7 +243,7 @@ def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) 
 
 
 def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Special ids, whether BOS and EOS are put around a text, and the chat template."""
+    """Special ids, flags for BOS and EOS around a text, and the chat template."""
     ids = {key: tokenizer.token_id(text) for key, text in tokenizer.special_tokens_map.items()}
     begin, (_, end) = tokenizer.bos, _template(tokenizer)
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):

@@ -1,8 +1,8 @@
-"""The `tokenizers` library, built and called from here: its errors become one line that names the part.
+"""Calls of the `tokenizers` library: its errors become one line that names the part.
 
 The library raises bare Exception in Rust's words, TypeError over several lines, and panics, which are no Exception
-and print a stack trace before they can be caught. What a file says is therefore compared with what the library
-expects first: vocabulary, merges and added tokens by their index.
+and print a stack trace before they can be caught. So the content of a file is first compared with what the library
+expects: vocabulary, merges and added tokens by their index.
 """
 
 import json
@@ -21,11 +21,11 @@ _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 _INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
-"""Words of messages about the library's own types, which tell nothing of a file."""
+"""Words of messages about the library's own types, which say nothing about a file."""
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`. Raises ValueError in one line that begins with the subject for any error in it."""
+    """The result of `make`. Any error in it becomes a one-line ValueError that starts with the subject."""
     try:
         return make()
     except BaseException as error:
@@ -35,13 +35,13 @@ def call(subject: str, make: Callable[[], _T]) -> _T:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether it is an error or a panic, which is no Exception, and neither an interrupt nor the disk's."""
+    """True for an error or a panic (no Exception), but not for an interrupt or a disk error."""
     is_error = isinstance(error, Exception) and not isinstance(error, OSError)
     return is_error or type(error).__name__ == "PanicException"
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says in one line, if it tells of the file and not of the program."""
+    """The message of an error in one line, without the library's internals."""
     text = re.sub(r" at line \d+ column \d+", "", " ".join(str(error).split()))
     if type(error) is ValueError and "PyO3" not in text:
         return text
@@ -62,7 +62,7 @@ def shown(value: Any) -> str:
 
 
 def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
-    """The value of a key of a file, `place` before its name. Raises ValueError if missing or of another type."""
+    """The value of a key of a file; `place` prefixes its name. Raises ValueError if missing or of another type."""
     if not isinstance(container, Mapping):
         raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
     if type(found := container.get(key)) is kind:
@@ -81,7 +81,7 @@ _NOUNS: Mapping[type, str] = {
 
 
 def regex(pattern: Any, place: str) -> Regex:
-    """A compiled pattern; `place` names where it comes from. Raises ValueError for one that is none."""
+    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid one."""
     if not isinstance(pattern, str):
         raise ValueError(f"{place} is {shown(pattern)}; expected a regular expression")
     return call(f"{place} {shown(pattern)}", lambda: Regex(pattern))
@@ -90,14 +90,14 @@ def regex(pattern: Any, place: str) -> Regex:
 def bpe(
     vocab: dict[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
 ) -> models.BPE:
-    """A model of byte pairs. Raises ValueError that names the first merge that is none by its index in `place`."""
+    """A byte-pair model. Raises ValueError that names the first invalid merge by its index in `place`."""
     check_merges(vocab, merges, place)
     pairs = [(left, right) for left, right in merges]
     return call(place, lambda: models.BPE(vocab, pairs, **settings))
 
 
 def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
-    """Raise ValueError unless each merge is of two tokens, and makes one; `prefix` characters of the second go."""
+    """Raise ValueError unless each merge joins two tokens into a token; the second loses `prefix` characters."""
     for i, pair in enumerate(merges):
         parts = pair.split(" ") if isinstance(pair, str) else pair
         if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
@@ -109,7 +109,7 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
 
 
 def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
-    """The tokenizer in a text that `Tokenizer.json` wrote. Raises ValueError if it was damaged since."""
+    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if it was damaged since."""
     return call(subject, lambda: tokenizers.Tokenizer.from_str(text))
 
 
@@ -153,7 +153,7 @@ def _check_steps(content: Mapping[str, Any]) -> None:
 def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokenizer:
     """The tokenizer in the text of a tokenizer.json with this `content`.
 
-    Raises ValueError that names the damaged part, and key and index where they are known.
+    Raises ValueError that names the damaged part, and key and index if known.
     """
     _check_model(item(content, "model", dict))
     _check_added(item({"added_tokens": [], **content}, "added_tokens", list))
@@ -170,7 +170,7 @@ def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokeniz
 
 
 def _name_damage(content: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first part that the library refuses alone."""
+    """Raise ValueError that names the first part that the library refuses on its own."""
     plain = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
         kind = content[part].get("type", "") if isinstance(content[part], dict) else ""

@@ -1,6 +1,6 @@
 """Split text into lines and parts: lines end at \\n, \\r\\n or \\r, and nowhere else.
 
-That is the rule of the Language Server Protocol; `str.splitlines` also splits at form feeds, U+0085 and U+2028.
+This is the rule of the Language Server Protocol; `str.splitlines` also splits at form feeds, U+0085 and U+2028.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/specification/#textDocuments
 """
 
@@ -14,7 +14,7 @@ _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their ends; the last one has none, and is empty after a line end and in an empty text."""
+    """The lines with their line ends; the last has none, and is empty after a line end and for an empty text."""
     return _START.split(text)
 
 
@@ -40,15 +40,15 @@ def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
 
 
 def valid_text(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer takes."""
+    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer accepts."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def text_around_cursor(place: str) -> tuple[Path, str, str]:
     """The file of FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one), and its text before
-    and after this place.
+    and after this position.
 
-    Raises ValueError for another form, no file, or a position outside of it.
+    Raises ValueError for another format, a missing file, or a position outside of it.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
     if parts is None:

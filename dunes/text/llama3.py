@@ -1,11 +1,11 @@
 """Llama 3's own `tokenizer.model` as a tokenizer of the `tokenizers` library.
 
-The format is tiktoken's, not sentencepiece's: a line for each token, its bytes in base64 and its rank
+The format is tiktoken's, not sentencepiece's: one line per token with its bytes in base64 and its rank
 (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The pattern and the special tokens are in Llama's
 code, not in the file. 256 special tokens follow the others. Their spelling varies: Llama 3
-(https://github.com/meta-llama/llama3, llama/tokenizer.py) names only those of texts and turns, 3.1 three more, and
-later code (https://github.com/meta-llama/llama-models, models/llama3) another two. The file does not name its
-version; here all are spelled as in the 3.1 folders on the Hub.
+(https://github.com/meta-llama/llama3, llama/tokenizer.py) names only special tokens of texts and turns, 3.1 three
+more, and later code (https://github.com/meta-llama/llama-models, models/llama3) another two. The file does not
+name its version; here all are spelled as in the 3.1 folders on the Hub.
 """
 
 import base64
@@ -22,7 +22,7 @@ PATTERN = (
 )
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TURNS = ("<|eom_id|>", "<|eot_id|>")
-"""The ends of a message and a turn: a model stops at these, too."""
+"""Ends of a message and of a turn, at which a model stops, too."""
 SPECIAL = (
     *(BEGIN, END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>", "<|finetune_right_pad_id|>"),
     *("<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>", *TURNS, "<|python_tag|>"),
@@ -31,7 +31,7 @@ SPECIAL = (
 
 
 def is_tiktoken_file(data: bytes) -> bool:
-    """Whether a `tokenizer.model` has this format: it begins with a token in base64 and a number."""
+    """True if a `tokenizer.model` has this format: it starts with a token in base64 and a number."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 
@@ -45,7 +45,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _read(data: bytes) -> list[str]:
-    """The tokens in the order of their ranks, as byte-level BPE spells them."""
+    """The tokens in order of rank, spelled as in byte-level BPE."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; a file of ranks has at most {MAX_BYTES}")
     lines = data.split(b"\n", MAX_VOCAB)

@@ -1,8 +1,8 @@
-"""The ids that llama.cpp gives a text by the vocabulary in a GGUF file, and by nothing else that stands there.
+"""llama.cpp's tokenization of a text, from the vocabulary in a GGUF file alone.
 
-It has no normalizer, and knows of a token its type only: special ones are searched in the text as it is
-(lstrip and rstrip are set by name for a few models, not from the file); between them, `gpt2` is byte-level BPE on
-words of a pattern, `llama` merges the two neighbours whose merged text has the highest score.
+There is no normalizer. Special tokens are searched in the raw text by their type (lstrip and rstrip are set by
+name for a few models, not from the file). The text between them is split by byte-level BPE on words of a pattern
+(`gpt2`), or by merging the neighbours whose merged text has the highest score (`llama`).
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
@@ -16,11 +16,11 @@ from dunes.text.gguf_file import byte_level
 from dunes.text.sentencepiece import CONTROL, UNKNOWN, USER
 
 Encode = Callable[[str, bool], list[int]]
-"""Ids of a text; whether special tokens in it count, and BOS and EOS are added."""
+"""Maps a text to ids; the flag parses special tokens in it, and adds BOS and EOS."""
 
 
 def encoder(fields: Mapping[str, Any]) -> Encode:
-    """llama.cpp's tokenizer of the values below `tokenizer.` in a GGUF file; tokens as bytes or text."""
+    """llama.cpp's tokenizer for the values below `tokenizer.` in a GGUF file; tokens as bytes or text."""
     tokens = [_text(token) for token in fields["ggml.tokens"]]
     types, by_score = [*map(int, fields["ggml.token_type"])], fields["ggml.model"] == "llama"
     if by_score:
@@ -39,7 +39,7 @@ def encoder(fields: Mapping[str, Any]) -> Encode:
     def ids(text: str, special: bool) -> list[int]:
         parts, before = _split(text, searched[special]), True
         found = []
-        for part in parts:  # a text after a special token begins like the first
+        for part in parts:  # a text after a special token starts like the first
             found += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
             before = isinstance(part, int)
         begin = [fields["ggml.bos_token_id"]] if special and fields["ggml.add_bos_token"] else []
@@ -63,7 +63,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """The text around special tokens, and their ids; each token in turn is searched in what is still text."""
+    """The text around special tokens, and their ids; each token in turn is searched in the remaining text."""
     parts: list[str | int] = [text]
     for token, i in special.items():
         if token in text:

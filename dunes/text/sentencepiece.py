@@ -1,11 +1,11 @@
 """A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) as a tokenizer of the `tokenizers` library.
 
-The file is a protobuf message, of which only the fields that determine ids are read here
+The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score, the leftmost first. The last merge in encoding a piece alone is the only one that
-produces it, so one merge per piece, ordered by score, gives the same ids. Unigram models, and models that
-normalize characters, are refused: LLaMA and Mistral use neither.
+piece has the highest score, the leftmost first. A piece is only produced by the last merge of its own encoding, so
+one merge per piece, ordered by score, gives the same ids. Unigram models, and models that normalize characters,
+are refused: LLaMA and Mistral use neither.
 """
 
 import math
@@ -23,8 +23,14 @@ from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
 SPACE = "▁"
-MAX_BYTES, MAX_PIECES, MAX_PIECE, MAX_WORK = 1 << 26, 1 << 20, 512, 100_000_000
-"""Limits on the file's bytes, the number of pieces, a piece's bytes, and the sum of the squared lengths."""
+MAX_BYTES = 1 << 26
+"""Maximum bytes of a file."""
+MAX_PIECES = 1 << 20
+"""Maximum number of pieces."""
+MAX_PIECE = 512
+"""Maximum bytes of a piece."""
+MAX_WORK = 100_000_000
+"""Maximum sum of the squared lengths of pieces."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -66,7 +72,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 
 
 def build(model: Model) -> tokenizers.Tokenizer:
-    """The tokenizer of a model that was checked."""
+    """The tokenizer of a checked model."""
     inner = tokenizers.Tokenizer(_bpe(model))
     inner.normalizer = _normalizer(model)
     inner.pre_tokenizer = _pre_tokenizer(model)
@@ -80,7 +86,7 @@ def build(model: Model) -> tokenizers.Tokenizer:
 
 
 def read(data: bytes) -> Model:
-    """The model in the file's bytes. Raises ValueError as `convert` does."""
+    """The model in the file's bytes. Raises ValueError like `convert`."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; a sentencepiece model has at most {MAX_BYTES}")
     pieces: list[Piece] = []
@@ -93,7 +99,7 @@ def read(data: bytes) -> Model:
         elif number in messages:
             if not isinstance(value, bytes):
                 raise ValueError(f"not a sentencepiece model: field {number} is a number")
-            messages[number] += value  # a message that comes in parts is the parts' concatenation
+            messages[number] += value  # a message split into fields is their concatenation
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
@@ -164,7 +170,7 @@ def _piece(data: Any, i: int) -> Piece:
 
 
 def check(model: Model) -> None:
-    """Raise ValueError for pieces that do not make a model."""
+    """Raise ValueError for pieces that do not form a model."""
     texts, types = [p.text for p in model.pieces], {p.type for p in model.pieces}
     problem = ""
     if len(set(texts)) != len(texts):
@@ -203,7 +209,7 @@ def _bpe(model: Model) -> models.BPE:
         unk_token=model.texts(UNKNOWN)[0],
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
-        # A user-defined symbol has no merges: it is split off and looked up as a whole.
+        # A user-defined symbol has no merges: it is split off and looked up as one token.
         ignore_merges=bool(model.texts(USER)),
     )
 
@@ -211,7 +217,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # The first space is kept with a dummy prefix: "first" below depends on the beginning of the text.
+        # The first space is kept with a dummy prefix: "first" below depends on the start of the text.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)
@@ -225,7 +231,7 @@ def _normalizer(model: Model) -> normalizers.Normalizer:
 def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if model.add_dummy_prefix:
-        # One space before the text, even if it begins with one, but none after special tokens.
+        # One space before the text, even if it starts with one, but none after special tokens.
         steps = [
             pre_tokenizers.Metaspace(_MARK, "first", split=False),
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
@@ -242,7 +248,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 
 
 def _lookalikes(model: Model) -> dict[str, list[str]]:
-    """Tokens whose spelling is encoded as other tokens, with those tokens."""
+    """Tokens whose spelling is encoded as other tokens, mapped to these."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     merged = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
     return {text: parts for text, parts in merged.items() if len(parts) > 1}

@@ -1,4 +1,4 @@
-"""Read the BOS, EOS and stop ids from the files beside a tokenizer."""
+"""Read BOS, EOS and stop ids from the config files of a tokenizer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dunes.files import json_file
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids in a folder's config files, None if there are none.
+    """Ids in a folder's config files, None if they are not set.
 
     `bos` is put before a text, `eos` after it, and generation stops at each of `stops`.
     """
@@ -21,7 +21,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> SpecialTokens:
-    """From tokenizer_config.json, generation_config.json and config.json.
+    """The special tokens in tokenizer_config.json, generation_config.json and config.json.
 
     Raises ValueError that names the file and the key for an invalid token or id.
     """
@@ -56,7 +56,7 @@ def _token_id(path: Path, config: dict[str, Any], key: str, token_id: Callable[[
 
 
 def configured_ids(path: Path, config: Mapping[str, Any], key: str, least: int = 0) -> list[int]:
-    """The ids in a config file: one, a list, or none. Raises ValueError for anything else."""
+    """The ids under a key of a config file: one id, a list, or null. Raises ValueError for anything else."""
     value = config.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int and i >= least for i in ids):

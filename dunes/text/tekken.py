@@ -1,9 +1,8 @@
 """Mistral's `tekken.json` (NeMo, Pixtral, Mistral Small 3) as a tokenizer of the `tokenizers` library.
 
 It is byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a pattern splits the
-text; a word that is a token is that token, else the neighbours whose merged bytes have the lowest rank are merged.
-Special tokens have the first ids
-(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
+text into words; a word in the vocabulary becomes one token, and other words merge the pair of lowest rank first.
+Special tokens have the first ids (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py).
 """
 
 import base64
@@ -19,15 +18,23 @@ from dunes.text import library
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
-MAX_BYTES, MAX_VOCAB, MAX_TOKEN, MAX_WORK, MAX_ITEMS = 1 << 27, 1 << 20, 1024, 100_000_000, 16_000_000
-"""Limits on the file's bytes, tokens, a token's bytes, the sum of squared lengths, and commas and brackets."""
+MAX_BYTES = 1 << 27
+"""Maximum bytes of a file."""
+MAX_VOCAB = 1 << 20
+"""Maximum number of tokens."""
+MAX_TOKEN = 1024
+"""Maximum bytes of a token."""
+MAX_WORK = 100_000_000
+"""Maximum sum of the squared lengths of tokens."""
+MAX_ITEMS = 16_000_000
+"""Maximum commas and brackets in the JSON text."""
 
 DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 ]
-"""The special tokens of files that do not list them."""
+"""Special tokens of files that do not list them."""
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
@@ -65,7 +72,7 @@ def build_bpe(
 
 
 def _read(data: bytes) -> tuple[str, list[str], list[str]]:
-    """The pattern, the special tokens, and the others as byte-level BPE spells them."""
+    """The pattern, the special tokens, and the other tokens spelled as in byte-level BPE."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes; a tekken.json has at most {MAX_BYTES}")
     content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
@@ -118,7 +125,7 @@ def _token(token: Any, rank: int) -> str:
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last merge of each token that merges produce, by rank, and the function that merges any text."""
+    """The last merge of each token reachable by merges, by rank, and a function that merges any text."""
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}

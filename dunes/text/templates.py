@@ -1,7 +1,7 @@
-"""Chat templates in Jinja: named templates, and those that come with a model.
+"""Chat templates in Jinja: built-in named templates, and templates that come with a model.
 
 A template turns a conversation into segments. Each is tokenized separately and the ids are concatenated, so that a
-prompt has the same ids in training and generation, whatever the answer begins with. Special tokens are separate
+prompt has the same ids in training and generation, whatever the answer starts with. Special tokens are separate
 segments that are inserted as ids: they are never parsed from a user's text.
 
 Sources: Alpaca's two prompts are quoted from https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py,
@@ -34,10 +34,12 @@ ALONE = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
 )
-"""Alpaca's prompts, with and without an input."""
+"""Alpaca's prompt for tasks without an input; PAIRED is for tasks with one."""
 
-SURROGATE, SURROGATES = 0xDC00, 1024
-"""Two lone surrogates from here on, which are in no valid text, escape a special token in a user's text."""
+SURROGATE = 0xDC00
+"""First of the lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
+SURROGATES = 1024
+"""Number of these surrogates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,14 @@ class Turn:
 
 Conversation = tuple[Turn, ...]
 ANSWER_ROLES = ("assistant", "text")
-"""The roles of turns that a model generates."""
+"""Roles of turns that a model generates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A text that is tokenized separately or, if `special`, the spelling of one special token.
 
-    With `masked`, it is never trained on: an answer that its record marks as context.
+    A `masked` segment is never trained on: an answer that its record marks as context.
     """
 
     text: str
@@ -73,15 +75,17 @@ class Segment:
     masked: bool = False
 
 
-BEGIN, END = Segment("{begin}", special=True), Segment("{end}", special=True)
-"""Placeholders for the tokenizer's `document_start` and its `eos`."""
+BEGIN = Segment("{begin}", special=True)
+"""Placeholder for the tokenizer's `document_start`."""
+END = Segment("{end}", special=True)
+"""Placeholder for the tokenizer's `eos`."""
 
 
 class Template(ABC):
-    """A Jinja chat template with its special tokens, and the one of them that ends an answer.
+    """A Jinja chat template with its special tokens, and the special token that ends an answer.
 
-    An answer begins at the end of the rendered text before it, including the generation prompt, and ends with that
-    token. `special_tokens` maps each token to whether it strips the spaces to its left and right.
+    An answer starts at the end of the rendered text before it, including the generation prompt, and ends with that
+    token. `special_tokens` maps each token to flags for stripping spaces (left, right).
     """
 
     name: str
@@ -107,16 +111,16 @@ class Template(ABC):
         add_generation_prompt: bool = False,
         variables: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[list[Segment]]:
-        """The segments of each conversation, with `add_generation_prompt` up to the beginning of an answer.
+        """Segments of each conversation, with `add_generation_prompt` up to the start of an answer.
 
-        `variables` are further variables of the template, a mapping for each conversation. Raises ValueError at a
-        conversation that the template does not support, and at a variable that it does not read.
+        `variables` are additional variables of the template, one mapping per conversation. Raises ValueError for a
+        conversation that the template does not support, and for a variable that it does not read.
         """
         for turns, own in zip(conversations, variables or [{}] * len(conversations), strict=True):
             yield self._render_one(turns, own, add_generation_prompt)
 
     def reads(self, variable: str) -> bool:
-        """True if the template may read a variable of this name, beside its messages."""
+        """True if the template may read a variable of this name, besides its messages."""
         return False
 
     @abstractmethod
@@ -155,7 +159,7 @@ class Template(ABC):
         return self._segments(text, starts, [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
-        """The text in segments, split at the beginning and end of answers."""
+        """The text in segments, split at the start and end of answers."""
         segments: list[Segment] = []
         stop = 0
         for start, turn in zip(starts, answers, strict=True):
@@ -205,8 +209,8 @@ def _decode_number(surrogates: str) -> int:
 class NamedTemplate(Template):
     """A built-in template. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
 
-    The last of `needs` ends an answer, or the tokenizer's eos if there are none; BEGIN and END in the source are
-    the tokenizer's `document_start` and `eos`. With `inputs` a task's input is a separate key.
+    The last of `needs`, or else the tokenizer's eos, ends an answer; BEGIN and END in the source stand for the
+    tokenizer's `document_start` and `eos`. With `inputs` a task's input is a separate key.
     """
 
     def __init__(
@@ -289,7 +293,7 @@ def _text_or_error(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> str | ValueError:
-    """A named template reads no further variables."""
+    """The text of the messages, or the error; a named template reads no further variables."""
     try:
         return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt))
     except TemplateError as error:
@@ -307,7 +311,7 @@ def _prefix(beginning: str | ValueError, full: str) -> str:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
-    """The special tokens, and whether each strips the spaces to its left and right."""
+    """The special tokens, each with flags for stripping spaces (left, right)."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
@@ -315,8 +319,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments, and which of them are trained on; with `train_all`, all but the BOS token and what
-    is masked.
+    """The ids of the segments, and a mask of trained ids; `train_all` trains all but BOS and masked segments.
 
     Raises ValueError for a special token that the tokenizer lacks.
     """
@@ -344,7 +347,7 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 def encode_prompt(
     template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a prompt, which are the same as before its answer in training."""
+    """The ids of a prompt, the same as before its answer in training."""
     template.check_tokenizer(tokenizer)
     (segments,) = template.render([turns], True, [variables or {}])
     return encode_segments(segments, tokenizer)[0]
@@ -359,7 +362,7 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
     other = tokenizer.with_stop(template.stop_id(tokenizer))
     other.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
     name = other.config_path.name
-    if name in other.extra_files:  # which may hold an older template
+    if name in other.extra_files:  # may be an older template
         config = json_file.parse(other.extra_files[name], other.config_path)
         if config.pop("chat_template", None) is not None:
             other.extra_files[name] = (json.dumps(config, indent=2) + "\n").encode()
@@ -367,7 +370,7 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
-    """The template of a model: the one that its card names, else its own, if any.
+    """The template of a model: the one named in its card, else its own, if any.
 
     Raises ValueError if the tokenizer lacks tokens that it needs, or it has no stop token.
     """
@@ -383,12 +386,12 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 
 
 def _quote(text: str) -> str:
-    """The text as a jinja string, which has the same escapes as in Python."""
+    """The text as a jinja string, which has Python's escapes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Raises for anything but one instruction, with or without its answer, or one of these sequences of roles."""
+    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
@@ -410,7 +413,7 @@ def _alpaca(name: str, tail: str) -> str:
 
 
 def _spoken(name: str) -> str:
-    """Writes BEGIN, and opens the loop over the messages."""
+    """Jinja that writes BEGIN, and opens the loop over the messages."""
     return (
         "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
         f"{{{{ raise_exception('template {name}: expected messages, found plain text; its template is plain') }}}}"
@@ -419,7 +422,7 @@ def _spoken(name: str) -> str:
 
 
 def _turns(name: str) -> str:
-    """Separates the system message, and opens the loop over the others."""
+    """Jinja that separates the system message, and opens the loop over the others."""
     return (
         "{% if messages and messages[0]['role'] == 'system' %}"
         "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"
@@ -469,11 +472,11 @@ _ALL = (
     NamedTemplate("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
 TEMPLATES = {each.name: each for each in _ALL}
-"""The named templates."""
+"""The named templates, by name."""
 
 
 def get_template(name: str) -> NamedTemplate:
-    """A template by its name. Raises ValueError if there is none."""
+    """A template by its name. Raises ValueError for an unknown name."""
     if name not in TEMPLATES:
-        raise ValueError(f"no template is called {name!r}; there are {', '.join(TEMPLATES)}")
+        raise ValueError(f"no template named {name!r}; available: {', '.join(TEMPLATES)}")
     return TEMPLATES[name]

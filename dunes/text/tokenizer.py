@@ -1,9 +1,9 @@
-"""Tokenizers, loaded or trained, all saved as a tokenizer.json that Hugging Face's tools open.
+"""Tokenizers, loaded or trained, all saved as a tokenizer.json for Hugging Face's tools.
 
 Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe` (byte-level
-BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r), so that a line
-can be completed without a token that extends into the next one, and text can be encoded line by line with the same
-result; inside a line they merge across spaces, which saves a fifth of the tokens of Python code.
+BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r): no token extends
+into the next line, and encoding line by line gives the same ids. Within a line they merge across spaces, which
+saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -39,18 +39,19 @@ SPECIAL = (
     "<|im_start|>",
     "<|im_end|>",
 )
-"""Special tokens, spelled as Qwen spells them: editors' plugins know these."""
+"""Special tokens, in Qwen's spelling, which editor plugins know."""
 
 _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
-"""Inside of a special token in a text, after its first two characters."""
+"""Matches inside the spelling of a special token, after its first two characters."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
-MAX_BYTES, MAX_IDS, MAX_ITEMS = 1 << 27, 1 << 22, 16_000_000
-"""The largest tokenizer file that is read, the highest id, and the most commas and brackets that it may have.
-
-A vocabulary of 262,144 with its merges has two million.
-"""
+MAX_BYTES = 1 << 27
+"""Maximum bytes of a tokenizer file."""
+MAX_IDS = 1 << 22
+"""Upper bound of ids."""
+MAX_ITEMS = 16_000_000
+"""Maximum commas and brackets of a tokenizer file; a vocabulary of 262,144 with its merges has two million."""
 
 EXTRA_FILES = (
     "tokenizer_config.json",
@@ -66,9 +67,9 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 class Tokenizer:
-    """Text to ids and back. `encode(decode(ids)) == ids` need not hold; `decode(encode(text)) == text` does.
+    """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not.
 
-    `extra_files` are the contents of the files in its folder that belong to it, as other tools wrote them.
+    `extra_files` maps names of the folder's other tokenizer files to their contents.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, special: SpecialTokens = SpecialTokens()) -> None:  # noqa: B008  (frozen)
@@ -83,16 +84,16 @@ class Tokenizer:
 
     @classmethod
     def train(cls, kind: str, texts: Iterable[str], vocab: int = 4096) -> "Tokenizer":
-        """A new tokenizer of one of KINDS; `vocab` counts the special tokens too and matters to `bpe` only.
+        """Train a tokenizer of one of KINDS; `vocab` includes the special tokens and matters to `bpe` only.
 
-        Raises ValueError for an unknown kind, or if the vocabulary cannot hold all bytes.
+        Raises ValueError for an unknown kind, or if the vocabulary is too small for all bytes.
         """
         if kind == "bytes":
             return cls(_byte_level(library.bpe(_vocab(_ALPHABET), [])))
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
-            raise ValueError(f"no tokenizer is called {kind!r}; there are {', '.join(KINDS)}")
+            raise ValueError(f"no tokenizer named {kind!r}; available: {', '.join(KINDS)}")
         if vocab < len(_ALPHABET) + len(SPECIAL):
             raise ValueError(
                 f"a bpe vocabulary of {vocab} cannot hold 256 bytes and {len(SPECIAL)} special tokens"
@@ -106,15 +107,15 @@ class Tokenizer:
         )
         # A special token in a text would become a token of the text, and then the special one.
         inner.train_from_iterator((part for text in texts for part in _SPELLED.split(text)), trainer)
-        add_special(inner, SPECIAL)  # which get the last ids
+        add_special(inner, SPECIAL)  # special tokens get the last ids
         return cls(inner)
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
-        """From `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
+        """Load `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
 
         Raises ValueError if all are missing or the first of them is not a tokenizer, and for invalid special
-        tokens in the files beside it.
+        tokens in the config files.
         """
         folder = Path(folder)
         path = cls.find_file(folder)
@@ -161,7 +162,7 @@ class Tokenizer:
     def with_stop(self, stop: int) -> "Tokenizer":
         """The same tokenizer for a model that also ends its answers with this id.
 
-        It is listed in a generation_config.json in `extra_files`, which `load` and other tools read.
+        The id is listed in a generation_config.json in `extra_files`, which `load` and other tools read.
         """
         other = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
         other.config_path, name = self.config_path, "generation_config.json"
@@ -193,7 +194,7 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(content)
 
     def json(self) -> str:
-        """The whole tokenizer as the text of its tokenizer.json."""
+        """The text of the tokenizer.json."""
         return self.inner.to_str(pretty=True)
 
     def __repr__(self) -> str:
@@ -201,22 +202,22 @@ class Tokenizer:
 
     @cached_property
     def vocab(self) -> int:
-        """The number of ids, special tokens included: one more than the highest id."""
+        """Number of ids, including special tokens: one more than the highest id."""
         return 1 + max(self.inner.get_vocab().values(), default=-1)
 
     @property
     def bos(self) -> list[int]:
-        """The ids that the tokenizer puts before every text, such as LLaMA's `<s>`; often none."""
+        """Ids that the tokenizer puts before every text, such as LLaMA's `<s>`; often empty."""
         return self._default_bos if self._special.bos is None else list(self._special.bos)
 
     @property
     def document_start(self) -> list[int]:
-        """The ids that begin a document: `bos`, or for a tokenizer trained here `eos`, the end of another one."""
+        """Ids that start a document: `bos`, or for a tokenizer trained here `eos`, the end of the previous one."""
         return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
     @property
     def text_start(self) -> list[int]:
-        """`document_start` but EOS, which after another text is there already."""
+        """`document_start` without EOS, which ends the previous text."""
         return [i for i in self.document_start if i != self._eos]
 
     @cached_property
@@ -245,33 +246,33 @@ class Tokenizer:
 
     @property
     def stops(self) -> set[int]:
-        """The ids at which generation stops."""
+        """Ids at which generation stops."""
         turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
         return {self.eos, *self._special.stops, *turns}
 
     @property
     def configured_ids(self) -> set[int]:
-        """The ids in the extra files."""
+        """Ids in the extra files."""
         return {*(self._special.bos or ()), *self._special.stops}
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
-        """Its special tokens by the names in Hugging Face's special_tokens_map.json."""
+        """Special tokens by their names in Hugging Face's special_tokens_map.json."""
         begin = self.text_start
         ids = {"eos": self._eos, "pad": self.inner.token_to_id(PAD), "bos": begin[0] if begin else None}
         tokens = {name: self._token(i) for name, i in ids.items() if i is not None}
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: the text after `bos`, or the start of a document if it is empty; at least one id.
+        """The ids of a prompt: `bos` and the text, or a document's start for an empty text; at least one id.
 
-        For a tokenizer trained here, no EOS is put before a text: prompts are rarely the beginning of a document.
+        For a tokenizer trained here, no EOS is put before a text: prompts are rarely the start of a document.
         """
         return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
     @cached_property
     def line_separable(self) -> bool:
-        """Whether a text can be encoded line by line, as with all tokenizers trained here."""
+        """True if a text can be encoded line by line, as with all tokenizers trained here."""
         pre_tokenizer = self.inner.pre_tokenizer
         return pre_tokenizer is not None and pre_tokenizer.__getstate__() in _OWN_PRE_TOKENIZERS
 
@@ -283,7 +284,7 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, without parsing special tokens.
+        """The ids of the text, without parsing special tokens.
 
         Raises ValueError if the tokenizer fails on the text: a regex in a tokenizer.json may backtrack too much.
         """
@@ -296,7 +297,7 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Ids of a text that continues another: without the space that some tokenizers put before a text."""
+        """The ids of a text that continues another: without the space that some tokenizers put before a text."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
@@ -309,17 +310,17 @@ class Tokenizer:
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """Ids of a document in blocks of lines; blocks are joined unless `line_separable`."""
+        """The ids of a document in blocks of lines; blocks are joined unless `line_separable`."""
         yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Ids of each text, on all cores."""
+        """The ids of each text, on all cores."""
         encode = partial(self.inner.encode_batch_fast, list(texts), add_special_tokens=False)
         for encoding in library.call("the tokenizer fails", encode):
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens and ids without a token are skipped, broken UTF-8 gives U+FFFD."""
+        """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 gives U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
         table, strip, text = self.token_bytes, self.byte_decoder.strip, []
@@ -330,7 +331,7 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """The bytes of each id; empty for special tokens and for ids without a token."""
+        """The bytes of each id; empty for special tokens and unused ids."""
         plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
         added = {
             t.content: b"" if t.special else t.content.encode()
@@ -358,7 +359,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The files of these names and those of other libraries' tokenizers. Raises ValueError as `find_file`."""
+    """The existing files of these names and of other libraries' tokenizers. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
@@ -371,7 +372,7 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
-    """From any tokenizer.json. Raises ValueError for invalid ids."""
+    """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
     content = json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS)
     inner = library.parse_untrusted(content, data.decode("utf-8-sig"))
     ids = inner.get_vocab().values()
@@ -406,20 +407,20 @@ def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-# The last one, which splits lines at \n only, is that of older runs.
+# The last one, which splits lines at \n only, is for older runs.
 _OWN_PRE_TOKENIZERS = [
     pre_tokenizer.__getstate__() for pre_tokenizer in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
 ]
 
 
 def splits_lines(tokenizer: Tokenizer) -> bool:
-    """Whether text is split into lines and line ends as those trained here split it, and then into bytes."""
+    """True if the tokenizer splits text into lines and line ends, then bytes, like tokenizers trained here."""
     pre_tokenizer = tokenizer.inner.pre_tokenizer
     return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_lines().__getstate__()
 
 
 def splits_characters(tokenizer: Tokenizer) -> bool:
-    """Whether text is split into its characters."""
+    """True if the tokenizer splits text into characters."""
     pre_tokenizer = tokenizer.inner.pre_tokenizer
     return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_chars().__getstate__()
 

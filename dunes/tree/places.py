@@ -1,10 +1,9 @@
 """Find, replace, insert, remove, repeat, freeze, move and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without its wrappers: a module with a `.base` (LoRA, for example) is
-transparent, as is what `torch.compile` returns, so `blocks.3.attn.q` names the same place before and after a
-change. A module that stands at several places has several names. Places are selected by globs, which unlike
-functions can be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes, the last match
-wins.
+transparent, and so is the result of `torch.compile`; `blocks.3.attn.q` names the same place before and after a
+change. A module used at several places has several names. Places are selected by globs, which unlike functions can
+be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes, the last match wins.
 """
 
 import re
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Where = str | Sequence[str] | Set[str]
-"""A glob, several in order, or a set of names without globs, as a record of earlier changes has."""
+"""A glob, several in order, or a set of exact names, as in a record of earlier changes."""
 Kind = Callable[[nn.Module], bool]
 COMPILED = "_orig_mod"
-"""The name that `torch.compile` gives to the module in its wrapper."""
+"""Name of the original module in the wrapper of `torch.compile`."""
 
 
 class Place(NamedTuple):
-    """`parent.key` holds `module`; `name` is its place in the tree without wrappers."""
+    """`parent.key` is `module`; `name` is its place in the tree without wrappers."""
 
     name: str
     module: nn.Module
@@ -38,12 +37,12 @@ def anything(module: nn.Module) -> bool:
 
 
 def linear(module: nn.Module) -> bool:
-    """Whether the module maps `in_features` to `out_features`, whatever its class."""
+    """True if the module maps `in_features` to `out_features`, whatever its class."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
 def is_dense(module: object) -> TypeGuard[nn.Linear]:
-    """Whether the module computes what `nn.Linear` does with its weight and bias, and nothing else."""
+    """True if the module computes exactly what `nn.Linear` does with its weight and bias."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
@@ -57,7 +56,7 @@ def linears(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def matches(where: Where, name: str) -> bool:
-    """Whether the glob, the ordered list of globs, or the set of names selects this place."""
+    """True if the glob, the ordered list of globs, or the set of names selects this place."""
     if isinstance(where, Set):
         return name in where
     chosen = False
@@ -80,14 +79,14 @@ def _pattern(glob: str) -> re.Pattern[str]:
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
     """All places below `model`, parents before children, each with its outermost module."""
     model = uncompiled(model)
-    for key, module in model._modules.items():  # named_children leaves out the second of two equal ones
+    for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:
             yield Place(prefix + key, module, model, key)
             yield from places(_innermost(module, model, key)[0], f"{prefix}{key}.")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module itself, of one that `torch.compile` returned."""
+    """The original module of a compiled one, or the module itself."""
     return _child(model, COMPILED) or model
 
 
@@ -98,9 +97,9 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """Not by getattr, which some networks pass on to what is inside."""
+    """The child of this name, not by getattr, which some networks forward to an inner module."""
     children = module._modules
-    return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's have no get)
+    return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's children have no get)
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -109,7 +108,7 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
-    """The places that `where` selects and whose module is of that kind.
+    """The places that `where` selects and whose module is of this kind.
 
     Raises ValueError if there is none: a change that applies to nothing is a mistake.
     """
@@ -131,7 +130,7 @@ def replace(
 ) -> list[str]:
     """Replace each selected `module` by `make(module)`, and return the names of the places.
 
-    `reach` selects the module of a wrapped place: the outermost wrapper, or the innermost base, which holds the
+    `reach` selects the module of a wrapped place: the outermost wrapper, or the innermost base, which has the
     weights. A module at several selected places is replaced by one module. Raises ValueError if nothing is
     selected, and for parts of a ScriptModule.
     """
@@ -155,8 +154,8 @@ def replace(
 def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
     """Insert the module before entry `index` of the ModuleList at `where`, and return its place.
 
-    The entries from there on are renumbered, and so are the names of their tensors. Raises ValueError if `where`
-    selects no ModuleList or several, if the index is not from 0 to its length, or if the model has the module.
+    Later entries are renumbered, and so are the names of their tensors. Raises ValueError unless `where` selects a
+    single ModuleList, `index` is from 0 to its length, and the model does not have the module yet.
     """
     place, *others = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
     entries = cast(nn.ModuleList, innermost(place.module))
@@ -170,7 +169,7 @@ def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
 
 
 def remove(model: nn.Module, where: Where) -> list[str]:
-    """Remove entries of ModuleLists, and return the places they had; the others are renumbered as in `insert`.
+    """Remove entries of ModuleLists, and return their former places; other entries are renumbered as in `insert`.
 
     Raises ValueError if `where` selects anything but such entries.
     """
@@ -183,7 +182,7 @@ def remove(model: nn.Module, where: Where) -> list[str]:
 def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
     """Insert `times` copies after each selected entry of a ModuleList, and return their places.
 
-    A copy shares no tensor with the model. Raises ValueError as `remove` does.
+    A copy shares no tensor with the model. Raises ValueError like `remove`.
     """
     copies = []
     for place in reversed(_entries(model, where)):
@@ -203,7 +202,7 @@ def _entries(model: nn.Module, where: Where) -> list[Place]:
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
     """Set requires_grad=False on the parameters whose dotted names are selected, and return those names.
 
-    A tied parameter goes by its first name.
+    A tied parameter is selected by its first name.
     """
     parameters = {name: p for name, p in model.named_parameters() if matches(where, name)}
     if not parameters:
@@ -217,9 +216,9 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """The number of parameters, those in few bits too; one that is used at several places counts once.
+    """Number of parameters, including quantized ones; a shared parameter counts once.
 
-    Raises ValueError for parameters that have no shape yet.
+    Raises ValueError for parameters without a shape yet.
     """
     require_shapes(model)
     dense = sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable)
@@ -228,7 +227,7 @@ def count(model: nn.Module, trainable: bool = False) -> int:
 
 
 def _has_codes(module: nn.Module) -> bool:
-    """Whether a linear layer has its weight in buffers."""
+    """True if a linear layer has its weight in buffers."""
     return any(True for _ in module.buffers()) and all(p.dim() < 2 for p in module.parameters())
 
 
@@ -247,9 +246,9 @@ def move(
 ) -> list[str]:
     """Move the parameters and buffers whose dotted names are selected, and return those names.
 
-    Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers hold;
-    gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not floating-point, to
-    or from the meta device, and for parameters that have no shape yet.
+    Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers stay
+    valid; gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not
+    floating-point, to or from the meta device, and for parameters without a shape yet.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
@@ -282,7 +281,7 @@ def move(
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Training or evaluation mode inside; each module's mode is restored afterwards.
 
-    A frozen ScriptModule has none: its code is that of evaluation.
+    A frozen ScriptModule always runs in evaluation mode.
     """
     if getattr(model, "training", training) == training:
         yield
@@ -294,6 +293,6 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, was in before:
             if was is None:
-                vars(module).pop("training", None)  # which `train` set
+                vars(module).pop("training", None)  # set by `train`
             else:
                 module.training = was

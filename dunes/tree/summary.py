@@ -1,4 +1,4 @@
-"""The modules of a network: what determines each but its values, and a table of shapes, FLOPs, memory."""
+"""The modules of a network: their structure, and a table of shapes, FLOPs, memory."""
 
 import re
 import warnings
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with all inside it; `name` is its place, "" for the network.
+    """A module with all its submodules; `name` is its place, "" for the network.
 
-    `bytes` are those of parameters and buffers, `flops` those of matrix products and convolutions in a forward,
-    `kept` the bytes that the forward leaves for a backward, its output included. Without an example, both and
-    `calls` are None, and the shapes empty. A `container` has no forward, such as a ModuleList, or shows none.
+    `bytes` counts parameters and buffers, `flops` matrix products and convolutions in a forward, `kept` the bytes
+    saved for backward, including the output. Without an example, both and `calls` are None, and the shapes empty.
+    A `container` has no forward (such as a ModuleList), or one without hooks (a ScriptModule).
     """
 
     name: str
@@ -44,12 +44,12 @@ class Layer:
 
 
 def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
-    """All modules, parents before children; `model(*example, **named)` gives their shapes, FLOPs and memory.
+    """All modules, parents before children; `model(*example, **named)` determines shapes, FLOPs and memory.
 
-    The example runs in evaluation mode on a copy without values, in no time and memory. Where that is not
-    possible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs
-    are those of operations that torch's counter knows: not of quantized layers and packed experts. Raises
-    ValueError, with the place, for an example that does not fit, and for parameters that have no shape yet.
+    The example runs in evaluation mode on a copy without values, which takes no time or memory. If that is
+    impossible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs
+    cover only operations known to torch's counter: no quantized layers and packed experts. Raises ValueError, with
+    the place, for an example that does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)
@@ -60,7 +60,7 @@ def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
 
 @dataclass
 class _Run:
-    """What the forwards of one module did."""
+    """Totals over the forwards of one module."""
 
     inputs: str = ""
     outputs: str = ""
@@ -74,22 +74,22 @@ def _layer(name: str, module: nn.Module, run: _Run | None, ran: bool) -> Layer:
     size = sum(t.nbytes for t in tensors.values())
     done = vars(run or _Run()) if ran else {}
     container = getattr(type(module), "forward", None) is nn.Module.forward
-    container |= isinstance(module, torch.jit.ScriptModule)  # whose calls are not seen
+    container |= isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
     return Layer(name, _type(module), count(module), size, container, **done)
 
 
 def _type(module: nn.Module) -> str:
-    """The class, with that inside a wrapper."""
+    """The class name; for a wrapper, with the wrapped class in parentheses."""
     base = innermost(module)
     own = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
     return own if base is module else f"{own}({_type(base)})"
 
 
 def _run(model: nn.Module, example: Sequence[Any], named: Mapping[str, Any]) -> dict[str, _Run]:
-    """The forwards of each place, on a copy without values if that works; else its errors are those of values."""
+    """The forwards of each place, on a copy without values if possible; otherwise on the network itself."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-    with suppress(Exception):  # whatever a stranger's network raises when it is copied, or needs values
+    with suppress(Exception):  # a network may raise anything when it is copied, or needs values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(fake):
             copy = deepcopy(model)
@@ -125,9 +125,9 @@ def _forward(
 
 @contextmanager
 def _without_kernels(fake: object) -> Iterator[None]:
-    """On a copy without values, without the kernels that compute a whole LSTM, whose FLOPs are not counted."""
+    """Disable fused LSTM kernels, whose FLOPs are not counted, for a copy without values."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TF32 acceleration")  # of other hardware, by setting any of these flags
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False):
             yield
@@ -175,7 +175,7 @@ class _Recorder:
         return self.stack[-1][0] if self.stack else ""
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Count what is live as kept by the module that allocated it and by all around it."""
+        """Add live allocations to `kept` of the module that allocated them and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
@@ -205,14 +205,14 @@ class _Node:
     inside: list["_Node"] = field(default_factory=list)
 
     def signature(self) -> tuple[Any, ...]:
-        """What two modules must have in common to stand on one line; the first of a stack may keep more."""
+        """Key of equal modules, which share a line; `kept` may be larger in the first of a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))
 
 
 def print_layers(rows: Sequence[Layer]) -> None:
-    """A table of what `layers` returns; of equal modules in a row, only the last is shown."""
+    """Print a table of the results of `layers`; of equal modules in a row, only the last is shown."""
     nodes = {row.name: _Node(row) for row in rows}
     for name, node in nodes.items():
         if name:
@@ -248,7 +248,7 @@ def _calls(layer: Layer) -> str:
 
 
 def _groups(nodes: Sequence[_Node]) -> list[list[_Node]]:
-    """Neighbours that are equal together, where their names are numbers."""
+    """Groups of equal neighbours whose names are numbers."""
     groups: list[list[_Node]] = []
     for node in nodes:
         key = node.layer.name.rpartition(".")[2]
@@ -260,7 +260,7 @@ def _groups(nodes: Sequence[_Node]) -> list[list[_Node]]:
 
 
 def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
-    """A table of what `statistics` collected."""
+    """Print a table of the results of `statistics`."""
     lines = []
     for name, record in records.items():
         for what, values in (("output", record.output), ("gradient", record.gradient)):

@@ -1,7 +1,7 @@
-"""Watch the outputs of modules and their gradients; nothing of it stays on the model.
+"""Watch the outputs of modules and their gradients, and leave no hooks on the model.
 
-Compiled code does not call hooks that were added after it was compiled, and keeps those that it was compiled with.
-So it runs uncompiled while it is watched.
+Compiled code ignores hooks added after compilation, and keeps the hooks it was compiled with. It runs uncompiled
+while watched.
 """
 
 import sys
@@ -23,7 +23,7 @@ from dunes.tree.places import Where, find
 Forward = Callable[[str, Any], object]
 """Called with the place of a module and its output."""
 Backward = Callable[[str, str, Tensor], object]
-"""Called with the place of a module, the path in its output ("" for a plain tensor) and the gradient there."""
+"""Called with the place of a module, the path in its output ("" for a plain tensor) and the gradient."""
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def hooks(
 ) -> Iterator[None]:
     """Call `forward` with the output of each call of the selected modules, and `backward` with its gradients.
 
-    The recomputation of a checkpointed module in backward is no call. No hook is left on a module or a tensor
-    afterwards, also when the body raises. What `torch.compile` made runs uncompiled inside. Raises ValueError if
-    nothing is selected, and for parts of a ScriptModule, which call no hooks.
+    The recomputation of a checkpointed module in backward does not count as a call. All hooks on modules and
+    tensors are removed afterwards, even if the body raises. The results of `torch.compile` run uncompiled inside.
+    Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
     watched, handles = _Hooks(forward, backward), list[RemovableHandle]()
     try:
@@ -53,7 +53,7 @@ def hooks(
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Where compiled functions run as they were written; importing the compiler takes seconds."""
+    """Context in which compiled functions run as written; importing the compiler takes seconds."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -61,7 +61,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Hooks:
-    """The hooks of modules, and those that they add to tensors."""
+    """The hooks on modules, and the hooks that they add to tensors."""
 
     def __init__(self, forward: Forward | None, backward: Backward | None) -> None:
         self.forward, self.backward = forward, backward
@@ -114,9 +114,9 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Of the values of tensors: `count`, `nonfinite` and `zeros` (a share) of all, the others of the finite ones.
+    """Statistics of tensors: `count`, `nonfinite` and `zeros` (a fraction) of all values, others of finite ones.
 
-    `std` is that of the whole population, `largest` the largest absolute value.
+    `std` is the population's standard deviation, `largest` the largest absolute value.
     """
 
     count: int = 0
@@ -137,7 +137,7 @@ class Statistics:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Add the values of a floating-point tensor; one on the meta device, sparse or nested has none to add."""
+        """Add the values of a floating-point tensor; meta, sparse and nested tensors have none to add."""
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             return
         values = tensor.detach().float() if tensor.dtype != torch.float64 else tensor.detach()
@@ -150,7 +150,7 @@ class Statistics:
             self._merge(before, finite)
 
     def _merge(self, before: int, finite: Tensor) -> None:
-        """Mean and squares of two sets together, by the difference of their means (Chan, Golub, LeVeque 1983)."""
+        """Combine means and squares of two sets by the difference of their means (Chan, Golub, LeVeque 1983)."""
         variance, mean = (float(x) for x in torch.var_mean(finite, correction=0))
         largest, number = float(finite.abs().max()), finite.numel()
         if not before:
@@ -164,7 +164,7 @@ class Statistics:
 
 @dataclass
 class ModuleStatistics:
-    """Of the outputs of a module and of the gradients with respect to them, over all of its calls."""
+    """Statistics of a module's outputs and of the gradients with respect to them, over all of its calls."""
 
     calls: int = 0
     output: Statistics = field(default_factory=Statistics)
@@ -175,9 +175,9 @@ class ModuleStatistics:
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
     """`with statistics(model) as of: loss(model(x)).backward()`, then `of["fc1"].gradient.std`.
 
-    A module with several outputs has an entry for each, such as `lstm[0]`; one at several places is under the
-    first of them; those that were not called are added at the end. Memory does not grow with the calls; each one
-    waits for the device. Raises ValueError like `hooks`.
+    A module with several outputs has an entry for each, such as `lstm[0]`; a module at several places is listed
+    under the first; modules that were not called are added at the end. Memory does not grow with the calls; each
+    one waits for the device. Raises ValueError like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):
