@@ -2,10 +2,11 @@
 
 A thread of libgomp (PyTorch's OpenMP on Linux) that waits spins 300,000 times before it sleeps. Beside other
 programs it so takes the core from the thread that it waits for: a step of training took 25 times as long. Sleeping
-sooner always costs an idle machine 17 % (LOG.md, "A machine that does something else"). libgomp has another, short
-count for when its threads are more than the processors, and asks at each wait (`do_spin` in its
-config/linux/wait.h, `gomp_managed_threads` in its team.c). So one thread here watches how long those of this
-process wait for a core, and while that is long another holds a team that does nothing and makes them too many.
+sooner always costs an idle machine 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for
+ever"). libgomp has another, short count for when its threads are more than the processors, and asks at each wait
+(`do_spin` in its config/linux/wait.h, `gomp_managed_threads` in its team.c). So one thread here watches how long
+those of this process wait for a core, and while that is long another holds a team that does nothing and makes them
+too many.
 """
 
 import ctypes

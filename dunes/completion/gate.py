@@ -30,7 +30,8 @@ ROOM = 3 * CANDIDATES + TOP
 """Candidates of a place."""
 CHUNK, FEWEST = 64, 8
 """Places side by side, about, and the fewest that are taken of a text. Those at its beginning alone have little of
-it above: of many small files, a gate that was fitted on them lost 0.17 nats on others (LOG.md)."""
+it above: of many small files, a gate that was fitted on them lost 0.17 nats on others (docs/log/completion.md,
+"Completion of lines: probabilities given what is typed, a gate of whole files")."""
 
 
 SourcesOf = Callable[[list[int]], Sources]

@@ -26,7 +26,8 @@ word from which on it stays."""
 LONG, SURE = 10, -1.8
 """Bytes before the cursor that the file itself has had before, from which on a line is copied below SURE."""
 REPEATED = math.log(0.4)
-"""Of a line that repeats the one above with another name, at least: 30 of 69 were right (LOG.md)."""
+"""Of a line that repeats the one above with another name, at least: 30 of 69 were right (docs/log/completion.md,
+"Lines that repeat one with another name")."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Arcee (AFM-4.5B): LLaMA whose MLP is one matrix up, a squared ReLU, one matrix down.
 
 The default for training from scratch: it learns faster than SwiGLU here, per step and per second
-(LOG.md), and transformers opens its folder. https://arxiv.org/abs/2109.08668
+(docs/log/training.md, "Which form to train from scratch"), and transformers opens its folder.
+https://arxiv.org/abs/2109.08668
 """
 
 from dataclasses import replace
