@@ -18,7 +18,7 @@ test-mps: .venv/test
 	env -u PYTORCH_ENABLE_MPS_FALLBACK $(BIN)/python benchmarks/apple_gpu.py
 	$(BIN)/python -m pytest -m "slow or not slow or long" tests/test_mps.py
 
-# Every figure of the README, again: more than an hour, alone on the machine. TEXT=tinyshakespeare.txt adds a race on it.
+# Writes docs/figures.md and its plots: more than an hour, alone on the machine. TEXT=tinyshakespeare.txt adds a race on it.
 bench: .venv/more
 	$(BIN)/python benchmarks/figures.py $(if $(TEXT),--text $(TEXT))
 

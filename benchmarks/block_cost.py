@@ -4,7 +4,8 @@ python benchmarks/block_cost.py [WIDTHS] [SEQUENCES] [TOKENS]
 
 Blocks of a llama with random weights in bfloat16, and an MLP of 2.69 times the width, as 7B has. `forward`
 is the block's own forwards over the calibration tokens, `Gram` the products of its inputs, `solve` all else, and
-`ratio` the total over forward and Gram. See LOG.md, "Quantizing and pruning block by block".
+`ratio` the total over forward and Gram. See docs/log/quantization.md, "Quantizing and pruning
+block by block".
 """
 
 import sys

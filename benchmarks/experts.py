@@ -4,7 +4,8 @@
     python benchmarks/experts.py --layer [--threads 2] [--seconds 60]   # 4,096 tokens, and litgpt's mixture beside
 
 Implementations are timed in alternation; the minimum of several rounds counts, for inference and for training.
-Freed memory is kept, as in training. The last line is JSON. Figures: dunes/ops/experts.py, LOG.md.
+Freed memory is kept, as in training. The last line is JSON. Figures: dunes/ops/experts.py,
+docs/log/mixtures.md.
 """
 
 import argparse

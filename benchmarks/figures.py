@@ -1,4 +1,4 @@
-"""Measure all figures of the README, and write docs/figures/ and docs/figures.md.
+"""Measure most figures of docs/performance.md, and write docs/figures/ and docs/figures.md.
 
     make bench                                        # more than an hour, on an idle machine
     make bench TEXT=tinyshakespeare.txt               # with the Shakespeare benchmark

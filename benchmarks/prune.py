@@ -2,7 +2,8 @@
 
 python benchmarks/prune.py MODEL CALIBRATION [VALIDATION_TOKENS]
 
-CALIBRATION is the text that the model was trained on; its last tenth is for validation. See LOG.md, "Pruning".
+CALIBRATION is the text that the model was trained on; its last tenth is for validation. See
+docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude".
 """
 
 import sys

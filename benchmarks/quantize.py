@@ -2,8 +2,8 @@
 
 python benchmarks/quantize.py MODEL CALIBRATION [VALIDATION_TOKENS]
 
-CALIBRATION is the text that the model was trained on; its last tenth is for validation. See LOG.md,
-"Quantization".
+CALIBRATION is the text that the model was trained on; its last tenth is for validation. See
+docs/log/quantization.md, "Quantization: int4 and int3 by group, GPTQ, AWQ, HQQ".
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they promise; their figures are for LOG.md, never for a test."""
+"""The benchmarks run and say what they promise; their figures are for docs/log, never for a test."""
 
 import importlib
 import json

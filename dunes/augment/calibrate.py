@@ -27,7 +27,8 @@ from dunes.units import plural
 TOKENS = 4096
 """Tokens that go through a block at once."""
 SMALL = 20_000_000
-"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less (LOG.md, "Pruning")."""
+"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less
+(docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
 @dataclass

@@ -23,7 +23,8 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of process growth over the size of its tensors, due to fragmentation (LOG.md)."""
+"""Upper bound of process growth over the size of its tensors, due to fragmentation
+(docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -36,7 +36,8 @@ CHUNK = 64
 """Positions in a contiguous chunk, about."""
 FEWEST = 8
 """Minimum positions per text. With fewer, many small files give only positions with little text above, and the
-gate lost 0.17 nats on others (LOG.md)."""
+gate lost 0.17 nats on others (docs/log/completion.md, "Completion of lines: probabilities given what is typed, a
+gate of whole files")."""
 
 
 SourcesOf = Callable[[list[int]], Sources]

@@ -31,7 +31,8 @@ LONG = 10
 SURE = -1.8
 """Log-probability (nats) of a line below which the line of such a match is copied."""
 REPEATED = math.log(0.4)
-"""Minimum log-probability of a line that repeats another, renamed; 30 of 69 such lines were right (LOG.md)."""
+"""Minimum log-probability of a line that repeats another, renamed; 30 of 69 such lines were right
+(docs/log/completion.md, "Lines that repeat one with another name")."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Arcee (AFM-4.5B): LLaMA with an MLP of two matrices and squared ReLU. https://arxiv.org/abs/2109.08668
 
-The default for training from scratch: it learns faster than SwiGLU here, per step and per second (LOG.md), and
-transformers opens its folder.
+The default for training from scratch: it learns faster than SwiGLU here, per step and per second
+(docs/log/training.md, "Which form to train from scratch"), and transformers opens its folder.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """Autosize: from the minutes, the corpus and this machine to a model size, a batch size and a sequence length.
 
-The rules come from the sweep in LOG.md ("The dial"), which `benchmarks/autosize.py` repeats. A model's speed
-follows from its FLOPs and memory traffic, its loss from parameters and training tokens (the form is Chinchilla's,
-https://arxiv.org/abs/2203.15556; repeated tokens count less, https://arxiv.org/abs/2305.16264).
+The rules come from the sweep in docs/log/training.md ("The dial"), which `benchmarks/autosize.py` repeats. A
+model's speed follows from its FLOPs and memory traffic, its loss from parameters and training tokens (the form is
+Chinchilla's, https://arxiv.org/abs/2203.15556; repeated tokens count less, https://arxiv.org/abs/2305.16264).
 """
 
 import math

@@ -161,11 +161,11 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
     The default of full finetuning is a power of the width through two points: Alpaca's 2e-5 at 4,096
-    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (LOG.md, "LoRA against
-    full"). That of adapters has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times its rate,
-    above which the validation loss rises during training; it is at most MAX_ADAPTER_LR, divided by
-    `_adapter_scale`. LOG.md, "Learning rates of finetuning", has results from 100 to 5,000 steps, and the limits
-    of these defaults.
+    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
+    "LoRA against full"). That of adapters has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
+    its rate, above which the validation loss rises during training; it is at most MAX_ADAPTER_LR, divided by
+    `_adapter_scale`. The same file, "Learning rates of finetuning", has results from 100 to 5,000 steps, and the
+    limits of these defaults.
     """
     if config.lr is not None:
         return config.lr

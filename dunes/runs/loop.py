@@ -53,7 +53,8 @@ PATIENCE, WORSE = 3, 1.01
 """Warn after this many validations without improvement, if the loss is this many times the best."""
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 """End a run by the clock after this many times the steps of its best validation, if validation loss is so many
-times the best, and the loss in training so many times that: it only memorises a small text (LOG.md)."""
+times the best, and the loss in training so many times that: it only memorises a small text (docs/log/training.md,
+"A small text is learned by heart")."""
 
 NOT_SAVED = 3
 DIVERGED = 4

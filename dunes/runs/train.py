@@ -60,7 +60,8 @@ TYPICAL_RATE = 10_000
 """Tokens a second that a run of so many steps is taken to have, where its time must not depend on the machine."""
 
 LR = 0.006
-"""The default peak learning rate of matrices: a third of that from scratch (LOG.md, "Training on")."""
+"""The default peak learning rate of matrices: a third of that from scratch (docs/log/training.md, "Training
+on")."""
 BASE_TOKENS = 16_384
 """Validation tokens that the model is scored on before the first step."""
 
