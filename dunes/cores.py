@@ -1,11 +1,12 @@
 """OpenMP threads spin while the cores are idle, and sleep early while other programs compete for them.
 
-A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. Beside other programs it
-takes the core from the thread it waits for: a training step took 25 times as long. Always sleeping early costs an
-idle machine 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever"). libgomp spins less when it manages more threads
-than there are processors, and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads`
-in team.c). So one thread measures how long this process's threads wait for a core. While they wait long, another
-thread keeps an idle OpenMP team, which makes the number of threads exceed the processors.
+A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. Beside other programs
+it takes the core from the thread it waits for: a training step took 25 times as long. Always sleeping early costs
+an idle machine 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever"). libgomp
+spins less when it manages more threads than there are processors, and checks this at each wait (`do_spin` in
+config/linux/wait.h, `gomp_managed_threads` in team.c). So one thread measures how long this process's threads
+wait for a core. While they wait long, another thread keeps an idle OpenMP team, which makes the number of threads
+exceed the processors.
 """
 
 import ctypes
