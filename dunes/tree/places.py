@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 Where = str | Sequence[str] | Set[str]
 """A glob, several in order, or a set of names without globs, as a record of earlier changes has."""
 Kind = Callable[[nn.Module], bool]
+"""A condition on modules: `linear`, `is_dense`, `anything` or a function of your own."""
 COMPILED = "_orig_mod"
 """The name that `torch.compile` gives to the module in its wrapper."""
 
@@ -34,6 +35,7 @@ class Place(NamedTuple):
 
 
 def anything(module: nn.Module) -> bool:
+    """True for every module."""
     return True
 
 
