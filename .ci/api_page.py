@@ -1,0 +1,221 @@
+"""docs/api.md: the public Python names by room, with signatures and the first sentences of their docstrings.
+
+`python .ci/api_page.py` writes the page; with --check it fails where the page is out of date, or a public name has
+no docstring. Public names are those that a room's `__init__` exports or its docstring names, and those that
+recipes, README and docs import from its modules.
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import dunes  # noqa: E402 - the package beside this file, not an installed one
+
+PAGE = ROOT / "docs" / "api.md"
+WIDTH = 70
+"""The most characters of the parameters in a signature."""
+
+INTRODUCTION = """# Python names
+
+The public names of each room: those that it exports, and those in its modules that recipes and docs use. All else
+may change without notice. A name with a dot is imported from its module, as `train.train` of `dunes.runs` by
+`from dunes.runs.train import train`. `help()` has the types and the full docstrings. This page is written by
+`python .ci/api_page.py` from the code.
+"""
+
+
+def examples() -> Iterator[str]:
+    """The Python code of recipes, README and docs."""
+    yield from (file.read_text() for file in sorted((ROOT / "recipes").glob("*.py")))
+    for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        yield from re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL)
+
+
+def used_in(code: str) -> Iterator[str]:
+    """The dotted names below `dunes` that code imports, and the attributes of imported modules that it uses."""
+    tree, modules = ast.parse(code), dict[str, str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("dunes."):
+            for name in node.names:
+                yield f"{node.module}.{name.name}"
+                modules[name.asname or name.name] = f"{node.module}.{name.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            yield f"{modules[node.value.id]}.{node.attr}"
+
+
+def find(dotted: str) -> Any:
+    """The object of a dotted name, whose modules are imported; None if it is none."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        return None
+
+
+def home(dotted: str, found: Any) -> tuple[str, str]:
+    """The package that lists the object of a dotted name, and its name there: "dunes.train" and "Trainer"."""
+    module, _, name = dotted.rpartition(".")
+    made = getattr(found, "__module__", None) or ""
+    module = made if made.startswith("dunes.") else module
+    room = ".".join(module.split(".")[:2])
+    if not hasattr(sys.modules[room], "__path__"):
+        room = "dunes"
+    elif getattr(sys.modules[room], name, None) is found:
+        return room, name
+    return room, f"{module.removeprefix(f'{room}.')}.{name}"
+
+
+def public_names() -> dict[str, list[str]]:
+    """The names to list by package, those of the package itself before those of its modules."""
+    listed = defaultdict[str, set[str]](set)
+    for room in (*dunes._ROOMS, "cli"):
+        module = importlib.import_module(f"dunes.{room}")
+        own = getattr(module, "__all__", None) or [n for n, o in vars(module).items() if is_own(module, n, o)]
+        listed[module.__name__].update(own)
+        for name in re.findall(r"`([a-z_]+\.\w+)`", module.__doc__ or ""):
+            if importlib.util.find_spec(f"{module.__name__}.{name.split('.')[0]}"):
+                assert find(f"{module.__name__}.{name}") is not None, f"{module.__name__} has no {name}"
+                listed[module.__name__].add(name)
+    for dotted in sorted({name for code in examples() for name in used_in(code)}):
+        found = find(dotted)
+        if found is not None and not isinstance(found, ModuleType):
+            room, name = home(dotted, found)
+            listed[room].add(name)
+    return {room: sorted(names, key=lambda n: ("." in n, n.lower())) for room, names in listed.items()}
+
+
+def is_own(module: ModuleType, name: str, value: Any) -> bool:
+    """True for what a module without `__all__` defines for others."""
+    return not name.startswith("_") and (name.isupper() or getattr(value, "__module__", "") == module.__name__)
+
+
+def shown_default(value: Any) -> str:
+    """A short literal as it is, anything else as "..."."""
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return text if plain and len(text := repr(value)) <= (12 if isinstance(value, str) else 7) else "..."
+
+
+def is_called(value: Any) -> bool:
+    """True for functions, also in wrappers like `cache`, and for classes other than protocols."""
+    if inspect.isclass(value):
+        return not getattr(value, "_is_protocol", False)
+    return inspect.isroutine(value) or hasattr(value, "__wrapped__")
+
+
+def signature(value: Any) -> str:
+    """The parameters without their types, cut at WIDTH characters; "" for what is not called."""
+    if not is_called(value):
+        return ""
+    parameters = [p for p in inspect.signature(value).parameters.values() if not p.name.startswith("_")]
+    shown, starred = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            shown.append("*")
+        starred |= parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        given = "" if parameter.default is parameter.empty else f"={shown_default(parameter.default)}"
+        shown.append(f"{stars}{parameter.name}{given}")
+    while len(", ".join(shown)) > WIDTH:
+        shown[-2:] = ["..."]
+    return f"({', '.join(shown)})"
+
+
+def docstring(dotted: str) -> str:
+    """The docstring of a class or function, or the one that follows a constant in its file; "" without one."""
+    value = find(dotted)
+    if inspect.isclass(value):
+        return class_docstring(value)
+    if is_called(value):
+        return inspect.getdoc(value) or ""
+    module, _, name = dotted.rpartition(".")
+    return constant_docstring(sys.modules[module], name)
+
+
+def class_docstring(value: type) -> str:
+    """The docstring of a class, or the comment in its first line where `dunes -h` would print a docstring."""
+    text = inspect.cleandoc(vars(value).get("__doc__") or "")
+    if text and not text.startswith(f"{value.__name__}("):  # which `dataclass` writes
+        return text
+    comment = re.search(r"^class .*:  # (.*)", inspect.getsource(value), re.MULTILINE)
+    return f"{comment[1][0].upper()}{comment[1][1:]}." if comment else ""
+
+
+def constant_docstring(module: ModuleType, name: str) -> str:
+    """The string after the assignment of a constant, in this module or the one from which it imports it."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(name == alias.name for alias in node.names):
+            return constant_docstring(importlib.import_module(str(node.module)), name)
+    for node, following in pairwise(tree.body):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = following.value if isinstance(following, ast.Expr) else None
+            return str(value.value) if isinstance(value, ast.Constant) else ""
+    return ""
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring on one line, as a cell of a table."""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")
+
+
+def is_minor(dotted: str, mentioned: set[str]) -> bool:
+    """True for types and constants that docs, recipes and the docstring of the room do not mention."""
+    value, name = find(dotted), dotted.rpartition(".")[2]
+    return name not in mentioned and (inspect.isclass(value) or not is_called(value))
+
+
+def table(package: str, names: list[str], mentioned: set[str]) -> Iterator[str]:
+    """The lines of a package: a row for each name, and one for all minor ones."""
+    doc = inspect.getdoc(sys.modules[package]) or ""
+    mentioned = mentioned | {*re.findall(r"\w+", doc)}
+    yield from (f"## {package}", f"| name | {first_sentence(doc)} |", "|---|---|")
+    minor = [name for name in names if is_minor(f"{package}.{name}", mentioned)]
+    for name in names:
+        if name not in minor:
+            dotted = f"{package}.{name}"
+            yield f"| `{name}{signature(find(dotted))}` | {first_sentence(docstring(dotted))} |"
+    if minor:
+        yield f"| types and constants | {', '.join(f'`{name}`' for name in minor)} |"
+    yield ""
+
+
+def page(names: dict[str, list[str]]) -> str:
+    """The text of the page."""
+    mentioned = {*re.findall(r"\w+", "\n".join(examples()))}
+    return "\n".join(
+        [INTRODUCTION, *(line for package in names for line in table(package, names[package], mentioned))]
+    )
+
+
+def main() -> int:
+    names = public_names()
+    missing = [
+        f"{package}.{name}" for package in names for name in names[package] if not docstring(f"{package}.{name}")
+    ]
+    for name in missing:
+        print(f"{name} has no docstring", file=sys.stderr)
+    text = page(names)
+    if "--check" not in sys.argv:
+        PAGE.write_text(text)
+    elif not PAGE.exists() or PAGE.read_text() != text:
+        print("docs/api.md is out of date: python .ci/api_page.py writes it", file=sys.stderr)
+        return 1
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
