@@ -184,7 +184,7 @@ def first_sentence(text: str) -> str:
 
 
 def is_minor(dotted: str, words: set[str]) -> bool:
-    """True for types and constants whose names are not among the words of docs, recipes and the room's docstring."""
+    """True for types and constants whose names are not among these words of docs, recipes and the room."""
     value, name = resolve(dotted), dotted.rpartition(".")[2]
     return name not in words and (inspect.isclass(value) or not is_callable(value))
 
