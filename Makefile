@@ -28,6 +28,7 @@ check: .venv/test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/budget.py
+	$(BIN)/python .ci/api_page.py --check
 
 .venv/demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

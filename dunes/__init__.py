@@ -1,6 +1,8 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-Importing this package is light: a subpackage (`dunes.checkpoint`, ...) and torch are imported on first access.
+`import dunes` loads nothing heavy: a room is imported, and torch with it, when it is first asked for.
+`help(dunes.train)` begins with the main names of that room. A name with a dot is imported from its module, as
+`train.train` of runs by `from dunes.runs.train import train`. docs/api.md lists the public names. The rooms:
 """
 
 import importlib
@@ -11,10 +13,27 @@ from typing import TYPE_CHECKING, Any
 from dunes.cores import OWN_CHOICE, waits_are_told
 
 __version__ = "0.2.0"
-_ROOMS = (
-    "augment", "bench", "checkpoint", "completion", "data", "evaluate", "files", "generate", "inference",
-    "measure", "models", "ops", "parts", "runs", "serve", "text", "train", "tree",
-)  # fmt: skip
+_ROOMS = {
+    "files": "bytes on disk: atomic writes, staging folders, locks, JSON and JSON lines, and trust in cards",
+    "text": "text to ids and back: tokenizers, chat templates, lines, incremental decoding",
+    "measure": "speed, threads and memory of this machine, and the memory of tensors",
+    "tree": "find, replace, freeze, move, count, watch and print the modules of any `nn.Module`",
+    "ops": "tensor operations with a fast form beside the plain one, and checks of operations",
+    "parts": "parts of a transformer, which take plain arguments or built parts, never a config",
+    "data": "data for training: files and folders, shards of tokens, windows, examples, batches",
+    "models": "whole architectures, one file each, and their names and configs in Hugging Face",
+    "generate": "ids in, ids out: decoding, sampling, speculation, the prefix cache, compiled decoding",
+    "train": "the training loop, losses, optimizers and schedules for any `nn.Module`; no model, no tokenizer",
+    "augment": "changes to a built model, recorded so that a checkpoint repeats them",
+    "checkpoint": "model folders that other tools open too, and the states of runs",
+    "inference": "text in, text out with a loaded model: prompts, stops, chat, samples, adapters per request",
+    "completion": "line completion: engine, index, copies, gate, simulated typing and the thresholds fitted by it",
+    "evaluate": "scores: loss on text, tasks, lines, a model before and after a change",
+    "runs": "training, finetuning and changing a folder: configs, sizes, loops, metrics, pictures",
+    "serve": "servers for editors and programs: one worker that owns a model, behind HTTP and LSP",
+    "bench": "benchmarks, profiles of time and memory, tables, plots, comparisons",
+}
+__doc__ = f"{__doc__}\n" + "\n".join(f"    {room:12}{line}" for room, line in _ROOMS.items())
 
 # Where `share_cores` cannot measure how long threads wait, waiting threads always sleep early. OpenMP reads this
 # variable once, when torch is loaded.

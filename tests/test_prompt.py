@@ -1,5 +1,7 @@
 """What a user meets at Python's prompt and in a type checker: names, reprs, types of own parts."""
 
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +32,20 @@ def test_dir_lists_the_rooms_and_imports_none():
     assert done.stdout == "dunes.text\n", done.stderr
     with pytest.raises(AttributeError, match="module 'dunes' has no attribute 'nonsense'"):
         dunes.nonsense  # noqa: B018
+
+
+def test_help_names_the_rooms_and_their_main_names():
+    described = dict(re.findall(r"^    (\w+) +(\S.*)$", dunes.__doc__, re.MULTILINE))
+    assert {*described} == ROOMS - {"cli"}
+    for room, line in described.items():
+        module = importlib.import_module(f"dunes.{room}")
+        first, blank, rest = module.__doc__.split("\n", 2)
+        assert (first, blank) == (f"{line[0].upper()}{line[1:]}.", "")
+        names = re.findall(r"`([\w.]+)`", rest)
+        assert names, f"the docstring of {room} names nothing"
+        for name in names:
+            place, _, last = f"dunes.{room}.{name.removeprefix(f'{room}.')}".rpartition(".")
+            assert hasattr(importlib.import_module(place), last), f"{room} has no {name}"
 
 
 @pytest.mark.filterwarnings("ignore:unchanged may mix tokens")

@@ -1,6 +1,7 @@
-"""Changes to a built model, one file and one entry in CHANGES each, recorded so that a checkpoint repeats them.
+"""Changes to a built model, recorded so that a checkpoint repeats them.
 
-torch is loaded when one of these names is first asked for: `augment.options` is read without it.
+Start with `attach` (LoRA), `quantize`, `apply_change`, `merge` and `undo_change`. Each change has a file and an
+entry in `CHANGES`. torch is loaded when one of these names is first asked for, but not for `augment.options`.
 """
 
 import importlib.util

@@ -1,4 +1,7 @@
-"""Benchmarks, profiles of time and memory, tables, plots, comparisons."""
+"""Benchmarks, profiles of time and memory, tables, plots, comparisons.
+
+Start with `benchmark` and `run.bench`, `race` for two sides, `profile_modules` and `allocations`.
+"""
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark
 from dunes.bench.profile_modules import Report, profile_modules

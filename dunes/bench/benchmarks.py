@@ -57,6 +57,7 @@ class Benchmark:
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
+"""The registered benchmarks by name."""
 
 
 def benchmark(

@@ -51,7 +51,7 @@ class Shapes:  # several values of a field are several cases; an empty one means
 
 
 @dataclass(frozen=True)
-class Request(Shapes):  # what to measure
+class Request(Shapes):  # models, settings and numbers of threads to measure in all combinations
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False

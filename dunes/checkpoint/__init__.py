@@ -1,4 +1,8 @@
-"""Folders on disk: models that other tools open too, and the states of runs."""
+"""Model folders that other tools open too, and the states of runs.
+
+Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.convert` and `export.export`;
+`save_weights` and `load_weights` for any network, `save_state` and `load_state` for a run.
+"""
 
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.base import base_identity

@@ -1,1 +1,4 @@
-"""The `dunes` command: parses arguments, calls the library, prints results."""
+"""The `dunes` command: parses arguments, calls the library, prints results.
+
+`main.main` is the command; `recipe.run_recipe` runs a recipe like one of its verbs.
+"""

@@ -1,4 +1,8 @@
-"""Data for training: files and folders, shards of tokens, windows, batches."""
+"""Data for training: files and folders, shards of tokens, windows, examples, batches.
+
+Start with `collect_corpus`, `token_shard` and `Windows` for text, `read_records`, `tokenize_records` and `Batches`
+for examples, `Rows` for tensors.
+"""
 
 from dunes.data.document import Document, code_fraction, header_name
 from dunes.data.examples import (

@@ -1,1 +1,5 @@
-"""Scores: loss on text, tasks, lines, a model before and after a change."""
+"""Scores: loss on text, tasks, lines, a model before and after a change.
+
+Start with `score.score_folder`, `loss.evaluate`, `tasks.run_tasks`, `completion_report.evaluate_completion` and
+`comparison.compare_folders`.
+"""

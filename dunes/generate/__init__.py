@@ -1,4 +1,7 @@
-"""Ids in, ids out."""
+"""Ids in, ids out: decoding, sampling, speculation, the prefix cache, compiled decoding.
+
+Start with `generate` and `sampler`; `PrefixCache` keeps keys and values, `look_up` and `DraftModel` propose ids.
+"""
 
 from dunes.generate.decode import Request, Token, generate, generate_all, prompt_tokens
 from dunes.generate.prefix_cache import PrefixCache

@@ -98,7 +98,7 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """The same for several requests at once; None where a row has ended, or waits for what others accept.
+    """Yield the next token of each request; None where a row has ended, or waits for what others accept.
 
     Each row's text is the same as alone. Between two tokens the caller may put another request, or None, into a
     place of `requests`. A `cache` has as many rows: what it holds of the beginning of a text is not evaluated, and

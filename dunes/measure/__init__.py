@@ -1,4 +1,7 @@
-"""Properties of this machine, and measurements of memory."""
+"""Speed, threads and memory of this machine, and the memory of tensors.
+
+Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations` of a piece of work.
+"""
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
 from dunes.measure.machine import (

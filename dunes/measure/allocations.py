@@ -25,6 +25,7 @@ from dunes.measure.module_tracker import ModuleTracker, in_backward
 
 Kind = Literal["parameters", "gradients", "optimizer", "cache", "activations", "temporaries"]
 KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activations", "temporaries")
+"""The kinds of memory that `allocations` tells apart."""
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 DEVICES = ("cpu", "cuda", "mps")
+"""The types of devices that `set_device` knows."""
 _device_set: str | None = None
 
 
@@ -127,6 +128,7 @@ def _cgroup_free() -> int:
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

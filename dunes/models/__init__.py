@@ -1,6 +1,8 @@
-"""Architectures, one file each: Config, build(config), read(model, context_length), from_hf, to_hf, NAMES.
+"""Whole architectures, one file each, and their names and configs in Hugging Face.
 
-A family may also have ALIASES (weight names that are read but not written) and IGNORED_NAMES (no weights).
+A family has Config, build(config), read(model, context_length), from_hf, to_hf and NAMES, and may have ALIASES
+(weight names that are read but not written) and IGNORED_NAMES (tensors in its files that are no weights).
+Start with `llama.Config`, `llama.build` and `initialise.initialise`; `FAMILIES` has all families by name.
 """
 
 from types import ModuleType
@@ -19,6 +21,7 @@ FAMILIES: dict[str, ModuleType] = {
     "qwen3_moe": qwen3_moe,
     "gpt2": gpt2,
 }
+"""The file of each family, by its name here and in Hugging Face's model_type."""
 
 
 def family_of(hf: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
-"""Tensor operations with a fast form. Each file holds the plain reference beside the fast form.
+"""Tensor operations with a fast form beside the plain one, and checks of operations.
 
-`operation` makes one of a forward and a backward, and `check` tries what can be wrong with it.
+`operation` makes one of a forward and a backward, and `check` tries what can be wrong with it. Kernels are written
+with `Cpp`, `Triton` or `Metal`.
 """
 
 from dunes.ops.check import Report, check

@@ -18,6 +18,7 @@ from torch import Tensor
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 IGNORE = -100
+"""The target of a position that has no loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
 MIN_TOKENS = 256  # per chunk, if the head is as wide: the more, the more memory
 LARGE_CHUNK = 1 << 28  # on devices where launching a kernel costs more than memory

@@ -1,4 +1,8 @@
-"""The parts of a transformer. They take plain arguments or built parts, never a config."""
+"""Parts of a transformer, which take plain arguments or built parts, never a config.
+
+Start with `Decoder` and `Block`, of an `Attention` and an `MLP`, `GatedMLP` or `MoE`; `cache_for` makes a `Cache`,
+`RollingCache` or `QuantizedCache`.
+"""
 
 from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, RollingCache

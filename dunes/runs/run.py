@@ -31,6 +31,7 @@ from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
+"""The file in a run's folder that has a record for each interval."""
 FORMAT = 2
 """The format number of plan.json."""
 METRIC = "the metrics of a step"

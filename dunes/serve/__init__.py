@@ -1,1 +1,4 @@
-"""Servers for editors and programs: one worker that owns a model, behind HTTP and the language server protocol."""
+"""Servers for editors and programs: one worker that owns a model, behind HTTP and LSP.
+
+Start with `worker.Worker`, `app.Server` and `http.run`, `lsp.start`, `doctor.examine`.
+"""

@@ -26,6 +26,7 @@ from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
 
 END = "<|endoftext|>"
+"""The token that ends a document."""
 PAD = "<|fim_pad|>"
 ENDS = (END, "</s>", llama3.END)
 SPECIAL = (
@@ -46,6 +47,7 @@ _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in 
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
+"""The kinds of tokenizers that can be trained."""
 MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22

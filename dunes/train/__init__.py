@@ -1,4 +1,8 @@
-"""The step loop and what it needs. It knows no model and no tokenizer: any nn.Module, any loss."""
+"""The training loop, losses, optimizers and schedules for any `nn.Module`; no model, no tokenizer.
+
+Start with `Trainer`, a loss (`next_token`, `cross_entropy`), an optimizer (`adamw`, `muon`) and a `Schedule`;
+`fast_run` for small networks.
+"""
 
 from dunes.ops.cross_entropy import IGNORE
 from dunes.train.fast import fast_run

@@ -38,7 +38,7 @@ def fast_run(
     steps_per_call: int = 4,
     line: Line = lambda text: None,
 ) -> Iterator[Step]:
-    """What `trainer.run` does on the batches `tuple(t[index] for t in tensors)`, in less time; yields each step.
+    """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yield each step.
 
     `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of one size. The first steps are plain
     ones; then the unit is compiled, and used if it is faster. `line` gets the one line that says which form runs,

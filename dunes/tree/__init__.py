@@ -1,4 +1,7 @@
-"""Find, replace, freeze, move, count, watch and print the modules of any `nn.Module`."""
+"""Find, replace, freeze, move, count, watch and print the modules of any `nn.Module`.
+
+Start with `print_layers`, `find`, `replace`, `freeze`, `watch` and `statistics`.
+"""
 
 from dunes.tree.places import (
     Kind,

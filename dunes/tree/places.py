@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 Where = str | Sequence[str] | Set[str]
 """A glob, several in order, or a set of exact names, as in a record of earlier changes."""
 Kind = Callable[[nn.Module], bool]
+"""A condition on modules: `linear`, `is_dense`, `anything` or a function of your own."""
 COMPILED = "_orig_mod"
 """Name of the original module in the wrapper of `torch.compile`."""
 
@@ -33,6 +34,7 @@ class Place(NamedTuple):
 
 
 def anything(module: nn.Module) -> bool:
+    """True for every module."""
     return True
 
 
