@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.ops.kernels import why_not_compiled
+from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.train.rules import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
@@ -210,7 +210,7 @@ def _run_units(
         except Exception as error:  # whatever the compiler meets, before it has run anything
             if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # which has run nothing, either
                 raise
-            line(f"plain loop: torch.compile cannot compile this step: {str(error).splitlines()[0][:200]}")
+            line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
         seconds.append((perf_counter() - start) / unit.steps)
         for step in steps:
