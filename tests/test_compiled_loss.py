@@ -35,6 +35,13 @@ STEPS = 16
 CODE = Path(__file__).parent.parent / "recipes"
 
 
+CPP = "torch._inductor.cpp_builder"
+
+
+def no_compiler():
+    return torch._inductor.cpp_builder.cpp_compiler_search(())
+
+
 @pytest.fixture
 def soon(monkeypatch):
     """Graphs without Inductor, and a run of any length pays."""
@@ -106,7 +113,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
     assert "compiling" not in trained(tmp_path / "auto")
     trained(tmp_path / "on", compile="on")
     assert changes(tmp_path / "on") == [(0, True)]
-    soon.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    soon.setattr(f"{CPP}.get_cpp_compiler", no_compiler)
     with pytest.raises(ValueError, match=r"--compile on: no C\+\+ compiler; install g\+\+"):
         trained(tmp_path / "none", compile="on")
 
@@ -148,9 +155,6 @@ def test_compiled_steps_alone_are_deterministic(tmp_path, soon):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-CPP = "torch._inductor.cpp_builder"
-
-
 def no_cache(loss, backend):
     raise FileNotFoundError("no folder of the cache")
 
@@ -169,7 +173,7 @@ def failing(loss, backend):
         ("dunes.runs.compiled_loss.compiled_loss", failing, "the loss is eager again: no such kernel"),
         ("dunes.runs.compiled_loss.compiled_loss", no_cache, "the loss is eager again: no folder of the cache"),
         (f"{CPP}.get_cpp_compiler", lambda: no_cache(0, 0), "stays eager: no folder of the cache"),
-        (f"{CPP}.config.cpp.cxx", ("none",), "the loss stays eager: no C++ compiler; install g++ or clang"),
+        (f"{CPP}.get_cpp_compiler", no_compiler, "the loss stays eager: no C++ compiler; install g++ or clang"),
         ("dunes.runs.compiled_loss.measure.free_memory", lambda device: 6 * 10**8, "GB of memory, and 0.6 are"),
     ],
 )

@@ -457,7 +457,7 @@ def assert_texts_are_read(model, step):
         cache, other = Cache(1, 64), Cache(1, 64)
         cache.allocate_like(step.example)
         ids = [*range(3, 3 + length)]
-        scores, expected = step.read_text(ids, cache), model(torch.tensor([ids]), cache=other)[0, -1]
+        (scores,), expected = step.read_text(ids, cache), model(torch.tensor([ids]), cache=other)[0, -1]
         assert (scores.logits - expected).abs().max() < 1e-5 * expected.abs().max()
         assert scores.best == int(expected.argmax())
         assert abs(scores.logprob(5) - float(expected.log_softmax(-1)[5])) < 1e-5 * expected.abs().max()
@@ -669,6 +669,25 @@ def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scal
         model.blocks[0].mlp = Scaled(model.blocks[0].mlp, scale(factor))
         packages.append(step_package._folder(model))
     assert packages[0] != packages[1] == packages[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch, attn: patch.setattr(torch, "__version__", "9.9"),
+        lambda patch, attn: patch.setattr(step_package.measure, "processor", lambda: {"flags": "another"}),
+        lambda patch, attn: patch.setitem(step_package.OPTIONS, "realize_reads_threshold", 2),
+        lambda patch, attn: patch.setattr(step_package.atomic, "digest", lambda path: f"edited {path.name}"),
+        lambda patch, attn: setattr(attn, "_private", {"a": [{"b": [("depth", 1)]}]}),
+        lambda patch, attn: attn.q.half(),
+        lambda patch, attn: setattr(attn.out, "weight", attn.q.weight),
+    ],
+)
+def test_what_compiled_code_depends_on_names_its_folder(change, home, monkeypatch):
+    model, before = model_of(depth=1), step_package._folder(model_of(depth=1, seed=1))
+    assert step_package._folder(model) == before, "whatever its weights"
+    change(monkeypatch, model.blocks[0].attn)
+    assert step_package._folder(model) != before
 
 
 @pytest.mark.long

@@ -6,10 +6,8 @@ folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs
 
 import inspect
 import json
-import math
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -18,10 +16,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 from zipfile import ZipFile
 
@@ -39,7 +37,6 @@ from dunes.generate.step import (
     STACK,
     TEXT,
     CompiledStep,
-    Scores,
     Step,
     TextStep,
     export_step,
@@ -47,8 +44,9 @@ from dunes.generate.step import (
     outline,
     step_weights,
 )
-from dunes.ops.kernels import one_line, why_not_compiled
+from dunes.ops.kernels import attempt, why_not_compiled
 from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
@@ -68,7 +66,6 @@ a step of ten million parameters.
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
 GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
-T = TypeVar("T")
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
@@ -98,21 +95,23 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
 
     Where native code is missing and there is a compiler, `start` starts the process that makes it.
     """
-    step: CompiledStep | None = None
-    process: subprocess.Popen[bytes] | None = None
-    looked, files = -math.inf, None
 
-    def find() -> CompiledStep | None:
-        nonlocal step, process, looked, files
-        first, running = looked == -math.inf, process is not None and process.poll() is None
-        if first or (process and not running) or (running and time.monotonic() > looked + LOOK_EVERY):
-            process, looked, before, files = process if running else None, time.monotonic(), files, _files()
-            step = load_step(model) if first or files != before else step
-            if first and start is not None and step is None and _dtypes(model) and not why_not_compiled():
-                process = start()
-        return step
+    def steps() -> Iterator[CompiledStep | None]:
+        looked, files, step, process = time.monotonic(), _files(), load_step(model), None
+        if start is not None and step is None and _dtypes(model) and not why_not_compiled():
+            process = start()
+        while process is not None:
+            yield step
+            if process.poll() is not None:
+                process = None
+            elif time.monotonic() < looked + LOOK_EVERY:
+                continue
+            looked, before, files = time.monotonic(), files, _files()
+            step = load_step(model) if files != before else step
+        yield from repeat(step)
 
-    return find
+    source = steps()
+    return lambda: next(source, None)
 
 
 def _files() -> dict[Path, int]:
@@ -185,7 +184,11 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError for a model on another device, with hooks, or that can have no step of this dtype."""
+    """Raise ValueError for a model on another device, with hooks, that is no Decoder, that needs its whole text
+    for each token, or that can have no step of this dtype."""
+    Step(model)
+    if cache_for(model, 1, 1) is None:
+        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):
@@ -193,6 +196,11 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     if dtype is not None and dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
         raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """True if a forward calls hooks, which compiled code would not."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def native_files(package: Path) -> dict[str, str]:
@@ -233,11 +241,6 @@ def _chosen(model: nn.Module, folder: Path) -> torch.dtype:
     return next((dtype for dtype in _dtypes(model) if str(dtype) == choice), _dtype(model))
 
 
-def has_hooks(model: nn.Module) -> bool:
-    """True if a forward calls hooks, which compiled code would not."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
 def _record(model: nn.Module, folder: Path) -> Path:
     """The file with the dtype that was chosen for these weights.
 
@@ -271,8 +274,10 @@ def _folder(model: nn.Module) -> Path:
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
     """A text with everything in an attribute that traced code may depend on; `files` get those of its code."""
-    if isinstance(value, Tensor | nn.Module) or not depth:
+    if isinstance(value, Tensor | nn.Module):
         return type(value).__qualname__
+    if not depth:
+        return stable_repr(value)
     if isinstance(value, list | tuple | dict | set | frozenset):
         entries = value.items() if isinstance(value, dict) else value
         texts = [_describe(entry, files, depth - 1) for entry in entries]
@@ -282,7 +287,7 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
     if inspect.isfunction(value):
         files.add(value.__code__.co_filename)
         cells = [_describe(cell.cell_contents, files, depth - 1) for cell in value.__closure__ or ()]
-        constants = _without_addresses(value.__code__.co_consts)
+        constants = stable_repr(value.__code__.co_consts)
         defaults = _describe([value.__defaults__, value.__kwdefaults__], files, depth - 1)
         return f"{value.__qualname__} {value.__code__.co_code!r} {constants} {cells} {defaults}"
     if inspect.ismethod(value):
@@ -290,11 +295,7 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
     if hasattr(value, "__dict__") and not isinstance(value, type):
         files.update(filter(None, [sys.modules[type(value).__module__].__dict__.get("__file__")]))
         return f"{type(value).__qualname__} {_describe(vars(value), files, depth - 1)}"
-    return _without_addresses(value)
-
-
-def _without_addresses(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return stable_repr(value)
 
 
 def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.dtype) -> CompiledStep:
@@ -306,12 +307,13 @@ def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
     for n, file in files.items():
-        kept = CHECKED - n if n != TEXT else 0
-        cache.truncate(torch.tensor([kept]))
+        ids = [*range(n if n != TEXT else CHECKED, 0, -1)]
+        cache.truncate(torch.tensor([CHECKED - len(ids)]))
         for tensor in cache.keys + cache.values:
-            tensor[:, :, kept:] = torch.nan  # which the step has to replace
+            tensor[:, :, CHECKED - len(ids) :] = torch.nan  # which the step has to replace
+        run = partial(step.read_text if n == TEXT else step, ids, cache)
         with torch.autocast("cpu", enabled=False):
-            scores = attempt("a compiled step cannot be run", partial(_evaluate, step, n, cache))
+            scores = attempt("a compiled step cannot be run", run)
         logits = torch.stack([s.logits for s in scores])
         require_close(f"{file}: its logits", logits - expected[-len(logits) :], expected, dtypes[n])
     return step
@@ -324,20 +326,13 @@ def require_close(what: str, difference: Tensor, expected: Tensor, dtype: torch.
         raise ValueError(f"{what} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
 
 
-def _evaluate(step: CompiledStep, tokens: int, cache: Cache) -> list[Scores]:
-    """The scores after the last of the tokens that are checked, or after all of a text."""
-    if tokens == TEXT:
-        return [step.read_text([*range(CHECKED, 0, -1)], cache)]
-    return step([*range(tokens, 0, -1)], cache)
-
-
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
     """A cache of 8 slots that holds tokens, which count down to 1, and the logits (FEW, V) after the last of them.
 
-    The tokens differ where there are enough. Raises ValueError for a model without a cache.
+    The tokens differ where there are enough.
     """
-    if (cache := cache_for(model, 1, 8)) is None:
-        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    cache = cache_for(model, 1, 8)
+    assert cache is not None, "check_step refuses others"
     ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
         return cache, model(ids[None], cache=cache, last=FEW)[0].float()
@@ -393,14 +388,6 @@ def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.ex
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
     return graph
-
-
-def attempt(failed: str, work: Callable[[], T]) -> T:
-    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `failed`."""
-    try:
-        return work()
-    except Exception as error:  # torch raises whatever it meets
-        raise ValueError(f"{failed}: {one_line(error)}") from None
 
 
 def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:

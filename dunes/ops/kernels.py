@@ -4,9 +4,12 @@ import functools
 import hashlib
 import importlib.util
 import shutil
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Kernels(Protocol):
@@ -104,3 +107,11 @@ def why_not_compiled() -> str:
 def one_line(error: BaseException) -> str:
     """The beginning of an error of torch's compilers, which raise whatever they meet, in pages of text."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def attempt(failed: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `failed`."""
+    try:
+        return work()
+    except Exception as error:  # torch raises whatever it meets
+        raise ValueError(f"{failed}: {one_line(error)}") from None

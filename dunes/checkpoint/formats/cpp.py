@@ -40,7 +40,7 @@ from dunes.generate.packages import (
 )
 from dunes.generate.step import FEW, CompiledStep, load_native, step_weights
 from dunes.ops.kernels import why_not_compiled
-from dunes.parts import Decoder, cache_for, vocabulary_size
+from dunes.parts import cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
 from dunes.text.byte_pairs import CHAR_TO_BYTE
 from dunes.text.tokenizer import UNKNOWN, Tokenizer, splits_characters, splits_lines
@@ -85,7 +85,9 @@ def export_native(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
-    _check_decoder(model, loaded.context_length, dtype)
+    check_step(model, dtype)
+    if (length := loaded.context_length) < MIN_CONTEXT:
+        raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: one to three minutes")
     package, chosen = compile_step(model, loaded.context_length, dtype)
     names, step = native_files(package), load_step(model, chosen)
@@ -140,18 +142,6 @@ def check_target(out: Path) -> None:
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
     if reason := why_not_compiled():
         raise ValueError(f"--to cpp: {reason}")
-
-
-def _check_decoder(model: nn.Module, context_length: int, dtype: torch.dtype | None) -> None:
-    if type(model) is not Decoder:
-        raise ValueError(f"--to cpp: needs a Decoder, not a {type(model).__name__}")
-    check_step(model, dtype)
-    if context_length < MIN_CONTEXT:
-        raise ValueError(
-            f"--to cpp: the model attends to {context_length} tokens; expected at least {MIN_CONTEXT}"
-        )
-    if cache_for(model, 1, MIN_CONTEXT) is None:
-        raise ValueError("--to cpp: the model may mix tokens, so that it needs its whole text for each token")
 
 
 def _check_network(model: nn.Module, example: Tensor) -> Tensor:
