@@ -826,10 +826,10 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr(step_package.measure, "processor", lambda: {"flags": "another"})
         assert load_step(model) is None
-    step_package.packages_folder().chmod(0o755)
+    (folder := step_package.packages_folder()).chmod(0o755)
     with pytest.warns(UserWarning, match="chmod 700"):
         assert load_step(model) is None
-    step_package.packages_folder().chmod(0o700)
+    folder.chmod(0o700)
     for file in (package / name for name in ("native-few.so", "native-text.so", "native.so")):
         data = file.read_bytes()
         for damaged in (data[: len(data) // 2], data[:5000] + bytes([data[5000] ^ 1]) + data[5001:], b""):
@@ -875,7 +875,7 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     model, other = model_of(), model_of(seed=1)
     assert compile_step(model, 64)[1] == torch.float16
     assert load_step(model).dtype == torch.float16
-    assert load_step(other).dtype == torch.float32, "its greedy ids in float16 were not compared"
+    assert load_step(other) is None, "its greedy ids in float16 were not compared"
     for chosen in (torch.bfloat16, torch.float32, torch.float16):
         assert compile_step(model, 64, chosen)[1] == chosen
         assert load_step(model).dtype == chosen

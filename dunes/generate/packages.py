@@ -166,7 +166,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
     """
     name, digests = FILES[tokens], dict[str, str]()
     with folder_lock(package):  # another process may be making it
-        with suppress(ValueError):  # damaged ones are made again
+        with suppress(ValueError) if tokens == 1 else nullcontext():  # damaged ones are made again, from the first
             digests |= native_files(package)
         if name in digests:
             return
