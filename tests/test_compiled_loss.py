@@ -13,7 +13,6 @@ from dunes import tree
 from dunes.augment import attach
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.ops import kernels
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import finetune
@@ -34,6 +33,13 @@ STEPS = 16
 
 
 CODE = Path(__file__).parent.parent / "recipes"
+
+
+CPP = "torch._inductor.cpp_builder"
+
+
+def no_compiler():
+    return torch._inductor.cpp_builder.cpp_compiler_search(())
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
     assert "compiling" not in trained(tmp_path / "auto")
     trained(tmp_path / "on", compile="on")
     assert changes(tmp_path / "on") == [(0, True)]
-    soon.setattr(kernels, "has_compiler", lambda: False)
+    soon.setattr(f"{CPP}.get_cpp_compiler", no_compiler)
     with pytest.raises(ValueError, match=r"--compile on: no C\+\+ compiler; install g\+\+"):
         trained(tmp_path / "none", compile="on")
 
@@ -166,8 +172,8 @@ def failing(loss, backend):
     [
         ("dunes.runs.compiled_loss.compiled_loss", failing, "the loss is eager again: no such kernel"),
         ("dunes.runs.compiled_loss.compiled_loss", no_cache, "the loss is eager again: no folder of the cache"),
-        ("dunes.ops.kernels.has_compiler", lambda: no_cache(0, 0), "stays eager: no folder of the cache"),
-        ("dunes.ops.kernels.has_compiler", lambda: False, "the loss stays eager: no C++ compiler; install"),
+        (f"{CPP}.get_cpp_compiler", lambda: no_cache(0, 0), "stays eager: no folder of the cache"),
+        (f"{CPP}.get_cpp_compiler", no_compiler, "the loss stays eager: no C++ compiler; install g++ or clang"),
         ("dunes.runs.compiled_loss.measure.free_memory", lambda device: 6 * 10**8, "GB of memory, and 0.6 are"),
     ],
 )

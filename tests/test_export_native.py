@@ -70,7 +70,7 @@ def no_work(monkeypatch):
     for name in ("compile_step", "compile_graph"):
         monkeypatch.setattr(export_native, name, fail)
     monkeypatch.setattr(torch.export, "export", fail)
-    monkeypatch.setattr(export_native, "has_compiler", lambda: True)  # which imports Inductor
+    monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")  # which imports Inductor
 
 
 def mixing():
@@ -112,7 +112,7 @@ def test_an_existing_folder_and_a_missing_compiler_are_refused(no_work, monkeypa
         return export_network(Net(), torch.rand(1, 28, 28), out) if network else export(loaded(), out)
 
     refuses("exists already", try_export, tmp_path)
-    monkeypatch.setattr(export_native, "has_compiler", lambda: False)
+    monkeypatch.setattr(export_native, "why_not_compiled", lambda: "no C++ compiler; install g++")
     refuses("install g\\+\\+", try_export, tmp_path / "out")
 
 
@@ -168,11 +168,11 @@ def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
 
 @pytest.mark.parametrize(
     ("network", "message"),
-    [(Branching(), "torch cannot export this network: "), (Made(), "a tensor made in forward; register it")],
+    [(Branching(), "torch cannot export this model: "), (Made(), "a tensor made in forward; register it")],
     ids=["branching", "constant"],
 )
 def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
-    monkeypatch.setattr(export_native, "has_compiler", lambda: True)
+    monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")
     monkeypatch.setattr(export_native, "compile_graph", lambda *args: pytest.fail("compiled"))
     refuses(message, export_network, network, torch.rand(1), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -181,8 +181,11 @@ def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, 
 @pytest.mark.parametrize("wrong", [1.001, float("nan")])
 def test_code_that_computes_something_else_is_refused(wrong):
     expected = torch.tensor([1.0, -2.0])
-    export_native._check_result(expected * (1 + 1e-6), expected)
-    refuses(r"compiled, it differs by .* of up to 2", export_native._check_result, expected * wrong, expected)
+    check = lambda factor: step_package.require_close(
+        "they", expected * factor - expected, expected, torch.float32
+    )
+    check(1 + 1e-6)
+    refuses(r"they differ by .* of up to 2", check, wrong)
 
 
 def test_only_equal_views_of_one_storage_are_stored_once():
@@ -220,7 +223,7 @@ def test_the_command_refuses_in_one_line(command, tmp_path):
 
 def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(monkeypatch, command, tmp_path):
     keep(tmp_path / "net")
-    monkeypatch.setattr(export_native, "has_compiler", lambda: True)
+    monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")
     for arguments, message in (
         (["--to", "cpp"], "--example is missing: the sizes of the network's input"),
         (["--to", "onnx", "--example", "0"], "--example is missing"),
@@ -286,7 +289,7 @@ def test_only_tokenizers_trained_here_have_tables():
 @pytest.fixture(scope="session")
 def build(tmp_path_factory):
     """A folder with the library and the program."""
-    if shutil.which("cmake") is None or not step_package.has_compiler():
+    if shutil.which("cmake") is None or step_package.why_not_compiled():
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native-build")
     source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"

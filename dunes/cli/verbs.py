@@ -164,10 +164,7 @@ def generate(
     measure.keep_freed_memory()
     folder = checkpoint.locate_model(model).folder
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-    if (format := _cache_format(cache)) is not None:
-        generator = TextGenerator(loaded, format=format)
-    else:
-        generator = TextGenerator(loaded, step_source(loaded.model))
+    generator = TextGenerator(loaded, step_source(loaded.model), _cache_format(cache))
     small = None
     if draft is not None:
         small = checkpoint.load_with_tokenizer(checkpoint.locate_model(draft).folder, measure.device())

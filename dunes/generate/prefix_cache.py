@@ -124,7 +124,7 @@ class PrefixCache:
         try:
             while len(held) < len(text):
                 ids = text if begins else text[len(held) : len(held) + step.most(cache, len(held))]
-                scores += [step.read_text(ids, cache)] if begins else step(ids, cache)
+                scores += (step.read_text if begins else step)(ids, cache)
                 held += ids
                 self.forwards += 1
             if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse

@@ -12,6 +12,7 @@ import copy
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
+from dunes.ops.kernels import attempt
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
 
@@ -194,10 +196,7 @@ class CompiledStep:
         self.example = Cache(1, 0)
         self._run: dict[int, Run] = {}
         for n, (file, weights) in files.items():
-            try:
-                self._run[n] = load_native(file, weights)
-            except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-                raise ValueError(f"{file}: cannot be loaded: {str(error).strip().splitlines()[0]}") from None
+            self._run[n] = attempt(f"{file}: cannot be loaded", partial(load_native, file, weights))
         self.reads_texts = TEXT in files
 
     def __repr__(self) -> str:
@@ -222,12 +221,12 @@ class CompiledStep:
         cache.advance(_COUNTS[len(ids)])
         return _scores(summary, logits.clone())[: len(ids)]
 
-    def read_text(self, ids: Sequence[int], cache: Cache) -> Scores:
-        """The scores after the ids that a text begins with, two or more, in the only row of an empty cache."""
+    def read_text(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
+        """The scores after all ids that a text begins with, two or more, in the only row of an empty cache."""
         cache.start(len(ids))
         logits, summary = self._run[TEXT]([torch.tensor(ids), *cache.keys, *cache.values])
         cache.advance(torch.tensor([len(ids)]))
-        return _scores(summary, logits.clone())[0]
+        return _scores(summary, logits.clone())
 
 
 def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
@@ -240,7 +239,7 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
-        raise ValueError(f"{package}: needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
+        raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
     # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
     # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:

@@ -57,10 +57,8 @@ class ChatModel:
 
     @cached_property
     def generator(self) -> TextGenerator:
-        if self.format is not None:
-            return TextGenerator(self.loaded, format=self.format)
         step = step_source(self.loaded.model, partial(start_compiling, self.place) if self.compiles else None)
-        return TextGenerator(self.loaded, step)
+        return TextGenerator(self.loaded, step, self.format)
 
     @cached_property
     def template(self) -> Template:

@@ -1,6 +1,7 @@
 """Properties of this machine: device, memory."""
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -136,7 +137,7 @@ def synchronize(device: torch.device) -> None:
 def fingerprint() -> dict[str, str | int]:
     """Hardware and software that speed depends on; `machine` is a short digest of the rest."""
     known: dict[str, str | int] = {
-        "cpu": _cpu(),
+        "cpu": processor().get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_bytes": _memory(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
@@ -147,12 +148,14 @@ def fingerprint() -> dict[str, str | int]:
     return {"machine": hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()} | known
 
 
-def _cpu() -> str:
+@functools.cache
+def processor() -> dict[str, str]:
+    """The name of the processor and its instructions ("flags" on x86, "Features" on ARM); empty but on Linux."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+        named = {key.strip(): value.strip() for key, _, value in fields}
+        return {key: named[key] for key in ("model name", "CPU part", "flags", "Features") if key in named}
+    return {}
 
 
 def _memory() -> int:

@@ -4,9 +4,12 @@ import functools
 import hashlib
 import importlib.util
 import shutil
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Kernels(Protocol):
@@ -88,19 +91,27 @@ class Metal:
         return getattr(self._library, name)
 
 
-def has_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except RuntimeError:
-        return False
-
-
 def why_not_compiled() -> str:
     """Why Inductor cannot compile for the CPU here; empty if it can."""
     try:
-        return "" if has_compiler() else "no C++ compiler; install g++"
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except RuntimeError:
+        return "no C++ compiler; install g++ or clang"
     except OSError as error:  # importing the compiler makes the folder of its cache
-        return " ".join(str(error).split())
+        return one_line(error)
+    return ""
+
+
+def one_line(error: BaseException) -> str:
+    """The beginning of an error of torch's compilers, which raise whatever they meet, in pages of text."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def attempt(failed: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `failed`."""
+    try:
+        return work()
+    except Exception as error:  # torch raises whatever it meets
+        raise ValueError(f"{failed}: {one_line(error)}") from None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure
-from dunes.ops.kernels import why_not_compiled
+from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
 from dunes.train.loss import Loss
@@ -41,19 +41,17 @@ def compile_loss(run: Run, line: Callable[[str], object], backend: str = "induct
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
         return
-    wanted = choice == "on" or (choice == "auto" and (pays(run) if run.compiled is None else run.compiled))
+    wanted = choice == "on" or (choice == "auto" and bool(pays(run) if run.compiled is None else run.compiled))
     reason = why_eager(run) if wanted else ""
-    if not wanted or reason:
-        if choice == "on":
-            raise ValueError(f"--compile on: {reason}")
-        if reason:
-            line(f"the loss stays eager: {reason}")
-        if run.compiled:
-            _record(run, False)
-        return
-    line("compiling the loss in the first step, which takes about a minute")
-    run.trainer.loss, run.trainer.deterministic = _compiled_or_eager(run, line, backend), True
-    _record(run, True)
+    if reason and choice == "on":
+        raise ValueError(f"--compile on: {reason}")
+    if reason:
+        line(f"the loss stays eager: {reason}")
+    elif wanted:
+        line("compiling the loss in the first step, which takes about a minute")
+        run.trainer.loss, run.trainer.deterministic = _compiled_or_eager(run, line, backend), True
+    if (compiles := wanted and not reason) or run.compiled:
+        _record(run, compiles)
 
 
 def pays(run: Run) -> bool:
@@ -113,8 +111,7 @@ def _compiled_or_eager(run: Run, line: Callable[[str], object], backend: str) ->
             compiled = compiled or compiled_loss(eager, backend)
             return compiled(model, batch)
         except Exception as error:  # whatever the compiler meets; an error of the loss comes again
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            line(f"the loss is eager again: {reason}")
+            line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)
             return eager(model, batch)

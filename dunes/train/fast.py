@@ -8,7 +8,7 @@ plain twin is `Trainer.run` on the same batches.
 # Shapes: N rows, B batch, K steps in a unit.
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
 from math import isfinite
 from time import perf_counter
@@ -16,10 +16,11 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dunes import tree
-from dunes.ops.kernels import why_not_compiled
+from dunes.ops.kernels import one_line, why_not_compiled
+from dunes.train.loss import Loss
 from dunes.train.rules import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
@@ -53,8 +54,8 @@ def fast_run(
     _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
-    watch, seconds, changes = _Watch(trainer), list[float](), list[Key]()
-    with watch:
+    seconds, changes = list[float](), list[Key]()
+    with _watched(trainer) as draws:
         for step in trainer.run(map(gather, islice(stream, PLAIN_STEPS))):
             seconds.append(step.seconds)
             before = _read(trainer)
@@ -64,7 +65,7 @@ def fast_run(
         line(f"plain loop: {reason}")
     elif len(seconds) == PLAIN_STEPS:
         scheduled = changes or any("initial_lr" in group for group in trainer.optimizer.param_groups)
-        unit = Unit(trainer, 1 if watch.draws or scheduled else steps_per_call, watch.draws)
+        unit = Unit(trainer, 1 if any(draws) or scheduled else steps_per_call, any(draws))
         stream = yield from _run_units(unit, gather, stream, min(seconds[1:]), line)
     yield from trainer.run(map(gather, stream))
 
@@ -210,7 +211,7 @@ def _run_units(
         except Exception as error:  # whatever the compiler meets, before it has run anything
             if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # which has run nothing, either
                 raise
-            line(f"plain loop: torch.compile cannot compile this step: {str(error).splitlines()[0][:200]}")
+            line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
         seconds.append((perf_counter() - start) / unit.steps)
         for step in steps:
@@ -268,29 +269,22 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
         )
 
 
-class _Watch(nn.Module):
-    """Notes whether a trainer's loss draws random numbers, while it is entered.
+@contextmanager
+def _watched(trainer: Trainer) -> Iterator[list[bool]]:
+    """Notes for each call of the trainer's loss inside whether it drew random numbers."""
+    state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
+    draws, loss = list[bool](), trainer.loss
 
-    It is a module because the loss may be one, whose parameters the trainer looks up.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__()
-        self.trainer, self.loss, self.draws = trainer, trainer.loss, False
-
-    def __enter__(self) -> None:
-        self.trainer.loss = self
-
-    def __exit__(self, *error: object) -> None:
-        self.trainer.loss = self.loss
-
-    def forward(self, *arguments: Any) -> Any:
-        before, result = self._generator_state(), self.loss(*arguments)
-        self.draws = self.draws or not torch.equal(before, self._generator_state())
+    def watch(loss: Loss, *arguments: Any) -> Any:
+        before, result = state(), loss(*arguments)
+        draws.append(not torch.equal(before, state()))
         return result
 
-    def _generator_state(self) -> Tensor:
-        return torch.cuda.get_rng_state() if self.trainer.device.type == "cuda" else torch.get_rng_state()
+    trainer.loss = MethodType(watch, loss)  # a method of the loss: the trainer looks up parameters of one
+    try:
+        yield draws
+    finally:
+        trainer.loss = loss
 
 
 def _check_rows(tensors: Sequence[Tensor], steps_per_call: int) -> None:

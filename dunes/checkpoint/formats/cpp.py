@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dunes import tree
+from dunes import measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.convert import exclusive_folder
 from dunes.checkpoint.weights import header
@@ -31,17 +30,20 @@ from dunes.files import atomic
 from dunes.generate.packages import (
     FILES,
     PACKAGE,
-    TOLERANCE,
     bind_step,
+    buffers_unchanged,
     check_step,
     compile_graph,
     compile_step,
+    export_graph,
+    has_hooks,
     load_step,
     native_files,
+    require_close,
 )
 from dunes.generate.step import FEW, TEXT, CompiledStep, load_native, named_tensors, step_weights
-from dunes.ops.kernels import has_compiler
-from dunes.parts import Decoder, cache_for, vocabulary_size
+from dunes.ops.kernels import why_not_compiled
+from dunes.parts import cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
 from dunes.text.byte_pairs import CHAR_TO_BYTE
 from dunes.text.tokenizer import UNKNOWN, Tokenizer, splits_characters, splits_lines
@@ -87,11 +89,12 @@ def export_native(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
-    _check_decoder(model, loaded.context_length, dtype)
+    check_step(model, dtype)
+    if (length := loaded.context_length) < MIN_CONTEXT:
+        raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: one to three minutes")
     package, chosen = compile_step(model, loaded.context_length, dtype)
-    files, step = native_files(package), load_step(model, chosen)
-    names = [file.name for file in files]
+    names, step = native_files(package), load_step(model, chosen)
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
@@ -101,8 +104,8 @@ def export_native(
     card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else _no_tokenizer(tokenizer)}
 
     def fill(folder: Path) -> None:
-        for file in files:
-            shutil.copy(file, folder)
+        for name in names:
+            shutil.copy(package / name, folder)
         if tokenizer is not None:
             tokenizer.save(folder)
         if tables is not None:
@@ -127,18 +130,17 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     """
     check_target(out)
     expected = _check_network(model, example)
-    with TemporaryDirectory() as folder, tree.mode(model, False), warnings.catch_warnings():
+    with tree.mode(model, False), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own deprecations
-        graph = _export_network(model, example)
-        compile_graph(graph, Path(folder) / PACKAGE)
+        graph = export_graph(lambda: torch.export.export(model, (example,), strict=False))
         card = {"input": list(example.shape), "output": list(expected.shape)}
 
-        def fill(staged: Path) -> None:
-            for file in Path(folder).glob(f"{Path(PACKAGE).stem}.*"):
-                shutil.copy(file, staged)
+        def fill(folder: Path) -> None:
+            compile_graph(graph, folder / PACKAGE)
 
         def verify(staged: Path, written: Mapping[str, Tensor]) -> None:
-            _check_result(load_native(staged / PACKAGE, written)([example])[0], expected)
+            result = load_native(staged / PACKAGE, written)([example])[0]
+            require_close("compiled, its numbers", result - expected, expected, torch.float32)
 
         return _write(out, "network", named_tensors(model), card, fill, verify)
 
@@ -149,54 +151,21 @@ def check_target(out: Path) -> None:
         raise ValueError("--to cpp: for Linux and macOS only")
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
-    if not has_compiler():
-        raise ValueError("--to cpp: needs a C++ compiler; install g++ or clang")
-
-
-def _check_decoder(model: nn.Module, context_length: int, dtype: torch.dtype | None) -> None:
-    if type(model) is not Decoder:
-        raise ValueError(f"--to cpp: needs a Decoder, not a {type(model).__name__}")
-    check_step(model, dtype)
-    if context_length < MIN_CONTEXT:
-        raise ValueError(
-            f"--to cpp: the model attends to {context_length} tokens; expected at least {MIN_CONTEXT}"
-        )
-    if cache_for(model, 1, MIN_CONTEXT) is None:
-        raise ValueError("--to cpp: the model may mix tokens, so that it needs its whole text for each token")
+    if reason := why_not_compiled():
+        raise ValueError(f"--to cpp: {reason}")
 
 
 def _check_network(model: nn.Module, example: Tensor) -> Tensor:
     """What the network computes from the example. Raises ValueError for one that cannot be exported."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+    if has_hooks(model):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
     if elsewhere := [n for n, t in named_tensors(model).items() if t.device.type != "cpu"]:
         raise ValueError(f"--to cpp: code is compiled for the CPU, and {elsewhere[0]} is on another device")
-    before = {name: buffer._version for name, buffer in model.named_buffers()}
-    with torch.no_grad(), tree.mode(model, False):
+    with torch.no_grad(), tree.mode(model, False), buffers_unchanged(model):
         expected = model(example)
-    if changed := [n for n, b in model.named_buffers() if before.get(n) != b._version]:
-        raise ValueError(f"{changed[0]}: a buffer that forward changes, which compiled code cannot; remove it")
     if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:
         raise ValueError("--to cpp: expected a network of one tensor in float32 that gives one in float32")
     return expected
-
-
-def _export_network(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    try:
-        with torch.no_grad():
-            graph = torch.export.export(model, (example,), strict=False)
-    except Exception as error:  # torch raises whatever it meets
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"--to cpp: torch cannot export this network: {reason}") from None
-    if constants := graph.graph_signature.lifted_tensor_constants:
-        raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
-    return graph
-
-
-def _check_result(result: Tensor, expected: Tensor) -> None:
-    difference, largest = (result - expected).abs().max(), expected.abs().max()
-    if not difference <= TOLERANCE[torch.float32] * largest:
-        raise ValueError(f"compiled, it differs by {difference:.1e} from the network, of up to {largest:.1e}")
 
 
 def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -292,13 +261,9 @@ def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, str], dic
 
 def instructions() -> Sequence[str]:
     """The instructions of this processor, as Linux names them; none on other systems."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-    line = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    flags = line.split(":", 1)[1].split()
-    return [f for f in flags if INSTRUCTIONS.fullmatch(f) or not line.startswith("flags")]
+    fields = measure.processor()
+    of_x86 = [flag for flag in fields.get("flags", "").split() if INSTRUCTIONS.fullmatch(flag)]
+    return of_x86 or fields.get("Features", "").split()
 
 
 def checksum(file: Path) -> str:

@@ -17,6 +17,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.verify import EXACT, prompts
 from dunes.extra import extra
 from dunes.files import atomic
+from dunes.ops.kernels import one_line
 from dunes.parts import MoE, vocabulary_size
 from dunes.units import format_bytes
 
@@ -60,7 +61,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)
     except Exception as error:  # torch raises whatever it meets
-        reason = next(iter(str(error.__cause__ or error).strip().splitlines()), type(error).__name__)
+        reason = one_line(error.__cause__ or error)
         raise ValueError(f"--to onnx: torch cannot export this model: {reason}") from None
     out.parent.mkdir(parents=True, exist_ok=True)
 
