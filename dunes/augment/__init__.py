@@ -1,6 +1,6 @@
-"""Changes to a built model, one file and one entry in CHANGES each, recorded so that a checkpoint repeats them.
+"""Changes to a built model, recorded so that a checkpoint can repeat them: one file and one entry of CHANGES each.
 
-torch is loaded when one of these names is first asked for: `augment.options` is read without it.
+torch is imported on the first access to one of these names, so that `augment.options` can be read without it.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
-"""The options of each change: its `decide` gets them, its record has them, the command line offers them.
+"""The options of each change: arguments of its `decide`, fields of its record, and flags of the command line.
 
-They are read without importing torch. A field that is not offered has its value from Python alone.
+Importing this module does not import torch. `NotOffered` fields have no flag and are set from Python only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,31 +26,31 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""All linear layers of the blocks but routers, whose choice of experts should not change."""
+"""All linear layers of the blocks except routers, whose choice of experts should not change."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
-"""The name of an adapter."""
+"""Default name of an adapter."""
 TRAIN = "next: dunes train SOURCE --from {out} --out RUN"
 TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag of the globs of modules that a change selects."""
+    """The flag --target-modules, whose globs select modules."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a change. `NEXT` is printed after it, with the folder in place of {out}."""
+    """Options of a change. `NEXT` is printed after the change, with {out} replaced by the output folder."""
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
-    """The help of --calibration."""
+    """Help text of --calibration."""
     SCORED: ClassVar[bool] = False
     """True if the report compares the model before and after on --validation."""
     UNDO: ClassVar[str] = ""
-    """The help of --undo."""
+    """Help text of --undo."""
 
     @property
     def reads_text(self) -> bool:
@@ -58,11 +58,11 @@ class Options:
         return False
 
     def request(self) -> dict[str, Any]:
-        """All of them, as JSON values."""
+        """All options as JSON values."""
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """The flags of those that are not the defaults."""
+        """Flags of the options that differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 
@@ -345,4 +345,4 @@ OPTIONS: dict[str, type[Options]] = {
     "upcycle": Upcycle,
 }
 COMMANDS = ("expand", "narrow", "prune", "quantize", "upcycle", "experts", "lora-experts")
-"""The changes that `dunes augment` makes."""
+"""Changes with a command `dunes augment NAME`."""
