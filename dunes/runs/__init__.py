@@ -1,1 +1,1 @@
-"""What the verbs do: bodies of loops, progress, pictures, reports."""
+"""Runs: the training loop, finetuning, changes to folders, and their progress, plots and reports."""

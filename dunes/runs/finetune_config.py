@@ -95,11 +95,11 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
-    """Options of a finetuning run. It ends after `steps`, else after `minutes`, else after `epochs`."""
+    """Options of a finetuning run, which ends after `steps` if set, else after `minutes`, else after `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    # Paths may change: the contents of the base and the examples are compared.
+    # Paths may change, since the contents of base and examples are compared.
     OVERRIDABLE = (*RunConfig.OVERRIDABLE, *PATHS)
     VERB = "finetune"
 
@@ -120,7 +120,7 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
-        """`ranks` as globs and numbers. Raises ValueError for any other form."""
+        """`ranks` as pairs of glob and rank. Raises ValueError for anything but GLOB=RANK."""
         pairs = []
         for each in self.ranks:
             glob, _, rank = each.rpartition("=")

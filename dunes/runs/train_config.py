@@ -12,16 +12,15 @@ from dunes.flags import REQUIRED, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
-"""The smallest valid --size: for smaller numbers the unit was probably forgotten."""
+"""Smallest valid --size; below it the unit was probably forgotten."""
 
 WIDTH_STEP = 32
-"""Widths are multiples of this, the smallest head."""
+"""Divisor of all widths, the smallest head dim."""
 
 Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 MIXTURES = ("mixtral", "qwen3_moe")
-"""The families with experts."""
-EXPERTS, MAX_EXPERTS = 8, 4096
-"""The default number of experts, and the largest."""
+"""Families with experts."""
+EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
@@ -83,7 +82,7 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # without `file_headers`, files do not begin with their paths: to compare
+class Completion:  # `file_headers` False: files do not begin with their paths, for ablations
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
@@ -107,7 +106,7 @@ class Completion:  # without `file_headers`, files do not begin with their paths
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
-    """Options of training from scratch (`runs/autosize.py` chooses open ones)."""
+    """Options of training on text; `runs/autosize.py` chooses unset ones."""
 
     OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
     PATHS = ("sources", "base")
@@ -150,23 +149,23 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def expert_count(self) -> int:
-        """The number of experts, if it is a mixture."""
+        """Number of experts, if the model is a mixture."""
         return self.experts or EXPERTS
 
     @property
     def top_k(self) -> int:
-        """The experts of each token, if it is a mixture."""
+        """Experts per token, if the model is a mixture."""
         return self.experts_per_token or min(2, self.expert_count)
 
     @property
     def has_own_form(self) -> bool:
-        """Whether the model has parts that no Hugging Face config names."""
+        """True if the model has parts that no Hugging Face config describes."""
         return bool(self.shared_experts) or self.balancing == "bias"
 
     def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
-        """The config with mixtral as the family if it has options of experts, and no family was `asked` for.
+        """The config with family mixtral if it has options of experts and the user (`asked`) set no family.
 
-        Raises ValueError for such options and a family without experts.
+        Raises ValueError for options of experts with a family without experts.
         """
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
         if not options or self.family in MIXTURES:
@@ -178,7 +177,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def with_headers(self) -> bool:
-        """Whether each file begins with its path."""
+        """True if each file begins with its path."""
         return bool(self.complete) and self.file_headers
 
     @property
@@ -193,7 +192,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
 
 def _check_factor(text: str) -> None:
-    """Raises ValueError for text that is not GLOB=FACTOR with a positive factor."""
+    """Raise ValueError unless the text is GLOB=FACTOR with a positive factor."""
     glob, _, factor = text.rpartition("=")
     try:
         valid = bool(glob) and 0 < float(factor) < math.inf
@@ -204,7 +203,7 @@ def _check_factor(text: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """The number of parameters in text like '3m', with the units k, m and b.
+    """The number of parameters from text like '3m', with units k, m and b.
 
     Raises ValueError for any other text, and below SMALLEST.
     """
@@ -223,7 +222,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_shape(text: str) -> tuple[int, int] | None:
-    """The depth and width of text like '4x256'; None for other text.
+    """Depth and width from text like '4x256'; None for other text.
 
     Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
     """
