@@ -122,8 +122,7 @@ class ExpertAdapter(Adapter):
 
 
 class HiddenExperts(ExpertAdapter):
-    """LoRA experts of the up and gate projections where experts are MLPs (MixLoRA): one output per selected
-    expert.
+    """LoRA experts before the activation where experts are MLPs (MixLoRA): one output per selected expert.
 
     The MLP's activation is then computed for the frozen output and for each selected expert.
     """

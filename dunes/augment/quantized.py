@@ -166,8 +166,7 @@ class Quantized(nn.Module, ABC):
         """The dequantized matrix (O, I) in the original dtype."""
 
     def code_products(self, x: Tensor) -> Tensor | None:
-        """Products (..., T, O) float32 of a few rows x (..., T, I) with the codes, which Inductor fuses into a
-        loop.
+        """Products (..., T, O) float32 of a few rows x (..., T, I), in operations that Inductor fuses into a loop.
 
         None if the layout of the codes does not permit it.
         """

@@ -1,6 +1,6 @@
-"""Tensor operations with a fast form. Each file holds the plain reference beside the fast form.
+"""Tensor operations with a plain reference and a fast form, one file each.
 
-`operation` makes one of a forward and a backward, and `check` tries what can be wrong with it.
+`operation` makes a differentiable operation from a forward and a backward; `check` compares it with its reference.
 """
 
 from dunes.ops.check import Report, check
