@@ -1,4 +1,4 @@
-"""The cost of saving: the same steps with and without background saves, in alternation.
+"""Cost of saving in the background: the same training steps with and without saves, in alternation.
 
     python benchmarks/save.py --size 4m
 
