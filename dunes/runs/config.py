@@ -57,7 +57,7 @@ class Hardware:
     dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
     """Dtype of matrix products; weights and optimizer are float32."""
     threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
-    """Threads that compute."""
+    """Number of threads."""
     float32_products: Annotated[bool | None, tyro.conf.Suppress] = None
     matmul: Annotated[float | None, tyro.conf.Suppress] = None
     rate: Annotated[float | None, tyro.conf.Suppress] = None

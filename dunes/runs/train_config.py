@@ -46,7 +46,7 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, or a name on the Hub."""
     trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
-    """With --from, the parameters to train: all, those that the last change added, or globs of their names."""
+    """With --from, the parameters to train: all, new ones from the last change, or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
@@ -56,7 +56,7 @@ class ModelShape:
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
     """Further experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
-    """Balance the load of experts by a loss, or by a bias of the router's choice (loss-free)."""
+    """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
     size: Annotated[
         str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
     ] = ""
@@ -72,7 +72,7 @@ class TrainOptimization(Optimization):
     batch: Annotated[int, flag("SEQUENCES", "8 with --complete, else 16")] = 0
     """Sequences per optimizer step."""
     context_length: Annotated[
-        int, flag("TOKENS", "512 with --complete, else 256; with --from 256, or all that the model has")
+        int, flag("TOKENS", "512 with --complete, else 256; with --from 256, at most the model's")
     ] = 0
     """Maximum sequence length of the model, in tokens."""
     lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
@@ -88,20 +88,20 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
     ] = None
     """Train to complete lines between the text before and after them, in a stream of files with their paths."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
-    """With --complete, the share of windows that are cut into prefix, suffix and middle."""
+    """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
-        float | None, flag("P", "0.2 with --complete, where the text is read often; that of --from; else 0")
+        float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
     ] = None
-    """Probability of a block's outputs to be zero in training."""
+    """Dropout probability of a block's outputs in training."""
     weight_decay: Annotated[
         float | None,
         flag(
             "RATE",
-            "0.15 of a new model with --complete, where text is read often; else 0.01, of embeddings and head 0",
+            "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices, as a part of the learning rate."""
+    """Weight decay of all matrices, as a fraction of the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
