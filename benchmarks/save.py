@@ -2,8 +2,8 @@
 
     python benchmarks/save.py --size 4m
 
-The stall is the additional time of a series of steps with one save; with one save per minute, a run loses that
-fraction of a minute.
+The stall is the additional time of a series of steps with one save, which a run with one save per minute loses
+each minute.
 """
 
 import json

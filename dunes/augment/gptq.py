@@ -1,8 +1,8 @@
 """GPTQ: quantize a linear layer column by column, compensating each rounding error in the later columns.
 
-https://arxiv.org/abs/2210.17323. With G the Gram matrix of the inputs X, rounding column j changes the outputs
-least, by |(W - Q) X|^2, if its error is distributed over the later columns in proportion to row j of the upper
-Cholesky factor of the inverse of G.
+https://arxiv.org/abs/2210.17323. Let G be the Gram matrix of the inputs X. The outputs' error |(W - Q) X|^2 is
+least if the error of rounding column j is distributed over the later columns in proportion to row j of the upper
+Cholesky factor of G's inverse.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.

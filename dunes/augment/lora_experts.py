@@ -199,7 +199,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
-    """Raise ValueError unless the groups include an MLP, and each MLP with all of its linear layers."""
+    """Raise ValueError unless MLPs are selected, each with all of its linear layers."""
     mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
     if not mlps:
         raise ValueError("router is 'mlp', and no linear layer of an MLP is selected; use 'linear' or 'shared'")

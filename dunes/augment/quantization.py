@@ -293,8 +293,8 @@ def _request(options: Quantize, kinds: Collection[str]) -> dict[str, Any]:
 def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, Any]:
     """The settings of the method. Raises ValueError if none of the kinds supports it.
 
-    Plain int8 and NF4 are recorded as in version 2, which older releases open, and which keeps adapters and runs
-    on such a base comparable with older ones.
+    Plain int8 and NF4 keep record version 2, so that older releases open them, and adapters and runs on such a
+    base compare equal with older ones.
     """
     require_method(kinds, method)
     if act_order is False and method != "gptq":

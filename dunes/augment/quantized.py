@@ -191,7 +191,7 @@ def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -
 
 
 def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Inputs (..., I) split into those at even and at odd codes, each (..., groups, pairs of a group)."""
+    """Inputs (..., I) of the even and of the odd codes, each (..., groups, pairs of a group)."""
     pairs = torch.unflatten(x, -1, (groups, -1, 2))
     return pairs[..., 0], pairs[..., 1]
 

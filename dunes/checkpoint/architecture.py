@@ -93,7 +93,7 @@ class Architecture:
 
     @classmethod
     def _of_weights(cls, name: Any, changes: tuple[Change, ...], path: Path, function: Build | None) -> Self:
-        """The architecture of weights saved without a function, which `function()` builds."""
+        """The architecture `function()` for weights that were saved without a function."""
         if function is None:
             raise ValueError(
                 f"{path.parent}: the weights of {quote(name)} without a function that builds it; build it and "
@@ -183,7 +183,7 @@ def compare_structure(
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Load the files' values into parameters and buffers; those on the meta device get the stored dtype."""
+    """Load the files' values into parameters and buffers; meta tensors get the stored dtype."""
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
     model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))

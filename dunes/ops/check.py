@@ -191,7 +191,7 @@ def _described(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """Errors of operation and reference, or a text if one of them refuses the case and may. Raises on failure."""
+    """Errors of operation and reference, or the text of a permitted refusal. Raises an error on failure."""
     try:
         plain = _evaluate(c.reference, c)
     except Exception as error:

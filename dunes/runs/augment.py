@@ -167,7 +167,7 @@ def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
     except ValueError as error:
         if sources:
             raise
-        if not missing_source(loaded.card):  # the report asks for text that was moved
+        if not missing_source(loaded.card):  # the report asks for missing text
             warnings.warn(f"not scored: {error}", stacklevel=2)
         return None
 

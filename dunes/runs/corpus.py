@@ -34,8 +34,7 @@ from dunes.units import format_bytes, plural
 SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more hardly changes it."""
 
-FEWEST, LONG = 5, 4_000
-"""With fewer validation files, tails of all files are for validation, if these have LONG bytes on average."""
+FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
 LITTLE = 20_000
 """Bytes of validation text below which a warning is given, as the loss is uncertain by some percent."""
 

@@ -40,7 +40,7 @@ PLAIN_KINDS = ("completion", "text")
 
 @dataclass(frozen=True)
 class Method:
-    """A finetuning method: options of the adapter's `change` and of the base's quantization; None for neither."""
+    """A finetuning method: options of the `change` that adds an adapter, and of quantizing the base, or None."""
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
@@ -74,8 +74,8 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
 
 
 def main_records(files: Sequence[Records]) -> Records:
-    """The records that determine the template: conversations, which need more than a single-turn template, before
-    single answers, before plain text."""
+    """The records that determine the template: conversations if any, as a single-turn template cannot express
+    them, else single answers, else plain text."""
     return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
 
 

@@ -64,8 +64,8 @@ finetuned model is measured on the same tokens."""
 class Baseline:
     """A model's validation score, its score on the forgetting data, and its answers.
 
-    `text` is the fingerprint of the forgetting data, `limits` are the most tokens of the two scores, and `seconds`
-    is the time taken by forgetting and answers.
+    `text` is the fingerprint of the forgetting data, `limits` are the token limits of the two scores, and
+    `seconds` is the time taken by forgetting and answers.
     """
 
     score: Score

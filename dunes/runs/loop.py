@@ -50,10 +50,10 @@ SAVE_SECONDS = 60.0
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the best loss, for a warning
+# A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
+# early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
+# MEMORISED times validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
-"""Early end of a time-limited run that only memorises a small text (docs/log/training.md, "A small text is learned
-by heart"): least ratios of the step to the best step and of validation loss to the best, and largest ratio of
-training to validation loss."""
 
 NOT_SAVED = 3
 DIVERGED = 4

@@ -66,7 +66,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Steps and validation losses in nats/token, converted from bits/byte in records without nats."""
+    """Steps and validation losses in nats/token, converted from bits/byte if a record has only these."""
     points = []
     for record in records:
         loss = record.get("validation_loss")

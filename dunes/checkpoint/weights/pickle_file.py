@@ -317,7 +317,7 @@ def _tensor(
 
 
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True unless each stride exceeds the extent of the smaller ones, as two indices may be the same element."""
+    """True if two indices may refer to the same element, as a stride is within the extent of smaller ones."""
     reach = 0
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step <= reach and 0 not in shape:
