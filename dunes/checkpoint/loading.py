@@ -86,7 +86,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def describe(folder: Path | str) -> Source:
-    """A folder without its weights; an adapter's base with the adapter's card. Raises ValueError as `load`."""
+    """The `Source` of a folder, or of an adapter's base with the adapter's card. Raises ValueError as `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
         return open_verified_source(folder, max_bytes=0)

@@ -110,7 +110,7 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """The tensors of a file without repetitions of tied ones, and the ties. Raises ValueError if these differ."""
+    """A file's tensors without copies of tied ones, and the names of ties. Raises ValueError if copies differ."""
     tied = architectures.tied_names(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

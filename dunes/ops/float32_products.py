@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from dunes import measure
 
 MIN_TOKENS = 128
-"""Least tokens; with 64, converting the weights costs the gain (10M and 124M parameters, one and two threads)."""
+"""Fewest tokens for which it pays; with 64, converting weights costs what is gained (10M and 124M parameters)."""
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:

@@ -97,7 +97,7 @@ def _spilling(folder: Path) -> Iterator[Spill]:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, times and inode of each file that a model, and an adapter's base, is read from."""
+    """Size, times and inode of each file of a model, including an adapter's base, by path."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}

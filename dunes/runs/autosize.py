@@ -170,7 +170,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 
 
 def size_warning(config: TrainConfig) -> str:
-    """A warning if no model with this vocabulary is as small as --size; else "". ValueError for many experts."""
+    """A warning if --size is too small for the vocabulary, else "". Raises ValueError if it is for the experts."""
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""

@@ -112,8 +112,8 @@ def _dense_module(module: nn.Module) -> nn.Module:
 def structure_digest(base: "AdapterBase", change: Change) -> str:
     """SHA-256 of the structure, without weights and dtypes, of the dense base with this adapter alone.
 
-    It tells adapters of equal shapes apart that differ in alpha, and bases that differ in rotary settings. Dtypes
-    are left out since they may change during training.
+    It differs for adapters of equal shapes but different alpha, and for bases with different rotary settings.
+    Dtypes are left out since they may change during training.
     """
     model = lora.base_model(base.plain)
     lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
@@ -188,8 +188,8 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
-    """Absolute path of a base's folder, or its name on the Hub, and for the card its path relative to the
-    adapter's folder, so that both folders can be relocated together."""
+    """The base's absolute path or Hub name; and for the card, its path relative to the adapter's folder, which
+    stays valid if both folders are relocated together."""
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()

@@ -31,7 +31,7 @@ def is_four_bits(quantization: Any) -> bool:
 
 
 def dense_weights(files: Weights) -> dict[str, LazyTensor]:
-    """The tensors, with a dense one, dequantized when read, for the parts of each quantized one.
+    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
 
     Raises ValueError for parts that are missing or do not fit together.
     """

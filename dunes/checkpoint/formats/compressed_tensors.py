@@ -106,7 +106,7 @@ def is_packed(quantization: Any) -> bool:
 
 
 def dense_weights(files: Weights) -> dict[str, LazyTensor]:
-    """The tensors, with a dense one, dequantized when read, for the parts of each quantized one.
+    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
 
     Quantization of activations is ignored. Raises ValueError for parts that are missing or do not fit together,
     and for other numbers of bits than 4 and 8.
