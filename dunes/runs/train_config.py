@@ -86,7 +86,7 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
-    """Train to complete lines between the text before and after them, in a stream of files with their paths."""
+    """Train to complete lines from the text before and after them, in a stream of files with their paths."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
