@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def kind(self) -> str:
-        """What has to be known, the first word of its name."""
+        """The knowledge that the scene needs, which is the first word of its name."""
         return self.path.name.split("-")[0]
 
     @property
@@ -61,7 +61,7 @@ class Scene:
         return f"{self.path.stem}.open{self.path.suffix}"
 
     def is_right(self, suggestion: str) -> bool:
-        """Whether the suggested line is one of those expected, whatever white space it ends in."""
+        """True if the suggested line is an expected one, ignoring trailing white space."""
         return any(_agrees(first_line(suggestion).rstrip(), text) for text in self.expected)
 
 
@@ -113,7 +113,7 @@ def file_open(completer: FolderCompleter, scene: Scene) -> Iterator[FolderComple
 
 
 def complete_scene(scene: Scene, completer: FolderCompleter, copier: CopyNearest) -> dict[str, Suggestion]:
-    """What each side suggests."""
+    """Suggestions of each side."""
     text = scene.before, scene.after, scene.path.name
     alone = completer.complete(*text), copier.complete(*text)
     if not scene.opened:

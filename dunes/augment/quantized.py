@@ -105,8 +105,8 @@ class Grid:
 
 
 def _truncated(scale: Tensor) -> Tensor:
-    """A scale rounded towards zero to bfloat16, as float32; rounded down, it makes use of the outermost codes, so
-    that quantizing rounded weights again gives the same codes."""
+    """A scale rounded towards zero to bfloat16, as float32, so that the outermost codes are used, and quantizing
+    rounded weights again gives the same codes."""
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 

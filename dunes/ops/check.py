@@ -1,5 +1,4 @@
-"""Checks of an operation against its reference: dtypes, gradients, layouts, sizes, compilation, printed as a
-table.
+"""Checks of an operation against its reference: dtypes, gradients, layouts, sizes, compilation; printed as tables.
 
 Cases that the reference refuses are skipped. The operation's error may be about as large as the reference's in the
 same dtype, both relative to the reference in float64 (in float32 on Apple's GPU, which has no float64).

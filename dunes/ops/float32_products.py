@@ -1,5 +1,4 @@
-"""Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, on CPUs where it is
-faster.
+"""Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, where it is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s); converting a matrix takes less than that. Results are at least as exact.

@@ -435,8 +435,8 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def early_end(run: Run, loss: float) -> str:
-    """The reason to end a time-limited run early, after a step with this training loss; "" to continue. A rise of
-    validation loss that the learning rate causes is no reason: training loss then rises, too."""
+    """The reason to end a time-limited run early, after a step with this training loss; "" to continue."""
+    # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     rises = run.last.bits_per_byte > RISEN * run.best.bits_per_byte
