@@ -245,7 +245,7 @@ def _adapter_lines(folder: Path) -> Iterator[str]:
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
             yield f"base dtype  {quote(request['kind'])}"
     yield f"template    {_template_name(folder, card)}"
-    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'that of the base'}"
+    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'from the base'}"
 
 
 def _template_name(folder: Path, card: Mapping[str, Any]) -> str:

@@ -127,7 +127,7 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         return
     for fresh, group in zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True):
         if group["params"] != fresh["params"]:
-            raise ValueError("the optimizer's groups are not those of this run")
+            raise ValueError("the optimizer's groups differ from this run's")
         for name, value in fresh.items():
             if isinstance(value, (float, tuple)) and not torch.tensor(group[name]).isfinite().all():
                 raise ValueError(f"the optimizer's {name} is {group[name]}")
