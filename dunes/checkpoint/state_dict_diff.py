@@ -94,7 +94,7 @@ class Prefix:
         best, note, most = dict[str, str](), "", len(others) // 2
         complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
-            if complete and (leading or added):  # names with a prefix then are a second copy, as of an EMA
+            if complete and (leading or added):  # names with a prefix are then a second copy
                 continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
