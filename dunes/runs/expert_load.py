@@ -15,7 +15,7 @@ LAST = 0.1
 def max_violation(load: Sequence[float]) -> float:
     """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    Negative entries are padding for layers with fewer experts.
+    Negative entries are no experts and are ignored.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
