@@ -1,10 +1,10 @@
-"""Apple's GPU beside the CPU: operations, a short training, generation and `dunes bench`, as one table.
+"""Apple's GPU against the CPU: operations, a short training run, generation and `dunes bench`, as one table.
 
     make test-mps                                     # on a Mac
-    python benchmarks/apple_gpu.py --device cpu       # the same code anywhere, to see that it runs
+    python benchmarks/apple_gpu.py --device cpu       # the same code on any machine, as a test
 
-Values, gradients and losses are compared with the CPU's float32; bfloat16 is tried where the system has it.
-Nothing may be computed on the CPU without saying so: PYTORCH_ENABLE_MPS_FALLBACK must not be set.
+Values, gradients and losses are compared with float32 on the CPU; bfloat16 is included if the system supports it.
+PYTORCH_ENABLE_MPS_FALLBACK must not be set, so that nothing falls back to the CPU silently.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 
     python benchmarks/autosize.py --minutes 3 --shapes 2m,16,256,4096 4m,16,256,4096 --out autosize.jsonl
 
-Each shape is first timed alone with all threads, which gives the number of steps for the minutes. Then the shapes
-train for that many steps, in parallel with one thread each: the loss depends only on the steps. Shapes that are in
-the file already are skipped.
+Each shape is first timed alone with all threads, which gives its number of steps in the minutes. Then all shapes
+train for that many steps, in parallel with one thread each, since the loss depends only on the steps. Shapes with
+results in the file are skipped.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""What one block costs GPTQ (int4) and SparseGPT (50 %), against its width: seconds, and memory at the peak.
+"""Seconds and peak memory of GPTQ (int4) and SparseGPT (50 %) for one block, by the block's width.
 
 python benchmarks/block_cost.py [WIDTHS] [SEQUENCES] [TOKENS]
 
-Blocks of a llama with random weights in bfloat16, and an MLP of 2.69 times the width, as 7B has. `forward`
-is the block's own forwards over the calibration tokens, `Gram` the products of its inputs, `solve` all else, and
-`ratio` the total over forward and Gram. See docs/log/quantization.md, "Quantizing and pruning
+The blocks are LLaMA's, with random bfloat16 weights and an MLP of 2.69 times the width, as in 7B. `forward` is the
+time of the block's forwards over the calibration tokens, `Gram` of its inputs' Gram matrices, `solve` the
+remaining time, and `ratio` the total over forward + Gram. See docs/log/quantization.md, "Quantizing and pruning
 block by block".
 """
 

@@ -1,11 +1,11 @@
-"""Training and decoding on a machine that does something else, by how threads wait for each other.
+"""Training and decoding speed on a busy machine, by the wait policy of OpenMP threads.
 
     python benchmarks/busy.py --policies -1 -2 --busy 0 1 2 4 --rounds 3
 
-It makes its own load: so many processes that only count. Each policy is a value of GOMP_SPINCOUNT, -1 for OpenMP's
-own, 0 for OMP_WAIT_POLICY=PASSIVE, -2 for what dunes does (`dunes.cores`); each measurement is a process, and
-policies take turns. `fair` is the median time over the idle machine's (of the first policy) times
-max(1, (threads + busy processes) / cores), which a process would take that got its fair share: 1.0 is perfect.
+The load is `--busy` processes that only count. A policy is a value of GOMP_SPINCOUNT, -1 for OpenMP's default, 0
+for OMP_WAIT_POLICY=PASSIVE, or -2 for dunes' own (`dunes.cores`). Each measurement is a process; policies
+alternate. `fair` is the median time over the time with a fair share of the cores, which is the first policy's time
+on the idle machine times max(1, (threads + busy processes) / cores): 1.0 is perfect.
 """
 
 import json

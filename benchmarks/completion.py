@@ -1,14 +1,14 @@
-"""Completion of lines of unseen files, by a model trained a few minutes on the rest of a repository.
+"""Line completion in unseen files, by a model trained for a few minutes on the rest of a repository.
 
     python benchmarks/completion.py OUT [--corpus stdlib|zig|dunes|FOLDER] [--minutes 15] [--steps N] [--seed 0]
     python benchmarks/completion.py OUT --repositories FILE --folders FOLDER [--minutes 3]
 
-The corpus is split by files: those with sha1(path) % 10 == 0 are for the evaluation, of the others, in the order
-of their hashes, about 5 MB for training (and half a megabyte that the run keeps for its gate and its own test).
-Near-duplicate files, those with fewer than 200 and more than 400,000 bytes, and tests are left out. zig is the
-library in the package ziglang. Both sides of a comparison see the file above the cursor and the training files.
-OUT gets the corpus, the run, and at last result.json. With --repositories, each one of a list
-has a folder there (completion_repositories.py); of such a one, all files are for training but one in seven.
+The corpus is split by files: files with sha1(path) % 10 == 0 are for evaluation; of the others, in the order of
+their hashes, about 5 MB are for training (and half a megabyte for the run's gate and own test). Near-duplicates,
+tests, and files below 200 or above 400,000 bytes are left out. `zig` is the library in the package ziglang. Both
+sides of a comparison see the file above the cursor and the training files. OUT gets the corpus, the run, and
+finally result.json. With --repositories, each repository of a list has a folder in OUT
+(completion_repositories.py), and six in seven of its files are for training.
 """
 
 import json
@@ -73,9 +73,9 @@ def source_files(root: Path, suffix: str, left_out: Set[str] = LEFT_OUT) -> Iter
 
 
 def write_split(root: Path, suffix: str, out: Path, all_files: bool = False) -> dict[str, int]:
-    """Write the parts of a corpus to OUT/train and OUT/test; returns how many files each has.
+    """Write the parts of a corpus to OUT/train and OUT/test; returns the number of files in each.
 
-    With `all_files` one in seven of those of every kind is held out; those without the suffix in OUT/other.
+    With `all_files`, one in seven files of every kind is for the test; files without the suffix go to OUT/other.
     """
     counts, size = {"train": 0, "test": 0, "other": 0}, 0
     number = lambda file: int(sha1(file[0].encode()).hexdigest(), 16)

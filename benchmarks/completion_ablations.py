@@ -1,9 +1,9 @@
-"""What each piece of line completion brings: exact match with one left out or replaced, paired by file.
+"""Ablations of line completion: exact match with one component removed or replaced, paired by file.
 
     python benchmarks/completion_ablations.py RUN SOURCE... [--cuts 12] [--others RUN...]
 
-All complete the same lines at the same cursors, from the text above alone unless it is said. `--others` are runs
-that were trained in another way, with gates of their own.
+All variants complete the same lines at the same cursors, from the text above alone unless stated. `--others` are
+runs trained in other ways, with gates of their own.
 """
 
 import json
@@ -86,7 +86,7 @@ def without_sentinels(make: Callable[[], CompletionEngine]) -> CompletionEngine:
 
 
 def variants(run: FolderCompleter) -> dict[str, tuple[LineCompleter, bool]]:
-    """What is compared, and whether it gets the text below the cursor."""
+    """Variants by name: a completer, and True if it gets the text below the cursor."""
     loaded, index, gate = run.loaded, run.index, run.gate
     header = run.files.header
     make = partial(CompletionEngine, loaded, index, gate, header)

@@ -1,14 +1,14 @@
-"""Latency of completion in the engine alone, one thread: a line typed in the middle of a file, key by key.
+"""Latency of line completion in the engine, without a server, on one thread: a line typed key by key.
 
     python benchmarks/completion_latency.py RUN FILE... [--keys 200] [--widths 1 3] [--server http://127.0.0.1:8080]
 
-Cold is the first request in a file, with a cache that is empty; warm is one after a key. The text below the cursor
-is given, too. Beside the times: the tokens that a row evaluates in the first forward of a key (with one beam also
-those that are proposed), those in all, and what so many would take one by one at the time of a forward of one.
-With a step that `dunes compile RUN` keeps, greedy decoding (width 1) uses it.
+The line is in the middle of a file; the text below the cursor is given, too. A cold request is the first in a
+file, with an empty cache; a warm one follows a key. Beside the times are the tokens per row in the first forward
+of a key (with one beam including proposed tokens), the tokens in all forwards, and the time that these would take
+one by one. Greedy decoding (width 1) uses the decode graph of `dunes compile RUN`, if it exists.
 
 `--server` is a llama-server with the same weights and one thread: it gets the ids of the text above the cursor and
-decodes the rest of the line greedily, with what its cache has.
+decodes the rest of the line greedily, with its own cache.
 
     dunes export RUN model.gguf --to gguf
     llama-server -m model.gguf -t 1 -tb 1 -c 512 -np 1
@@ -51,7 +51,7 @@ class Evaluated:
 
 
 Complete = Callable[[str, str, str], object]
-"""What completes a line between the texts above and below, in the file of a name."""
+"""Completes a line, given the texts above and below the cursor and the file's name."""
 
 
 def typed(complete: Complete, evaluated: Evaluated, path: Path, keys: int) -> dict[str, list[float]]:

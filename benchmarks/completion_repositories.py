@@ -1,8 +1,8 @@
-"""Several repositories, one after another: each is trained on for some minutes, and scored on files held out.
+"""Line completion in several repositories: for each, a model is trained for some minutes and scored on test files.
 
-FILE is a list in JSON, with name, address, commit, suffix and SHA-256 of each repository. Its text lies in
-FOLDERS/name, as `git archive` of the commit has it; the digest is that of `digest`. Each is split, trained and
-scored by a process of its own; where its result is there already, it is not done again.
+FILE is a JSON list with name, address, commit, suffix and SHA-256 (by `digest`) of each repository. FOLDERS/name
+has its files, as from `git archive` of the commit. Each repository is split, trained and scored in a process of
+its own; repositories with a result are skipped.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Small scenes that any user would try, completed by a run that learned other text, beside copying.
+"""Line completion in small scenes that a user may try first, by a run trained on other text, against copying.
 
     python benchmarks/completion_scenes.py RUN [--scenes benchmarks/scenes]
 
-A scene is a file, LANGUAGE/KIND-NAME.EXT. The cursor is ▏; the texts that are right stand between it and ▕, with ¦
-between several, and what follows ▕ is behind the cursor. Of one that ends in … only that part is determined: a
-suggestion has to begin with it, and may end or go on at a word's end. KIND-NAME.open.EXT, where there is one, is
-open beside it; it and the scene are all that is needed. Both sides have the run's training files as well.
+A scene is a file LANGUAGE/KIND-NAME.EXT. ▏ marks the cursor; the correct texts follow it up to ▕, separated by ¦,
+and the text after ▕ is behind the cursor. If a correct text ends in …, a suggestion only has to begin with it, and
+may end or continue at the end of a word. KIND-NAME.open.EXT, if it exists, is another open file; the correct text
+follows from the scene and this file. Both sides also have the run's training files.
 """
 
 import json
@@ -52,7 +52,7 @@ class Scene:
 
     @property
     def kind(self) -> str:
-        """What has to be known, the first word of its name."""
+        """The knowledge that the scene needs, which is the first word of its name."""
         return self.path.name.split("-")[0]
 
     @property
@@ -61,7 +61,7 @@ class Scene:
         return f"{self.path.stem}.open{self.path.suffix}"
 
     def is_right(self, suggestion: str) -> bool:
-        """Whether the suggested line is one of those expected, whatever white space it ends in."""
+        """True if the suggested line is an expected one, ignoring trailing white space."""
         return any(_agrees(first_line(suggestion).rstrip(), text) for text in self.expected)
 
 
@@ -113,7 +113,7 @@ def file_open(completer: FolderCompleter, scene: Scene) -> Iterator[FolderComple
 
 
 def complete_scene(scene: Scene, completer: FolderCompleter, copier: CopyNearest) -> dict[str, Suggestion]:
-    """What each side suggests."""
+    """Suggestions of each side."""
     text = scene.before, scene.after, scene.path.name
     alone = completer.complete(*text), copier.complete(*text)
     if not scene.opened:

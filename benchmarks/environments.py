@@ -1,7 +1,7 @@
 """Virtual environments of other libraries: one per name and version, created on first use.
 
-They are in the cache folder ($DUNES_HOME, or the user's). The file `whole` is written last; an environment
-without it is created again.
+They are in the cache folder ($DUNES_HOME, or the user's). The file `whole` is written last; an environment without
+this file is created again.
 """
 
 import os

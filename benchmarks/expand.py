@@ -1,9 +1,9 @@
-"""What new blocks learn of a new text and forget of the old one, beside LoRA and full finetuning, at equal steps.
+"""Learning and forgetting of block expansion, LoRA and full finetuning on a new text, at equal steps.
 
     python benchmarks/expand.py tinyshakespeare.txt NEW.txt --picture docs/figures/expansion.svg
 
-A character model learns OLD; then each method learns NEW from the same batches at several learning rates. Losses
-are nats per character on the last tenths of both texts. Taken out again, new blocks leave the weights of before.
+A character model is trained on OLD, then with each method on NEW, with the same batches at several learning rates.
+Losses are nats per character on the last tenths of both texts. Removing new blocks must restore the old weights.
 """
 
 import json
@@ -98,7 +98,7 @@ def adapt(
 
 
 def rows_of_seed(settings: Settings, seed: int) -> list[Row]:
-    """The rows of all methods and rates on one base, before which is that of the base."""
+    """Rows of the base, then of all methods and learning rates on it."""
     tokenizer, sides = read(settings)
     config = llama.Config.from_size(tokenizer.vocab, dim=128, depth=4, context_length=CONTEXT)
     base = LoadedModel(initialise(llama.build(config), seed), tokenizer, CONTEXT)

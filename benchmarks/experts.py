@@ -1,10 +1,10 @@
-"""A mixture of experts in both forms, a dense MLP with as many active parameters, and transformers' mixture.
+"""Speed of a mixture of experts in both forms, a dense MLP with as many active parameters, and transformers' one.
 
     python benchmarks/experts.py [--threads 1] [--tokens 4096]
     python benchmarks/experts.py --layer [--threads 2] [--seconds 60]   # 4,096 tokens, and litgpt's mixture beside
 
-Implementations are timed in alternation; the minimum of several rounds counts, for inference and for training.
-Freed memory is kept, as in training. The last line is JSON. Figures: dunes/ops/experts.py,
+Implementations are timed in alternation, for inference and for training; the minimum of several rounds counts.
+Freed memory stays with the process, as in training. The last line is JSON. Figures: dunes/ops/experts.py,
 docs/log/mixtures.md.
 """
 
@@ -32,7 +32,7 @@ SHAPES = [(8, 256, 96, 2), (8, 512, 512, 2), (64, 256, 96, 8)]
 TOKENS = (1, 16, 256, 1024)
 LAYER, LAYER_TOKENS = (8, 512, 512, 2), 4096
 KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
-"""What `measure.keep_freed_memory` sets, for another process."""
+"""Environment variables with the effect of `measure.keep_freed_memory` on another process."""
 
 
 def seconds(works: dict[str, Callable[[], object]], rounds: int = 9, limit: float = 0.0) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A LoRA finetuning step, ours and peft with transformers' Trainer, unpacked and packed.
+"""Speed and memory of LoRA finetuning, dunes against PEFT with transformers' Trainer, unpacked and packed.
 
     python benchmarks/finetune.py --data gsm8k_train.json.gz --patience 0
     python benchmarks/finetune.py --toy --here
@@ -6,8 +6,8 @@
 Both sides load the same LLaMA of 10M random weights, its tokenizer, and an adapter of rank 16 on all linear layers
 of its blocks, and train on the same examples in the same order with AdamW. Losses of six steps in float32 must be
 equal to 1e-5 before anything is timed (`peers.py` describes the procedure). Unpacked: one example per row, padded
-to the longest of its batch; packed: as many per row as fit into the context. Rates count tokens without padding.
-Memory is the peak of the process, and its growth since loading.
+to the longest of its batch; packed: as many examples per row as fit. Rates count tokens without padding. Memory is
+the peak of the process, and its growth since loading.
 """
 
 import json

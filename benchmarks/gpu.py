@@ -1,4 +1,4 @@
-"""GPT-2's 124M shape on a GPU: the plain GPT compiled, transformers with its Trainer, and ours.
+"""Training of GPT-2's 124M shape on a GPU: the plain GPT, transformers with its Trainer, and dunes.
 
     python benchmarks/gpu.py --rounds 3
     python benchmarks/gpu.py --toy --rounds 1      # the same code at toy size, on any machine

@@ -1,10 +1,10 @@
-"""What a cache in fewer bits buys and costs: bytes, decoding speed, and validation loss through the cache.
+"""Size, decoding speed and validation loss with quantized KV caches.
 
 python benchmarks/kv_cache.py --width 384 --depth 6
 python benchmarks/kv_cache.py --model MODEL
 
-Speed is of random weights without a compiled step, each form in turn; the loss is of the model's validation text,
-in windows of its context, fed in chunks, which gives that of decoding token by token.
+Speed is taken with random weights and no compiled decode graph, alternating between cache dtypes. The loss is on
+validation text, in windows of the context length, fed through the cache in chunks, as if decoded token by token.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     python benchmarks/large.py --gigabytes 2 --folder /tmp/large
 
-The text is the standard library's lines in random order with random names, so that all files differ. A second run
-reuses the tokens and starts at once.
+The text has the standard library's lines in random order with random names, so that all files differ. A second run
+reuses the tokens and starts immediately.
 """
 
 import json

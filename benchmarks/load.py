@@ -1,11 +1,11 @@
-"""Loading, converting and inspecting a 2.2 GB folder, each in a new process.
+"""Time and memory of loading, converting and inspecting a 2.2 GB folder, each in a new process.
 
     python benchmarks/load.py
 
 The folder has TinyLlama's shape (1.1 billion parameters, bfloat16, random weights) and no card, like a download.
-Loading alternates with transformers' `from_pretrained`; after importing the library, the time is measured until
-the model is loaded, and until a forward pass on eight tokens has read every weight. Converting is compared with
-copying the file, `inspect --values` with copying as many bytes in memory. Memory is the growth of the process.
+Loading alternates with transformers' `from_pretrained`; times are from after the import until the model is loaded,
+and until a forward pass on eight tokens has read every weight. Converting is compared with copying the file,
+`inspect --values` with copying as many bytes in memory. Memory is the growth of the process.
 """
 
 import json

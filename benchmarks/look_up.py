@@ -1,7 +1,7 @@
-"""The gain of prompt look-up on code: plain decoding and look-up in turn, on a model of random weights.
+"""Speedup of prompt look-up decoding on code: plain and look-up decoding in alternation, with random weights.
 
-The sampler makes the model write a given text, so that the proposals are those of real text, and the time is that
-of the model's own forwards: python benchmarks/look_up.py --width 320 --depth 7 (--compiled: native code)
+The sampler forces the model to write a given text, so that proposals are realistic and forwards cost their real
+time: python benchmarks/look_up.py --width 320 --depth 7 (--compiled: native code)
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Mixtures of LoRA experts beside plain LoRA with as many trained weights, on two domains at once.
+"""Mixtures of LoRA experts against plain LoRA with as many trainable parameters, on two domains at once.
 
     python benchmarks/lora_experts.py BASE.txt tinyshakespeare.txt CODE.txt
 
-A character model learns BASE; then each method learns the mixture of the other two texts from the same batches, at
-several learning rates. Losses are nats per character on the last tenth of each of the two, and their mean decides.
-LoRA has the smallest rank at which it has at least as many trained weights as every mixture.
+A character model is trained on BASE; then each method is trained on the other two texts with the same batches, at
+several learning rates. Losses are nats per character on the last tenth of each text; the lowest mean selects the
+rate. LoRA has the smallest rank with at least as many trainable parameters as every mixture.
 """
 
 import json
@@ -91,7 +91,7 @@ def losses(loaded: LoadedModel, sides: Sequence[tuple[Ids, Ids]]) -> Row:
 
 
 def rows_of_seed(settings: Settings, seed: int) -> list[Row]:
-    """The rows of all methods and rates on one base, after that of the base itself."""
+    """Rows of the base, then of all methods and learning rates on it."""
     tokenizer, sides = read(settings)
     config = llama.Config.from_size(tokenizer.vocab, dim=128, depth=4, context_length=CONTEXT)
     base = LoadedModel(initialise(llama.build(config), seed), tokenizer, CONTEXT)

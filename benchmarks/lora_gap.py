@@ -1,11 +1,11 @@
-"""The loss of LoRA against full finetuning on real data, at several learning rates, on the same batches.
+"""Validation loss of LoRA against full finetuning on real data, at several learning rates, with the same batches.
 
     dunes train stdlib --out runs/base --size 3m --context-length 512 --steps 560
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000
 
 Finished runs are appended to the file and not repeated, so that a sweep can be resumed, and several processes may
-share it. The validation loss is that of answers in nats/token after the last step; "own text" is the base's
-validation split and measures forgetting. The same for a base already trained on the language of the problems:
+share it. The validation loss is of answers, in nats/token, after the last step; "own text" is the base's
+validation split and measures forgetting. The same for a base that was trained on the language of the problems:
 
     python benchmarks/lora_gap.py runs/lora-gap.jsonl runs/base gsm8k_train.json.gz --examples 2000 \\
         --ranks 0 --full-rates 1e-2 --tuned runs/tuned

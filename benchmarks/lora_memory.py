@@ -1,10 +1,10 @@
-"""The memory of a finetuning step: full, LoRA and QLoRA, estimated on fake tensors.
+"""Memory of a training step of full finetuning, LoRA and QLoRA, estimated on fake tensors.
 
     python benchmarks/lora_memory.py [--folder runs/base] [--batch 4] [--context 512]
 
-Full finetuning: float32 weights. LoRA: a frozen base in bfloat16, rank 16. QLoRA: the same base in NF4 with
-double quantization, its embedding and norms in bfloat16. Each with AdamW, in its second step.
-The last line is JSON.
+Full finetuning has float32 weights, LoRA a frozen base in bfloat16 and rank 16, QLoRA the same base in NF4 with
+double quantization, with embedding and norms in bfloat16. The optimizer is AdamW, the step the second. The last
+line is JSON.
 """
 
 import json

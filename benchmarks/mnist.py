@@ -1,4 +1,4 @@
-"""Time of an epoch of MNIST's multilayer perceptron in four loops, in alternation, at equal accuracy.
+"""Time per epoch of a multilayer perceptron on MNIST in four training loops, in alternation, at equal accuracy.
 
     python benchmarks/mnist.py FOLDER [--epochs 6] [--threads 1] [--picture docs/figures/mnist-loops.svg]
 
@@ -6,7 +6,7 @@ FOLDER has MNIST's IDX files. An epoch has 60,000 rows: the folder's training di
 many. 784-128-10 with ReLU, batch size 128, SGD with learning rate 0.1, the same initial weights. (a) DataLoader
 over a TensorDataset of float32 images; (b) the same tensors indexed by a random permutation; (c) a Dataset that
 decodes and normalises each sample with PIL, as tutorials do; (d) `fast_run` in float32 and under bfloat16
-autocast, with bytes as data. Times include all of a loop but the evaluation after each epoch.
+autocast, with bytes as data. Times include the complete loop except the evaluation after each epoch.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Tokens/s of the exported C++ program beside Python's with the same compiled code, and llama.cpp.
+"""Decoding speed of the exported C++ program, of Python with the same compiled code, and of llama.cpp.
 
     python benchmarks/native.py runs/project
     python benchmarks/native.py runs/project --threads 2 --dtypes float16
 
-One text at a time, greedy, from one id: the rate of the ids after the first one. All sides have the same weights,
-rounded to the same dtype, take turns in one run, and must write equal ids in float32. The model is a LLaMA in
-Hugging Face's layout, since llama.cpp's file is made from that.
+One text at a time is decoded greedily from one id; the rate is in tokens/s after the first token. All sides have
+the same weights, rounded to the same dtype, alternate in one run, and must write equal ids in float32. The model
+is a LLaMA in Hugging Face's format, from which the GGUF file is made.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Times our own operations beside their plain forms, eager, forward and backward, in models of 10M and 124M.
+"""Times of dunes' operations against their plain forms, eager, forward and backward, in models of 10M and 124M.
 
     python benchmarks/operations.py [--models 10m 124m] [--threads 1 2] [--seconds 0.3] [--picture FILE.svg]
 
-`float32` is plain training, `bfloat16` training under autocast: weights and hidden states in float32, what a
-matrix product returned in bfloat16. int8 layers and Gram matrices have no backward: forward alone. The two forms
-of a row take turns; times are medians. An operation pays where the ratio is below one. With the defaults it takes
-less than three minutes.
+`float32` is plain training, `bfloat16` training under autocast, with weights and hidden states in float32 and
+results of matrix products in bfloat16. int8 layers and Gram matrices have no backward. The two forms of a row
+alternate; times are medians. An operation pays if the ratio is below one. The defaults take less than three
+minutes.
 """
 
 import itertools
@@ -77,7 +77,7 @@ class Case:
 
 
 def cases(s: Shape, dtype: torch.dtype) -> Iterator[Case]:
-    """All operations; `dtype` is that of matrix products."""
+    """Cases of all operations; `dtype` is the dtype of matrix products."""
     heads = s.width // HEAD
     q, k, v = (_leaf(s.batch, heads, s.tokens, HEAD, dtype=dtype) for _ in range(3))
     wide, states = _leaf(s.rows, s.width), _leaf(s.rows, s.width, dtype=dtype)

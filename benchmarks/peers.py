@@ -1,4 +1,4 @@
-"""Our library against others: decoding, prefill, start and training, from the same model folder.
+"""dunes against other libraries in decoding, prefill, start and training, from the same model folder.
 
     python benchmarks/peers.py --size 10m
     python benchmarks/peers.py --size 124m --threads 2 --tasks decode prefill decode16 decode64 first
@@ -9,24 +9,24 @@
 (`environments.py`) with its own script (`peers/`), which documents why its settings are the peer's best. For each
 task:
 
-1. Each setting of each side runs once. In float32 it must reproduce our output: the same ids, or losses that
-   differ by at most TOLERANCE over six steps. Other settings are excluded, with a line about the difference, and
-   a peer without a matching float32 setting gets no ratio. Other precisions are compared and reported only.
-2. Each side's fastest setting in float32 and in 16 bits, and those near it, run again, each time in a new process,
-   in alternation with the other sides; the highest median counts. A compiled setting counts if its first result
-   comes within --patience seconds; this time is reported, and is not part of the rate. Beside the ratio of the
-   fastest settings are those at equal bits: float32 against float32, and 16 bits against 16 bits.
+1. Each setting of each side runs once. In float32 it must reproduce the output of dunes: the same ids, or losses
+   that differ by at most TOLERANCE over six steps. Other settings are excluded, with a line on the difference; a
+   peer without a matching float32 setting gets no ratio. In other precisions the difference is only reported.
+2. Each side's fastest setting in float32 and in 16 bits, and settings nearly as fast, run again, each in a new
+   process, in alternation with the other sides; the highest median counts. A compiled setting counts if its first
+   result comes within --patience seconds; this time is reported, and is not part of the rate. Ratios are of the
+   fastest settings, and at equal bits: float32 against float32, and 16 bits against 16 bits.
 
-The shapes are true ones, the weights random: 1.7m, 10m and 40m with a vocabulary of 4,096; 124m has GPT-2's width
-and depth, tied, and 1.1b is TinyLlama's, both with a vocabulary of 32,000. `first` is the time from the start of a
-process to the first token that it prints, ours by `dunes generate` with and without a package that `dunes compile`
-made; it reads a tokenizer, which the other sides are spared.
+Shapes are realistic, weights random: 1.7m, 10m and 40m have a vocabulary of 4,096; 124m has GPT-2's width and
+depth and tied weights, and 1.1b is TinyLlama's shape, both with a vocabulary of 32,000. `first` is the time from
+the start of a process to the first token that it prints, for dunes by `dunes generate`, with and without a package
+from `dunes compile`, including a tokenizer, which the other sides do not read.
 
 With two cores, decode and prefill take about 10 minutes each at 1.7m and 10m, longer at 124m, and 20 at 1.1b, most
 of it for compiling; decode16, decode64 and first 3 to 5 minutes. 1.1b needs 10 GB of memory and 20 GB of disk.
 
-All sides use the same torch, threads and malloc settings (those of our library: freed memory is kept), so that
-ratios compare the code.
+All sides use the same torch, threads and malloc settings (those of dunes, which keep freed memory), so that ratios
+compare the code.
 """
 
 import json

@@ -1,6 +1,6 @@
 """A plain GPT: learned positions, LayerNorm, GELU, SDPA, float32, eager, AdamW.
 
-The other side of `shakespeare.py` and `train.py`, in the form of nanoGPT's defaults for a CPU
+The baseline in `shakespeare.py` and `train.py`, with nanoGPT's defaults for a CPU
 (https://github.com/karpathy/nanoGPT): no biases, tied head, weight decay on matrices only.
 """
 

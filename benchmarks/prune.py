@@ -1,4 +1,4 @@
-"""The validation loss that pruning costs a model: every method at every sparsity.
+"""Increase of a model's validation loss by pruning, for every method and sparsity.
 
 python benchmarks/prune.py MODEL CALIBRATION [VALIDATION_TOKENS]
 

@@ -1,4 +1,4 @@
-"""The validation loss that quantization costs a model, and the bits of a weight: every kind, method and group.
+"""Increase of a model's validation loss by quantization, and bits per weight, for every kind, method and group.
 
 python benchmarks/quantize.py MODEL CALIBRATION [VALIDATION_TOKENS]
 

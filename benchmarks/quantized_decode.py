@@ -1,12 +1,12 @@
-"""Decoding of quantized models by compiled steps, beside bfloat16, the read rate of the memory, and llama.cpp.
+"""Decoding speed of compiled quantized models against bfloat16, the memory's read rate, and llama.cpp.
 
     python benchmarks/quantized_decode.py --size 10m
     python benchmarks/quantized_decode.py --size 1.1b --threads 2 --kinds bfloat16 int8 int4 --no-peer
 
-The shapes are those of `peers.py`, the weights random and rounded to nearest; 64 tokens after 64, as
-`dunes bench decode` times them, all kinds in turn in one process. `limit` is the highest read rate over the bytes
-that a token needs. llama.cpp gets the same weights as Q8_0 and Q4_0, in a process of its own after ours, and
-writes 64 tokens after one: its time includes the prompt.
+Shapes are as in `peers.py`, weights random and rounded to nearest. 64 tokens are decoded after a prompt of 64, as
+in `dunes bench decode`, all kinds alternating in one process. `limit` is the highest read rate over the bytes read
+per token. llama.cpp gets the same weights as Q8_0 and Q4_0, in a process of its own afterwards, and decodes 64
+tokens after a prompt of one, whose time is included.
 """
 
 import json

@@ -2,8 +2,8 @@
 
     python benchmarks/record_vim.py RUN FILE OUT.svg --plugin FOLDER [--port 8012]
 
-FILE is copied, and keys are typed at its end: each of `--typed` is a line's beginning, whose suggestion Tab takes.
-FOLDER has llama.vim; `dunes serve RUN` runs at the port. Needs vim, pexpect and pyte.
+FILE is copied, and keys are typed at its end: each of `--typed` is the beginning of a line, and Tab accepts its
+suggestion. FOLDER has llama.vim; `dunes serve RUN` must run at the port. Needs vim, pexpect and pyte.
 """
 
 import shutil

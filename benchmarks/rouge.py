@@ -1,9 +1,9 @@
-"""The time to check an instruction for similarity to earlier ones, against the package rouge_score.
+"""Time of checking an instruction for similarity to earlier ones, against the package rouge_score.
 
     python benchmarks/rouge.py seed_tasks.jsonl [--earlier 2000 52000]
 
-New instructions are halves of two seeds. Both sides must find the same maximum F score; rouge_score gets tokens,
-as in Alpaca's loop, and runs in one process.
+New instructions combine halves of two seeds. Both sides must return the same maximum F score; rouge_score gets
+tokens, as in Alpaca's loop, and runs in one process.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""The cost of saving: the same steps with and without background saves, in alternation.
+"""Cost of saving in the background: the same training steps with and without saves, in alternation.
 
     python benchmarks/save.py --size 4m
 
-The stall is the additional time of a series of steps with one save; with one save per minute, a run loses that
-fraction of a minute.
+The stall is the additional time of a series of steps with one save, which a run with one save per minute loses
+each minute.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""The server as editors use it: typing through HTTP beside the engine alone, cancellation, many clients, memory.
+"""The completion server as editors use it: latency over HTTP and in the engine, cancellation, clients, memory.
 
     python benchmarks/serving.py --run RUN --files FILE... [--keys 200] [--cuts 500] [--minutes 0] [--beside PORTS]
 
 The server is a process of its own with one thread. The same lines are typed key by key through `/infill` and in
-the engine, in turns. `--cuts` places are completed by both, and the texts compared. `--minutes` types for so long,
-and prints the server's resident memory as it goes. `--beside` are ports of other servers with the same weights and
-one thread, which the same clients ask in turns:
+the engine, in alternation. At `--cuts` places both complete, and the texts are compared. With `--minutes`, typing
+continues for that time, and the server's resident memory is printed. `--beside` are ports of other servers with
+the same weights and one thread, which get the same requests in alternation:
 
     dunes export RUN model.gguf --to gguf
     llama-server -m model.gguf -t 1 -tb 1 -np 16 -c 8192 --port 8080
@@ -87,7 +87,7 @@ def type_keys(client: Client, completer: FolderCompleter, path: Path, keys: int)
 
 
 def compare_cuts(client: Client, completer: FolderCompleter, files: list[Path], count: int) -> tuple[int, int]:
-    """How many of so many random cuts have the same suggestion on both ways, and how many were compared."""
+    """Numbers of equal suggestions from server and engine, and of compared ones, at `count` random cuts."""
     draw, equal = random.Random(0), 0
     texts = [(path.name, path.read_text()) for path in files]
     for _ in range(count):

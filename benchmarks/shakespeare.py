@@ -1,10 +1,10 @@
-"""Time to a validation loss of 1.88 on Shakespeare's characters: the plain GPT and ours, in alternation.
+"""Time to a validation loss of 1.88 on Shakespeare's characters, by the plain GPT and by dunes, in alternation.
 
     python benchmarks/shakespeare.py tinyshakespeare.txt [--rounds 3]
 
 Both use the same text, validation split (the last tenth), and windows of 64 for validation. The plain side is
-nanoGPT's recipe for a CPU: 4 layers, 4 heads, 128 wide, T=64, batch 12, 2,000 steps, lr 1e-3 to 1e-4, betas 0.9
-and 0.99. Training time is the time of the steps; wall time runs from the start of the process to the end of the
+nanoGPT's recipe for a CPU: 4 layers, 4 heads, width 128, T=64, batch size 12, 2,000 steps, lr 1e-3 to 1e-4, betas
+0.9 and 0.99. Training time is the sum of the steps; wall time is from the start of the process to the end of the
 last step. Neither includes validation.
 """
 

@@ -1,4 +1,4 @@
-"""Alternating runs of several sides, each in a new process: A B C A B C, then medians."""
+"""Alternating runs of several sides, each in a new process (A B C A B C), and their medians."""
 
 import json
 import subprocess

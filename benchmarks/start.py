@@ -1,11 +1,11 @@
-"""Whole processes: `import torch` alone, `dunes generate` and `dunes complete`, in alternation.
+"""Wall time of processes: `import torch` alone, `dunes generate` and `dunes complete`, in alternation.
 
     python benchmarks/start.py --rounds 7
 
 The model has random weights, about 2M parameters, and a BPE vocabulary of 4,096. `complete` gets the beginning of
-a module of the standard library, and decodes 48 tokens, its limit, since random weights end no line. A first round
-is not counted: it fills the page cache and writes the bytecode, as installing the package does. `after import
-torch` is the median of the differences within a round.
+a module of the standard library, and decodes 48 tokens, its limit, since random weights end no line. The first
+round, which fills the page cache and writes bytecode, is not counted. `after import torch` is the median of the
+differences within a round.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""transformers' GPT-2 with its Trainer, as commonly used."""
+"""transformers' GPT-2 with its Trainer, in a common configuration."""
 
 import tempfile
 import time

@@ -1,12 +1,12 @@
-"""Completion of lines that a history has yet to write: what following and learning the work are worth.
+"""Completion of lines from future commits: gains from retrieving newer files and from training on newer changes.
 
     python benchmarks/time_split.py --out OUT --repository . --trained COMMIT --learned COMMIT
 
-A model is trained on the files as they were at the first commit. Lines that later commits than the second one add
-are completed in three ways: with the files of the first commit (frozen), with those of the commit before the
-line's (following), and so by a model that a LoRA adapter taught what changed between the two commits, beside as
-much of the old text (learning). The text around a cursor is that of the line's own commit, but for the rest of the
-line. Differences are paired by commit, with the interval of a bootstrap over commits.
+A model is trained on the files at the first commit. Lines added by commits after the second one are completed in
+three ways: with files of the first commit (frozen), with files of the commit before the line's (following), and
+with these files by a model that has a LoRA adapter trained on the changes between the two commits, mixed with as
+much old text (learning). The text around a cursor is from the line's own commit, without the rest of the line.
+Differences are paired by commit, with a bootstrap interval over commits.
 """
 
 import random
@@ -131,7 +131,7 @@ def learn(completer: FolderCompleter, texts: dict[str, str | None], steps: int, 
 
 
 def exact(completer, points: Sequence[Cursor], contexts: Sequence[dict] | None) -> list[bool]:
-    """Where the rest of the line is right; `contexts` are the texts of files before each commit."""
+    """True for each point that is completed correctly; `contexts` are the files' texts before each commit."""
     right, now = [], -1
     for point in points:
         if contexts is not None and point.commit != now:

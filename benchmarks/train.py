@@ -1,10 +1,10 @@
-"""Training tokens/s, optimizer included: the plain GPT, transformers with its Trainer, and ours.
+"""Training tokens/s, optimizer included, of the plain GPT, transformers with its Trainer, and dunes.
 
     python benchmarks/train.py --sizes 1m 10m 40m --rounds 3
 
 All sides have the same shape (vocabulary 4,096, T=256, width and depth below) and random tokens; each runs at its
-fastest batch size, found first. MFU is relative to the measured rate of matrix products, and counts 6 FLOPs per
-matrix weight and token, and attention's products.
+fastest batch size, which is determined first. MFU is relative to the measured rate of matrix products, and counts
+6 FLOPs per matrix weight and token, and attention's products.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python recipes/alpaca_lora.py BASE alpaca_data.json [EPOCHS]
 
-BASE is a model folder (one of `dunes train`, or GPT-2, LLaMA, Mistral, ... as downloaded) or a name on the Hub.
-The 52,002 instructions are at https://github.com/tatsu-lab/stanford_alpaca (for research only: CC BY-NC 4.0); any
-file in the same format works, such as the output of `recipes/self_instruct.py`.
+BASE is a model folder (from `dunes train`, or a downloaded GPT-2, LLaMA, Mistral, ...) or a name on the Hub. The
+52,002 instructions are at https://github.com/tatsu-lab/stanford_alpaca (for research only: CC BY-NC 4.0); any file
+in the same format works, such as the output of `recipes/self_instruct.py`.
 """
 
 from pathlib import Path

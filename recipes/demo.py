@@ -1,4 +1,4 @@
-"""The demo: train three minutes on Python's standard library, then complete lines of files that it has not seen.
+"""Demo: train for three minutes on Python's standard library, then complete lines of unseen files.
 
 python recipes/demo.py [MINUTES]
 """
@@ -38,7 +38,7 @@ def unseen_places(completer: FolderCompleter, count: int, seed: int) -> list[Pla
 
 
 def answers(completer: LineCompleter, places: list[Place]) -> list[str]:
-    """What is suggested at each place, from the text above it."""
+    """Suggested text at each place, from the text above it."""
     return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in places]
 
 

@@ -1,9 +1,9 @@
-"""Block expansion: a model learns a new domain in new blocks alone, and without them is the original again.
+"""Block expansion: train only new blocks on a new domain, then remove them to restore the original model.
 
     python recipes/expand.py MODEL NEW OLD [MINUTES]
 
-MODEL is a model folder or a name on the Hub, NEW text to learn, OLD text like that of its own training, on which
-forgetting is measured; both are files or folders.
+MODEL is a model folder or a name on the Hub, NEW is text to learn, OLD is text like the model's training text, for
+measuring forgetting; both are files or folders.
 """
 
 from pathlib import Path

@@ -3,8 +3,8 @@
     python recipes/llama_moe.py BASE SOURCE [STEPS]
 
 BASE is a dense model folder or a name on the Hub, SOURCE a file or folder of text. The routers are trained first,
-at 5 times the rate, then all weights at the full rate; the dense model is trained for as many steps beside it.
-Prints the validation losses, and returns them. https://arxiv.org/abs/2406.16554
+at 5 times the learning rate, then all weights at the full rate; for comparison, the dense model is trained for as
+many steps. Prints the validation losses and returns them. https://arxiv.org/abs/2406.16554
 """
 
 from pathlib import Path

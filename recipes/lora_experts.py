@@ -1,9 +1,9 @@
-"""A mixture of LoRA experts beside plain LoRA of as many parameters, finetuned on the same examples.
+"""A mixture of LoRA experts against plain LoRA with as many parameters, finetuned on the same examples.
 
     python recipes/lora_experts.py BASE DATA [EPOCHS]
 
-BASE is a model folder or a name on the Hub, DATA a file or folder of examples or text: of several domains, if the
-experts are to learn different ones. Prints the validation losses, and returns them. https://arxiv.org/abs/2402.08562
+BASE is a model folder or a name on the Hub, DATA a file or folder of examples or text, best of several domains.
+Prints the validation losses and returns them. https://arxiv.org/abs/2402.08562
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A tiny Mixtral of characters with a shared expert, loss-free balancing and a z-loss; shows the load of experts.
+"""A tiny character-level Mixtral with a shared expert, loss-free balancing and a z-loss; plots the experts' load.
 
 python recipes/mixtral_tiny.py tinyshakespeare.txt [STEPS]
 """

@@ -1,9 +1,9 @@
-"""MNIST with a multilayer perceptron or a small convolutional network; without a folder, on digits drawn by code.
+"""MNIST with a multilayer perceptron or a small convolutional network, by default on digits drawn by code.
 
 python recipes/mnist.py [FOLDER] [NETWORK] [OPTIMIZER] [LOSS] [EPOCHS]
 
-FOLDER has IDX files, gzipped or not; `drawn` needs none, and `fetch` downloads MNIST (11 MB). NETWORK is mlp or
-conv_net, OPTIMIZER adamw, sgd, momentum or rmsprop, LOSS cross_entropy or mean_squared.
+FOLDER has IDX files, gzipped or not, or is `drawn` for drawn digits, or `fetch` to download MNIST (11 MB). NETWORK
+is mlp or conv_net, OPTIMIZER adamw, sgd, momentum or rmsprop, LOSS cross_entropy or mean_squared.
 """
 
 from pathlib import Path

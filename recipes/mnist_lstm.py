@@ -1,8 +1,8 @@
-"""An LSTM that reads a digit row by row, trained by the loop that trains transformers.
+"""An LSTM that reads a digit row by row, trained by the same loop as transformers.
 
 python recipes/mnist_lstm.py [FOLDER] [EPOCHS]
 
-FOLDER has MNIST's IDX files; `drawn` needs none.
+FOLDER has MNIST's IDX files, or is `drawn` for digits drawn by code.
 """
 
 from dunes import train

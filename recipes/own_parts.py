@@ -1,4 +1,4 @@
-"""A transformer with a custom MLP, trained on sums; it needs no data.
+"""A transformer with a custom MLP, trained on generated sums.
 
 python recipes/own_parts.py
 """

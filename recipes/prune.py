@@ -1,10 +1,10 @@
-"""Prune a model, recover by training its other weights on, and compare.
+"""Prune a model, recover its loss by training the remaining weights, and compare.
 
     python recipes/prune.py MODEL SOURCE [STEPS [PATTERN]]
 
 MODEL is a model folder or a name on the Hub, SOURCE a file or folder of text, PATTERN such as 2:4. SparseGPT
-prunes, calibrated on SOURCE without its last tenth; the zeros stay while the other weights learn, and the dense
-model is trained as long beside it. Prints the validation losses, and returns them. https://arxiv.org/abs/2301.00774
+prunes, calibrated on SOURCE without its last tenth; zeros stay zero in training. For comparison, the dense model
+is trained for as many steps. Prints the validation losses and returns them. https://arxiv.org/abs/2301.00774
 """
 
 from pathlib import Path

@@ -2,9 +2,9 @@
 
     python recipes/self_instruct.py seeds.jsonl out.json MODEL [COUNT] [NAME]
 
-MODEL is a model folder, or the URL of a server with OpenAI's completions API, such as http://localhost:8080/v1;
-NAME is the model's name there, and OPENAI_API_KEY its key. All rounds, with the reason for each dropped task, are
-logged in out.json.rounds.jsonl; a stopped run resumes from there.
+MODEL is a model folder, or the URL of a server with OpenAI's completions API, such as http://localhost:8080/v1,
+with the model's name NAME on the server and the key OPENAI_API_KEY. All rounds, with the reason for each dropped
+task, are logged in out.json.rounds.jsonl, from which a stopped run resumes.
 """
 
 import json

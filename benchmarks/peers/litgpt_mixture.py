@@ -2,9 +2,9 @@
 
     python litgpt_mixture.py EXPERTS DIM HIDDEN TOP_K TOKENS DTYPE THREADS
 
-Each line of standard input is a phase, "forward" or "training", which is run once; a line answers it. In bfloat16
-the weights are float32 under autocast in training, as in litgpt's pretraining (bf16-mixed), and stored in bfloat16
-for the forward alone. https://github.com/Lightning-AI/litgpt/blob/main/litgpt/model.py
+Each line of standard input is a phase, "forward" or "training", which is run once and answered by one line. With
+bfloat16, weights are float32 under autocast in training, as in litgpt's pretraining (bf16-mixed), and bfloat16 in
+the forward phase. https://github.com/Lightning-AI/litgpt/blob/main/litgpt/model.py
 """
 
 import sys

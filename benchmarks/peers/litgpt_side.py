@@ -1,16 +1,15 @@
 """litgpt: its generate and the steps of its pretraining.
 
-Why these settings: `litgpt generate` takes bf16-true unless --precision says otherwise, a cache as long
-as the answer, and torch.compile with --compile
-(https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/base.py). Pretraining takes bf16-mixed
-and always compiles, AdamW fused on GPUs only, its cross entropy in chunks of 128, clipping by Fabric
-(https://github.com/Lightning-AI/litgpt/blob/main/litgpt/pretrain.py). That is repeated here with what is
-fixed for all sides (learning rate, decay of matrices only) and with eager forms beside, which compile
-nothing; of these, decoding one text has float32 alone, since bfloat16 was half as fast as compiled. float16 is
-no default of it, but the fastest of 16 bits at 10M. The weights come through its own converter's table for LLaMA.
-Several prompts of one length are its `batched_generate_fn`, which nothing of it compiles: compiled as for one
-prompt, 64 texts at 10M took a minute more before the first result, for 3 % more tokens/s. For `first` the file of
-its converter, lit_model.pth, is read instead of the folder, as `litgpt generate` does.
+Reasons for the settings: `litgpt generate` uses bf16-true by default, a cache as long as the answer, and
+torch.compile with --compile (https://github.com/Lightning-AI/litgpt/blob/main/litgpt/generate/base.py).
+Pretraining uses bf16-mixed and always compiles, with AdamW fused on GPUs only, cross entropy in chunks of 128, and
+clipping by Fabric (https://github.com/Lightning-AI/litgpt/blob/main/litgpt/pretrain.py). This is repeated here,
+with the settings that all sides share (learning rate, weight decay on matrices only), and in eager forms, too;
+decoding one text eagerly is in float32 only, since bfloat16 was half as fast as compiled. float16 is no default,
+but the fastest 16-bit setting at 10M. Weights are loaded with the table of its LLaMA converter. Several prompts of
+one length use its `batched_generate_fn`, which litgpt does not compile: compiled as for one prompt, 64 texts at
+10M took a minute more before the first result, for 3 % more tokens/s. For `first` the converter's file,
+lit_model.pth, is read instead of the folder, as in `litgpt generate`.
 """
 
 import json

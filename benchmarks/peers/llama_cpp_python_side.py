@@ -1,20 +1,19 @@
-"""llama.cpp through llama-cpp-python: its generate, on a GGUF file made here from the folder.
+"""llama.cpp through llama-cpp-python: its generate, on a GGUF file made from the folder.
 
-Why these settings: built from source for this very processor, which is its default
-(https://github.com/abetlen/llama-cpp-python#installation); n_threads and n_threads_batch are what all
-sides get; a batch as long as all prompts, so that they are read in one go; flash attention is the switch that
-llama.cpp turns on by itself where it can, and the bindings do not
-(https://llama-cpp-python.readthedocs.io/en/latest/api-reference/); it casts keys and values to float16
-(https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp), so there is none in float32. There
-the cache is float32, too, so that its ids can be compared; else it is its default, float16. Several texts are one
-llama_batch with an id of its sequence for each token, and a cache for each sequence (`kv_unified` off), which its
-header advises where they share no beginning. Weights in 8 or 4 bits, by which llama.cpp is mostly used, are
-another model and no part of this race, but of `quantized_decode.py`; without `use_extra_bufts`, since its kernels
-for AMX crash with them (https://github.com/ggml-org/llama.cpp/issues/20824).
+Reasons for the settings: it is built from source for this processor, which is the default
+(https://github.com/abetlen/llama-cpp-python#installation). n_threads and n_threads_batch are the threads of all
+sides; a batch fits all prompts, so that they are evaluated at once. Flash attention is on, as llama.cpp chooses by
+itself and the bindings do not (https://llama-cpp-python.readthedocs.io/en/latest/api-reference/), except in
+float32, since it casts keys and values to float16
+(https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp). The cache is float32 in float32, so that
+ids can be compared, else float16, the default. Several texts are one llama_batch with a sequence id for each
+token, and a cache for each sequence (`kv_unified` off), which its header advises for sequences without a common
+prefix. 8- and 4-bit weights, for which llama.cpp is mostly used, are compared in `quantized_decode.py`, without
+`use_extra_bufts`, with which its AMX kernels crash (https://github.com/ggml-org/llama.cpp/issues/20824).
 
-It answers a prompt from what it still has of the last one unless it is reset, so it is. Several texts at once are
-not in its generate, so there llama_decode is called as llama.cpp's own batched-bench does
-(https://github.com/ggml-org/llama.cpp/tree/master/tools/batched-bench). One text is as fast either way.
+The context is reset before each prompt, as it would otherwise reuse the cache of the last one. Its generate does
+not support several texts, for which llama_decode is called as in llama.cpp's batched-bench
+(https://github.com/ggml-org/llama.cpp/tree/master/tools/batched-bench). For one text both are equally fast.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Ours: generate, generate_all, the command line, and the Trainer with AdamW, as all sides have it.
+"""dunes: generate, generate_all, the command line, and the Trainer with AdamW, as on all sides.
 
-A compiled setting makes the package of its step (`dunes compile`) before its first answer, unless it is there.
+A compiled setting makes its package (`dunes compile`) before the first answer, unless it exists.
 """
 
 import sys

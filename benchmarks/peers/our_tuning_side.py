@@ -1,4 +1,4 @@
-"""Ours: the Trainer with AdamW, an adapter beside a frozen model, batches made as they are needed."""
+"""dunes: the Trainer with AdamW, an adapter on a frozen model, and batches made on demand."""
 
 from collections.abc import Callable
 

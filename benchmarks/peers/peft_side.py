@@ -1,11 +1,11 @@
 """peft under transformers' Trainer.
 
-Why these settings: LoRA on a model that from_pretrained loads, trained by the Trainer, is peft's quicktour
-(https://huggingface.co/docs/peft/quicktour); bf16=True, use_cpu=True and torch_compile=True are the Trainer's
-arguments (https://huggingface.co/docs/transformers/perf_train_cpu), and the frozen base may be kept in bfloat16,
-which spares autocast its casts ("base"). Attention is PyTorch's SDPA, its default, or "eager", which on a CPU
-has the faster backward in bfloat16. Packed rows are told by position_ids that restart, of which transformers makes
-a block-diagonal mask; "flat" is its DataCollatorWithFlattening's form, one row of all
+Reasons for the settings: LoRA on a model from from_pretrained, trained by the Trainer, is peft's quicktour
+(https://huggingface.co/docs/peft/quicktour). bf16=True, use_cpu=True and torch_compile=True are the Trainer's
+arguments (https://huggingface.co/docs/transformers/perf_train_cpu); the frozen base may be in bfloat16, which
+saves autocast's casts ("base"). Attention is PyTorch's SDPA, the default, or "eager", whose backward is faster in
+bfloat16 on a CPU. Packed rows have position_ids that restart, from which transformers makes a block-diagonal mask;
+"flat" is the form of DataCollatorWithFlattening, one row with all examples
 (https://huggingface.co/blog/packing-with-FA2). The optimizer, PyTorch's fused AdamW, is the default.
 """
 

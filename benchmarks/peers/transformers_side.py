@@ -1,15 +1,14 @@
 """transformers: generate, a plain loop, and its Trainer.
 
-Why these settings: its guide to optimised inference has the static cache and torch.compile beside the
-dynamic cache that generate uses unasked (https://huggingface.co/docs/transformers/llm_optims); generate
-compiles by itself on accelerators only, so here the forward is compiled by hand, as that guide does.
-Left out for one text: bfloat16
-uncompiled (slower than compiled at 1.7M, and than float32 at 10M) and float16 compiled (a quarter of the rate of
-float32 at 10M). Attention is PyTorch's SDPA, its default. Training on a CPU is bf16=True and use_cpu=True
-(https://huggingface.co/docs/transformers/perf_train_cpu); torch_compile=True and the optimizer, PyTorch's
-fused AdamW, which is the default, are the Trainer's arguments
-(https://huggingface.co/docs/transformers/main_classes/trainer). The plain loop does the same with
-PyTorch's words, compiled as in https://huggingface.co/docs/transformers/perf_torch_compile.
+Reasons for the settings: its guide to optimised inference recommends the static cache and torch.compile instead of
+generate's default, the dynamic cache (https://huggingface.co/docs/transformers/llm_optims). generate compiles by
+itself on accelerators only, so that the forward is compiled explicitly here, as in the guide. Left out for one
+text are bfloat16 uncompiled (slower than compiled at 1.7M, and than float32 at 10M) and float16 compiled (a
+quarter of float32's rate at 10M). Attention is PyTorch's SDPA, the default. Training on a CPU uses bf16=True and
+use_cpu=True (https://huggingface.co/docs/transformers/perf_train_cpu); torch_compile=True and the optimizer,
+PyTorch's fused AdamW, which is the default, are the Trainer's arguments
+(https://huggingface.co/docs/transformers/main_classes/trainer). The plain loop does the same in PyTorch, compiled
+as in https://huggingface.co/docs/transformers/perf_torch_compile.
 """
 
 import contextlib

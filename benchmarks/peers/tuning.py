@@ -1,9 +1,9 @@
-"""The work of finetuning that both sides do, and how a side answers. Standard library only, as `work.py`.
+"""The finetuning task of both sides, and the protocol of a side. Standard library only, as `work.py`.
 
-A side is a script with its settings (the first is float32, that which is compared) and a function
-`tune(tuning, task, setting, watch)`, which trains the adapter of `adapter/` on the batches of the task, tells
-`watch` each step's loss, and stops when that says so. A batch is rows of (ids, targets, positions), padded
-with 0, -100 and -1 to equal lengths.
+A side is a script with its settings (the first is float32, whose losses are compared) and a function `tune(tuning,
+task, setting, watch)`, which trains the adapter in `adapter/` on the batches of the task, calls `watch` with each
+step's loss, and stops if it returns True. A batch is rows of (ids, targets, positions), padded with 0, -100 and -1
+to equal lengths.
 """
 
 import json
@@ -25,7 +25,7 @@ Batch = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is done. `examples` are ids and which of them are targets; `batches` are made of them, by task."""
+    """The finetuning task. `examples` are ids with masks of targets; `batches` are made from them, by task."""
 
     folder: str
     adapter: str
@@ -60,8 +60,8 @@ class Watch:
         return whole and len(self.losses) == COMPARED and self.ends[-1] - self.ends[WARM - 1] > self.seconds
 
     def row(self) -> dict[str, Any]:
-        """Tokens that are no padding by the second, and by that of a processor, which others on the machine change
-        less; seconds to the end of the second step; bytes."""
+        """Tokens without padding per second and per processor second (which other processes affect less), seconds
+        to the end of the second step, and bytes."""
         passes = (len(self.ends) - WARM) // len(self.tokens)
         rate = passes * sum(self.tokens) / (self.ends[-1] - self.ends[WARM - 1])
         worked = self.worked[-1] - self.worked[WARM - 1]

@@ -1,16 +1,16 @@
-"""The work that every side does, and how a side answers. Standard library only: each has a Python of its own.
+"""The tasks of every side, and the protocol of a side. Standard library only, as each side has its own Python.
 
-A side is a script with a table of tasks: for each its settings (the first is float32, that which
-is compared) and a function. It is run as
+A side is a script with a table of tasks: for each its settings (the first is float32, whose output is compared)
+and a function. It is run as
 
-    python SIDE.py                              # says its settings, as JSON
-    python SIDE.py WORK.json TASK SETTING       # does the task, and says on its last line what came out
+    python SIDE.py                              # prints its settings, as JSON
+    python SIDE.py WORK.json TASK SETTING       # runs the task, and prints its result on the last line
 
-`decode`, `prefill` and `first` are functions (work, setting) -> answer, where answer(ids, new) gives so many
-new ids after the others, the likeliest each time. `decode16` and `decode64` are the same for several prompts of
-one length: answer(prompts, new) gives the new ids of each. The rate of `decode` is that of the tokens after the
-first one: the time until that, which is the prompt's, is subtracted. `train` is a function (work, setting, watch)
-that trains from the folder's weights, tells `watch` each step's loss, and stops when that says so.
+`decode`, `prefill` and `first` are functions (work, setting) -> answer, where answer(ids, new) returns `new` ids
+decoded greedily after `ids`. `decode16` and `decode64` are the same for several prompts of one length:
+answer(prompts, new) returns the new ids of each. The rate of `decode` is for the tokens after the first one: the
+time to the first token is subtracted. `train` is a function (work, setting, watch) that trains from the folder's
+weights, calls `watch` with each step's loss, and stops if it returns True.
 
 `first` is timed from outside: a new process imports the library, loads the model, prints the first id, and ends.
 """
@@ -28,14 +28,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-COMPARED = 6  # losses: that of the sixth step comes from weights that five steps made
+COMPARED = 6  # losses to compare, the last after five updates
 BATCHES = {"decode16": 16, "decode64": 64}
 PACKAGES = ("torch", "transformers", "litgpt", "lightning", "llama-cpp-python", "peft")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done; ids throughout."""
+    """The inputs of all tasks, as token ids."""
 
     folder: str  # of the model, in Hugging Face's layout
     threads: int
@@ -66,7 +66,7 @@ def read(path: str | Path) -> Work:
 
 
 def answering(work: Work, answer: Any, task: str) -> dict[str, Any]:
-    """What came out the first time, and the median seconds of a piece after that."""
+    """Output of the first call, and the median seconds of later calls."""
     asked = pieces(work, task)
     start = time.perf_counter()
     output = flatten([answer(*piece) for piece in asked])
@@ -90,7 +90,7 @@ def seconds_of(answer: Any, *asked: Any) -> float:
 
 
 def pieces(work: Work, task: str) -> list[tuple[Any, int]]:
-    """What is asked, one after the other."""
+    """Arguments of the calls of a task, in order."""
     if task == "prefill":
         return [(prompt, 1) for prompt in work.prompts]
     return [(work.rows[: BATCHES[task]], work.row_new) if task in BATCHES else (work.prompt, work.new)]
@@ -157,7 +157,7 @@ class Watch:
         self.seconds, self.losses, self.ends = seconds, [], [time.perf_counter()]
 
     def __call__(self, loss: float) -> bool:
-        """Whether training should stop, after a step with this loss before it."""
+        """Record a step's loss; True if training should stop."""
         self.losses += [float(loss)] if len(self.losses) < COMPARED else []
         self.ends.append(time.perf_counter())
         return len(self.ends) > COMPARED and self.ends[-1] - self.ends[3] > self.seconds
@@ -188,7 +188,7 @@ def groups(work: Work, model: Any) -> list[dict[str, Any]]:
 
 
 def main(tasks: Tasks, process: Callable[[Work, str], Process] = own_process) -> None:
-    """Answer the command line; `process` is that of the task `first`."""
+    """Run the command line; `process` makes the process of the task `first`."""
     if len(sys.argv) == 1:
         print(json.dumps({task: list(settings) for task, (settings, _) in tasks.items()}))
         return

@@ -1,10 +1,10 @@
-"""A linear layer or an embedding with low-rank adapters, of which at most one is active.
+"""Low-rank adapters, and wrappers for linear layers and embeddings that have several, of which one may be active.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
 DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
 """
 
-# Shapes: I inputs, O outputs (of an embedding: the vocabulary and the width), R rank.
+# Shapes: I inputs, O outputs (in embeddings: vocabulary size and width), R rank.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from dunes.ops import low_rank
 
 TINY = 1e-30
-"""The least norm of a row: rows of zeros, as in untrained output projections, have no direction."""
+"""Least squared norm of a row, for rows of zeros as in untrained output projections."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The settings of an adapter at one place: `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    """Settings of an adapter at one place; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
 
     rank: int
     alpha: float
@@ -38,18 +38,18 @@ class LoraConfig:
 
 
 class Adapter(nn.Module):
-    """The update of a linear layer: scale * B(A(dropout(x))), with A (R, I) and B (O, R).
+    """A LoRA update of a linear layer: scale * B(A(dropout(x))), with A (R, I) and B (O, R).
 
-    DoRA has a `magnitude` (O,) for the rows of the updated matrix. PiSSA initialises A and B from the base and
-    keeps a copy as A0 and B0, whose product is subtracted. (The paper subtracts it from the base. Here the base is
-    shared with other adapters and never changes, and an untrained adapter changes nothing, bit for bit.)
+    DoRA adds a `magnitude` (O,) for the rows of the updated matrix. PiSSA initialises A and B from the base weight
+    and subtracts the product of their initial values A0 and B0. (The paper subtracts it from the base. Here the
+    base is shared with other adapters and never changes, and an untrained adapter changes no bit of the output.)
     """
 
     A0: Tensor | None
     B0: Tensor | None
     supports_packing = True
-    depends_on_input = False  # whether the update is more than a matrix, and cannot be merged
-    keeps_shape = True  # whether inputs and outputs are those of the base
+    depends_on_input = False  # True if no matrix equals the update, so that it cannot be merged
+    keeps_shape = True  # False if inputs or outputs have other shapes than the base's
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -73,11 +73,11 @@ class Adapter(nn.Module):
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
         product = y if bias is None else y - bias
-        # In this form nothing is rounded while the ratio is one, as at the start.
+        # This form is exact while the ratio is one, as initially.
         return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
 
     def base_input(self, x: Tensor) -> Tensor:
-        """What the base reads."""
+        """Input of the base layer."""
         return x
 
     def update(self, x: Tensor) -> Tensor:
@@ -89,25 +89,25 @@ class Adapter(nn.Module):
         return y * self.config.scale
 
     def _masked_update(self, x: Tensor, base: nn.Module) -> Tensor:
-        """(..., I) -> (..., O): by the difference of the matrices, in which the base's zeros are zero."""
+        """(..., I) -> (..., O): the product with the update's matrix, masked where the base is zero."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
         return F.linear(x, self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype))
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B, of twice the rank with PiSSA, whose product times the scale is the update of the matrix."""
+        """A (R, I) and B (O, R) such that scale * B A is the matrix's update; with PiSSA the rank is 2 R."""
         if self.A0 is None or self.B0 is None:
             return self.A, self.B
         return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
 
     def products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of the matrices that a token is multiplied by, once for each time."""
+        """Inputs and outputs of each matrix product per token."""
         return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
+        """Norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
 
-        Computed from small products, without materialising the updated matrix.
+        Computed from products with A and B, without materialising the updated matrix.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -118,7 +118,7 @@ class Adapter(nn.Module):
         return squares.clamp(min=TINY).sqrt()
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's matrix plus the update, (O, I) for a linear layer; zeros of a pruned base stay."""
+        """The base's weight plus the update, (O, I) for a linear layer; zeros of a pruned base stay zero."""
         a, b = self.factors()
         with _without_autocast(a):
             whole = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
@@ -131,10 +131,10 @@ class Adapter(nn.Module):
 
 
 class EmbeddingAdapter(Adapter):
-    """The same for an embedding (I, O): A (R, I) has a column for each id. Ids get no dropout."""
+    """A LoRA update of an embedding (I, O): A (R, I) has a column for each id. Dropout is not applied."""
 
     def update(self, x: Tensor) -> Tensor:
-        """ids (...) -> (..., O)."""
+        """Ids (...) int64 -> (..., O)."""
         return F.linear(F.embedding(x, self.A.T), self.B) * self.config.scale
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -144,18 +144,18 @@ class EmbeddingAdapter(Adapter):
 
 
 def keeps_zeros(module: nn.Module) -> bool:
-    """Whether the zeros of this linear layer are to stay, as those of a pruned one."""
+    """True if zeros of this linear layer must stay zero, as in a pruned one."""
     return bool(getattr(module, "keeps_zeros", False))
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """No autocast: weights, unlike activations, must not be rounded. An exported step cannot have a context."""
+    """Disable autocast, which would round weights, if it is enabled: exported graphs cannot have contexts."""
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Adapted(nn.Module):
-    """A linear layer or an embedding, and adapters by name; `active` is the name of the active one or None."""
+    """A linear layer or an embedding with adapters by name; `active` is the name of the active one, or None."""
 
     supports_packing = True
 
@@ -163,7 +163,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._active: str | None = None  # a state, and no part of the structure
+        self._active: str | None = None  # no part of the structure
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property
@@ -180,12 +180,12 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter, if this place has one of that name."""
+        """The active adapter, or None if this place has no adapter of that name."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of the matrices that the active adapter multiplies each token by."""
+        """Inputs and outputs of each matrix product per token that the active adapter adds."""
         products = self.active_adapter.products() if self.active_adapter else []
         return products[int(is_embedding(self)) :]  # ids are looked up
 
@@ -213,7 +213,7 @@ class Adapted(nn.Module):
         return y
 
     def dense(self) -> Tensor:
-        """The effective matrix, in the base's dtype."""
+        """The weight with the active adapter merged, in the base's dtype."""
         weight = dense(self.base)
         return (
             weight
@@ -247,12 +247,12 @@ class AdaptedEmbedding(Adapted):
 
 
 def adapted(base: nn.Module) -> Adapted:
-    """The module in a wrapper for adapters."""
+    """Wrap a linear layer or an embedding for adapters."""
     return AdaptedEmbedding(base) if is_embedding(base) else AdaptedLinear(base)
 
 
 def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:
-    """Whether a frozen base and a plain adapter can use the fused form, which needs one dtype."""
+    """True if the fused form applies: a frozen base and a plain LoRA adapter of one dtype."""
     if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
         return False
     if (adapter.config.dropout and adapter.training) or torch.compiler.is_compiling():
@@ -269,7 +269,7 @@ def _dtype(base: nn.Module) -> torch.dtype:
 
 
 def how_to_make_dense(module: nn.Module | None) -> str:
-    """What the user can do where a plain linear layer is expected, for the end of an error."""
+    """Advice, for the end of an error message, on how to get a plain linear layer."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
         return "a mixture of LoRA experts cannot be merged: make this change before that one"
     return (
@@ -279,18 +279,18 @@ def how_to_make_dense(module: nn.Module | None) -> str:
 
 
 def dense(module: nn.Module) -> Tensor:
-    """The dense matrix (O, I) of a linear layer, or the table of an embedding, also if quantized."""
+    """The dense weight (O, I) of a linear layer, dequantized if necessary, or an embedding's weight (I, O)."""
     make = getattr(module, "dense", None)
     return cast(Tensor, module.weight if make is None else make())
 
 
 def sides(module: nn.Module) -> tuple[int, int]:
-    """The numbers of inputs and outputs; of an embedding, vocabulary size and width."""
+    """Numbers of inputs and outputs; for an embedding, vocabulary size and width."""
     if is_embedding(module):
         return cast(int, module.num_embeddings), cast(int, module.embedding_dim)
     return cast(int, module.in_features), cast(int, module.out_features)
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether the module is an embedding, whatever its class."""
+    """True if the module has the attributes of an embedding, whatever its class."""
     return hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim")

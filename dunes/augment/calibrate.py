@@ -1,9 +1,10 @@
-"""Calibration: what each linear layer reads of some text, block by block, with later blocks fed by changed ones.
+"""Calibration: collect the Gram matrix of each linear layer's inputs, block by block, and let a solver change it.
 
-The walk of GPTQ https://arxiv.org/abs/2210.17323 and SparseGPT https://arxiv.org/abs/2301.00774
+Each block reads the outputs of the changed blocks before it, as in GPTQ https://arxiv.org/abs/2210.17323 and
+SparseGPT https://arxiv.org/abs/2301.00774
 """
 
-# Shapes: S sequences, T tokens, D width, I inputs of a linear layer, N tokens that it gets.
+# Shapes: S sequences, T tokens, D width, I inputs and O outputs of a linear layer.
 
 import re
 from collections import Counter
@@ -25,40 +26,37 @@ from dunes.progress import each
 from dunes.units import plural
 
 TOKENS = 4096
-"""Tokens that go through a block at once."""
+"""Tokens in one forward of a block."""
 SMALL = 20_000_000
-"""Up to this many parameters, four times the tokens take little time, and 2:4 loses less
+"""Parameters up to which four times the calibration tokens take little time and improve 2:4 pruning
 (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
 @dataclass
 class Gram:
-    """The inputs x of linear layers over `tokens` tokens.
-
-    `matrix` (I, I) is the sum of x xT in float32.
-    """
+    """Gram matrix of a linear layer's inputs: `matrix` (I, I) float32 is the sum of x xT over `tokens` tokens."""
 
     matrix: Tensor
     tokens: int = 0
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
-        """That of no tokens."""
+        """A Gram matrix of no tokens."""
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Count the inputs (..., I); `matrix` is complete after `mirror` (`dunes.ops.gram`)."""
+        """Add inputs (..., I) to the lower triangle; `dunes.ops.gram.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)
 
 
 Solve = Callable[[Mapping[str, Gram]], None]
-"""Changes the weights of the layers at these places by their inputs."""
+"""Changes the weights of linear layers, given their Gram matrices by place."""
 
 
 def require_ids(model: nn.Module, ids: Any) -> None:
-    """Raise ValueError unless the calibration text is ids (S, T) of the model's vocabulary."""
+    """Raise ValueError unless the calibration text is int64 ids (S, T) of the model's vocabulary."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.long or 0 in ids.shape:
         kind = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"the calibration text is {kind}; expected int64 ids (sequences, tokens)")
@@ -79,18 +77,18 @@ def calibrate_blocks(
     *,
     sequential: bool = False,
 ) -> Iterator[None]:
-    """Let `solve` change the linear layers at `places`, one block after another, by what they read of ids (S, T).
+    """Let `solve` change the linear layers at `places`, block by block, given their inputs for ids (S, T) int64.
 
-    It is called for each block with the Gram of every place in it; layers that read the same tensor share one,
-    and an expert's is that of its own tokens. The next block reads what the changed one writes. With
-    `sequential`, a block's layers are solved in the order in which they compute, each by what the layers before
-    it write after their change. The head, if it is one of the places, comes last.
+    `solve` is called for each block with the Gram of every place in it. Layers that read the same tensor share
+    one; an expert's counts the tokens routed to it. The next block reads the changed block's outputs. With
+    `sequential`, a block's layers are solved in execution order, each given its inputs after the layers before it
+    were changed. The head, if it is one of the places, comes last.
 
-    This yields after each block with places, and after the head. No layer of the block is held then, so that the
-    caller may replace it.
+    Yields after each block with places, and after the head; the generator then has no reference to a layer of the
+    block, so that the caller may replace it.
 
-    Memory: the hidden states of all tokens, and the Grams of a block. Raises ValueError, before any work, for
-    ids that do not fit, and for places that are no plain linear layers of a block or the head.
+    Memory: the hidden states of all tokens, and the Grams of one block. Raises ValueError, before any work, for
+    invalid ids, and for places that are no plain linear layers of a block or the head.
     """
     require_ids(model, ids)
     decoder = _decoder(model)
@@ -106,7 +104,7 @@ def calibrate_blocks(
             solved, run = bool(inside), _Run(decoder.blocks[layer], layer, ctx)
             _solve_block(run, hidden, rows, inside, solve, sequential)
             inside.clear()
-            if layer < stop:  # something reads what it writes
+            if layer < stop:  # a later place reads these outputs
                 for part in rows:
                     hidden[part] = run(hidden[part])
             if solved:
@@ -119,7 +117,7 @@ def calibrate_blocks(
 
 
 def _last_layer(places: Collection[str], depth: int) -> int:
-    """The last block that has one of the places; the number of blocks if the head is one; -1 without any."""
+    """Index of the last block with a place; the number of blocks if the head is a place; -1 without places."""
     layers = [depth if name == "head" else int(name.split(".")[1]) for name in places]
     return max(layers, default=-1)
 
@@ -132,7 +130,7 @@ def _solve_block(
     solve: Solve,
     sequential: bool,
 ) -> None:
-    """Let `solve` change these layers of a block, together or one stage after another."""
+    """Let `solve` change these layers of a block, all at once or with `sequential` in stages."""
     stages = _stages(run, hidden[rows[0]], linears) if sequential and linears else [linears]
     for stage in filter(None, stages):
         solve(_collect(run, hidden, rows, stage))
@@ -140,7 +138,7 @@ def _solve_block(
 
 @dataclass
 class _Run:
-    """Calls a block, or the head below its norm, on states."""
+    """Forward of one block, or of the final norm and the head."""
 
     block: nn.Module
     layer: int
@@ -153,7 +151,7 @@ class _Run:
 
 
 class _Watched(dict[str, Gram]):
-    """The Grams of some layers, and how often each was called in the current forward."""
+    """Gram matrices of layers by place, with the number of `calls` of each layer in the current forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,13 +160,13 @@ class _Watched(dict[str, Gram]):
 
 
 class _EnoughError(Exception):
-    """All layers that are watched were called, so the rest of the forward is not needed."""
+    """Stops a forward after the last call of a watched layer."""
 
 
 def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, Gram]:
-    """The Gram of each linear layer, over all states, in the order in which they compute.
+    """Gram of each linear layer over all hidden states (S, T, D), in execution order.
 
-    After the first rows, a forward ends when each layer was called as often as in theirs, and at least once.
+    The first forward counts the calls of each layer; later forwards stop after that many calls, at least one.
     """
     with _watch(linears) as grams:
         for part in rows:
@@ -184,7 +182,7 @@ def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str
 
 @contextmanager
 def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
-    """The Grams of what these layers read inside; those that read the same tensor share one."""
+    """Record the Grams of these layers' inputs in the context; layers that read the same tensor share one."""
     grams = _Watched()
     readers: dict[str, str] = {}  # the first layer that reads the same tensor
     last: list[tuple[Tensor, str]] = []
@@ -216,7 +214,7 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
 
 
 def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
-    """The layers of a block by when they compute; those with one input together, and those of all experts."""
+    """Linear layers of a block in execution order, grouped by shared input; all experts are one group."""
     with _watch(linears) as grams:
         run(states)
     stage_of: dict[str, int] = {}
@@ -229,15 +227,15 @@ def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list
 
 @torch.no_grad()
 def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
-    """Give a linear layer other values (O, I), in its dtype.
+    """Replace the weight of a linear layer by `weight` (O, I), cast to the layer's dtype.
 
-    They are not written over the old ones: pages of a mapped file that were written to stay in memory.
+    The old tensor is not overwritten, since written pages of a memory-mapped file would stay in memory.
     """
     linear.weight.data = weight.to(linear.weight.dtype)
 
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
-    """The linear layers at these places. Raises ValueError for others."""
+    """Plain linear layers of blocks, or the head, by place. Raises ValueError for any other module."""
     modules = {p.name: p.module for p in tree.places(decoder) if p.name in names}
     for name in names:
         module = modules.get(name)
@@ -258,12 +256,12 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def calibration_tokens(model: nn.Module) -> int:
-    """How many tokens of calibration text are of use."""
+    """Number of calibration tokens beyond which the result no longer improves."""
     return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
 def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:
-    """Raise ValueError if there are fewer tokens than inputs of a layer that gets all of them."""
+    """Raise ValueError if ids (S, T) have fewer tokens than the widest of these layers has inputs."""
     name, widest = max(((n, m.in_features) for n, m in linears.items()), key=lambda pair: pair[1])
     if ids.numel() < widest:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The record of a change to a model, which a checkpoint saves and repeats."""
+"""The record of a change to a model, saved in a checkpoint to repeat the change."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +12,11 @@ from dunes.units import plural
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a model in JSON values.
+    """The record of a change to a model, in JSON values.
 
-    `name` and `version` are those of its entry in CHANGES. `request` has every argument of its `decide` with the
-    defaults bound, `places` the changed modules with what was decided for each, `new` globs of the parameters that
-    it added. `before` identifies the weights that it was made to, if it can give them back.
+    `name` is the key in CHANGES, `version` the entry's VERSION. `request` has every option with its default filled
+    in, `places` the settings decided for each changed module, `new` globs of the added parameters. `before`
+    identifies the original weights if the change can be undone exactly.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Change:
         return f"Change({self.name} at {plural(len(self.places), 'place')}: {request})"
 
     def record(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """The change as a JSON object."""
         return asdict(self)
 
     def parts(self) -> dict[str, "Change"]:
-        """The change of each block, and of what is beside the blocks, by the first names of its places."""
+        """The change split by block, or by top-level module outside the blocks, keyed by `part_name`."""
         parts = dict[str, dict[str, Any]]()
         for name, settings in self.places.items():
             parts.setdefault(part_name(name), {})[name] = settings
@@ -46,7 +46,7 @@ class Change:
         """The inverse of `record`. Raises ValueError for anything else."""
         try:
             name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
-            if isinstance(places, list):  # of quantization before format 3
+            if isinstance(places, list):  # quantization before format 3
                 places = {place: {} for place in places}
             new, before = tuple(record.get("new", ())), record.get("before", {})
             valid = isinstance(name, str) and type(version) is int and all(map(_is_object, (request, places)))
@@ -60,9 +60,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a change that was solved for, as one of `Change.parts` with what was decided.
+    """A solved part of a change: the completed record of one of `Change.parts`.
 
-    `solved` is what `fill` needs besides the weights, by place.
+    `solved` has the arguments of `fill` beside the weights, by place.
     """
 
     change: Change
@@ -70,18 +70,18 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The name that all its tensors begin with: a block, or what is beside the blocks."""
+        """Prefix of the names of all its tensors: a block, or a top-level module outside the blocks."""
         return part_name(next(iter(self.change.places)))
 
 
 def part_name(place: str) -> str:
-    """The block of a place, or its first name if it is in none."""
+    """The block of a place, as "blocks.0", or the top-level module of a place outside the blocks."""
     names = place.split(".")
     return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 
 
 def float_dtype(name: Any) -> torch.dtype:
-    """The dtype of weights with this name. Raises ValueError for any other."""
+    """The floating-point dtype with this name. Raises ValueError for any other."""
     if name not in (names := ("float32", "bfloat16", "float16", "float64")):
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)
@@ -89,7 +89,7 @@ def float_dtype(name: Any) -> torch.dtype:
 
 
 def generator(*key: Any) -> torch.Generator:
-    """A generator whose numbers depend on the key alone: a seed, names, places."""
+    """A generator seeded by the key alone: a seed, names, places."""
     digest = sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 

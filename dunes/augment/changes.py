@@ -1,4 +1,4 @@
-"""The table of all changes to a built model, and how one is made or repeated."""
+"""The table of all changes to a built model, and functions that make, repeat and undo them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,35 +31,35 @@ CHANGES: dict[str, Any] = {
 - `decide(model, options) -> Change`, with options of its class in OPTIONS, which may read weights and, with
   calibration text as `ids`, run the model, and changes nothing,
 - if it is made block by block, `solve(model, change, ids) -> Iterator[Part]`: for each of `change.parts()`
-  it changes the weights while they are still dense, as by calibration, and gives the record with what it decided,
-  and by place what `fill` needs besides the weights. Each part is shaped and filled before the next is solved for,
+  it changes the weights while they are still dense, as by calibration, and yields the completed record and, by
+  place, further arguments of `fill`. Each part is shaped and filled before the next is solved,
 - `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
-- if new weights are computed, `fill(model, change, weights)`, from the state dict before the change; after a
-  `solve`, from that behind it: `fill(model, change, weights, solved)`,
+- if new weights are computed, `fill(model, change, weights)` with the state dict before the change, or
+  `fill(model, change, weights, solved)` with the state dict after `solve`,
 - if more calibration text than usual is of use, `calibration_tokens(model) -> int`,
-- if a user should see what was decided, `describe(change) -> str`, one sentence,
-- and if it can be taken back, `undo(model, change)`; with `RESTORES = True`, it gives back the very weights.
+- if a user should see the decisions, `describe(change) -> str`, one sentence,
+- and if it can be undone, `undo(model, change)`; `RESTORES = True` if that restores the weights bit for bit.
 """
 
 
 Spill: TypeAlias = Callable[[Tensors], Tensors]
-"""Writes the tensors of a finished part elsewhere; returns the same ones, which take no memory of their own."""
+"""Writes the tensors of a finished part to disk and returns memory-mapped tensors of the same values."""
 
 
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
-    """Change the model, and return the record of the change.
+    """Change the model in place, and return the record of the change.
 
-    `request` are the change's options and, for one that reads text, `ids` (S, T). `spill` gets the finished parts
-    of a change that is made block by block. Raises ValueError for invalid options, before anything is changed. A
-    change that is made block by block and stops midway, as by inputs that are not finite, leaves the blocks before
-    changed: load the model again.
+    `request` are the options of the change and, if it reads calibration text, `ids` (S, T) int64. `spill` gets
+    each finished part of a change that is made block by block. Raises ValueError for invalid options, before
+    anything is changed. If a change fails midway, as by inputs that are not finite, earlier blocks stay changed:
+    load the model again.
     """
     with _naming_parts(model, name):
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
 
 
 def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
-    """The record of a change with these options, not yet made. Raises ValueError as `apply_change` does."""
+    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
     text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
     change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
     return change
@@ -67,7 +67,7 @@ def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
 
 @contextmanager
 def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
-    """Raises ValueError with its place for a part of the model, as a user's own, that lacks what a change uses."""
+    """Turn AttributeError of a module, such as a user's own, into ValueError that names its place."""
     try:
         yield
     except AttributeError as error:
@@ -81,10 +81,9 @@ def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
-    """Make a change that was decided before: its structure and its first weights. Returns its record.
+    """Make a decided change, its structure and its initial weights, and return its record.
 
-    The record has more in it where weights are solved for, by the calibration text `ids` (S, T) if the change
-    needs one.
+    If the change is solved for, on calibration text `ids` (S, T) int64, the record is completed by the solver.
     """
     entry = _entry(change)
     if not hasattr(entry, "solve"):
@@ -103,7 +102,7 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spi
 
 
 def _make_part(model: nn.Module, entry: Any, part: Part) -> None:
-    """Shape and fill a part of a change."""
+    """Shape and fill one part of a change."""
     weights = model.state_dict()
     repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
@@ -111,7 +110,7 @@ def _make_part(model: nn.Module, entry: Any, part: Part) -> None:
 
 
 def _tensors(model: nn.Module, part: Part) -> Tensors:
-    """All tensors of the block of a part."""
+    """All tensors of a part's block, by name."""
     return {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
 
 
@@ -121,7 +120,7 @@ def _assign(model: nn.Module, tensors: Tensors) -> None:
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:
-    """Make the structure of a change; its weights come from a file.
+    """Change the structure of the model as recorded; its weights are loaded afterwards.
 
     Raises ValueError for an unknown change, and for a record that does not fit the model.
     """
@@ -131,7 +130,7 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
 
 @contextmanager
 def _undamaged(change: Change) -> Iterator[None]:
-    """Raises ValueError where a value of the record does not fit the model."""
+    """Turn errors from a value of the record that does not fit the model into ValueError."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -139,7 +138,7 @@ def _undamaged(change: Change) -> Iterator[None]:
 
 
 def undo_change(model: nn.Module, change: Change) -> None:
-    """Take a change back, as far as it can be. Raises ValueError if it cannot, or the record is damaged."""
+    """Undo a change, exactly if its entry RESTORES. Raises ValueError if it cannot be undone or is damaged."""
     if not hasattr(entry := _entry(change), "undo"):
         raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
     with _undamaged(change):
@@ -156,19 +155,19 @@ def _entry(change: Change) -> Any:
 
 
 def attach(model: nn.Module, **request: Any) -> Change:
-    """Add an untrained adapter to linear layers of the model, and make it active; returns the record.
+    """Add an untrained LoRA adapter to linear layers of the model and activate it; returns the record.
 
-    `request` are the fields of `options.Lora`. Nothing is frozen: `change.new` are globs of the new parameters,
-    and `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` leaves only these trainable. Raises
-    ValueError for an invalid request, before anything is changed.
+    `request` are fields of `options.Lora`. Nothing is frozen: `change.new` are globs of the new parameters, and
+    `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` leaves only these trainable. Raises ValueError
+    for invalid options, before anything is changed.
     """
     return apply_change(model, "lora", **request)
 
 
 def quantize(model: nn.Module, **request: Any) -> Change:
-    """Quantize linear layers, below their wrappers if they have any; returns the record.
+    """Quantize linear layers, inside their wrappers if they have any; returns the record.
 
-    `request` are `ids` and the fields of `options.Quantize`. Raises ValueError for an invalid one, before anything
-    is changed.
+    `request` are fields of `options.Quantize` and calibration text `ids` (S, T) int64. Raises ValueError for
+    invalid options, before anything is changed.
     """
     return apply_change(model, "quantize", **request)

@@ -1,4 +1,4 @@
-"""The dense MLPs of a model, from which experts are made: selection, neurons, and the check of equality."""
+"""Dense MLPs from which experts are made: selecting them, copying neurons, and checking that outputs are equal."""
 
 # Shapes: N tokens, D width, H hidden neurons.
 
@@ -16,14 +16,14 @@ from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 
 ROUTER_STD = 0.02
-"""The standard deviation of new routers, as for the matrices of a new model."""
+"""Standard deviation of new routers' weights, as in a new model."""
 TOLERANCE, TOKENS = 1e-5, 64
 FILLED = 0.7
-"""The share of a change that is done when the experts are filled, and not yet compared."""
+"""Progress, from 0 to 1, after filling the experts and before comparing their outputs."""
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
-    """The dense MLPs that `where` selects, by place. Raises ValueError, with the place, for any other."""
+    """Dense MLPs that `where` selects, by place. Raises ValueError, naming the place, for any other module."""
     selected = {p.name: p.module for p in tree.find(model, where, _is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
         raise ValueError(f"{missing[0]}: this model has no such MLP; was the change made to another model?")
@@ -44,7 +44,7 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def require_experts(experts: int, top_k: int) -> None:
-    """Raise ValueError unless each token can choose from 2 to all of the experts."""
+    """Raise ValueError unless 2 <= `top_k` <= `experts` <= MAX_EXPERTS."""
     if not 2 <= experts <= MAX_EXPERTS:
         raise ValueError(f"experts to choose from: {experts}; expected 2 to {MAX_EXPERTS}")
     if not 2 <= top_k <= experts:
@@ -55,7 +55,7 @@ def require_experts(experts: int, top_k: int) -> None:
 
 
 def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
-    """The width of each piece. Raises ValueError, naming the nearest numbers of pieces, unless they are equal."""
+    """Hidden neurons of each piece. Raises ValueError, suggesting divisors, unless `pieces` divides `hidden`."""
     if hidden % pieces == 0:
         return hidden // pieces
     fitting = [n for n in range(2, hidden + 1) if hidden % n == 0]
@@ -67,14 +67,14 @@ def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
 
 
 def new_mlp(like: Any, hidden: int) -> Any:
-    """An MLP of the same class, dtype and device with this many hidden neurons; its weights are uninitialised."""
+    """An uninitialised MLP with `hidden` neurons, of the same class, dtype and device."""
     with torch.device("meta"):
         mlp = type(like)(like.down.out_features, hidden, like.act, like.down.bias is not None)
     return allocate(mlp, like)
 
 
 def allocate(module: nn.Module, like: Any) -> nn.Module:
-    """The module, built on the meta device, with uninitialised weights of the dtype and device of this MLP."""
+    """Allocate the weights of a module on the meta device, uninitialised, with the dtype and device of an MLP."""
     weight = like.down.weight
     for part in module.modules():
         for name, p in part.named_parameters(recurse=False):  # `to_empty` fails for fake tensors
@@ -85,9 +85,9 @@ def allocate(module: nn.Module, like: Any) -> nn.Module:
 def new_mixture(
     like: Any, widths: list[int], top_k: int, balance: float, shared: int = 0, gate: Any = None
 ) -> MoE:
-    """A mixture of experts of these widths, of which the first `shared` ones get every token.
+    """An uninitialised mixture with experts of these widths, the first `shared` of which get every token.
 
-    Its router is linear, or a `gate`, which balances by itself. The weights are uninitialised.
+    The router is linear, or of the class `gate`, which has a balancing loss of its own.
     """
     dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The MLPs that the mixtures at these places had been, from the state dict before; nothing is copied."""
+    """Original MLPs of the mixtures at these places, by place; they share tensors with the old state dict."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in mixtures(model, places).items():
         prefix, like = paths[id(moe)], moe.experts[0]
@@ -111,13 +111,13 @@ def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str
 
 
 def mixtures(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
-    """The modules at these places."""
+    """Modules at these places, by place."""
     return {p.name: p.module for p in tree.places(model) if p.name in places}
 
 
 @torch.no_grad()
 def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> None:
-    """Copy hidden neurons of a dense MLP, a slice or indices, into an expert; what they add is scaled."""
+    """Copy hidden neurons (a slice or indices) of a dense MLP into an expert, scaling their output weights."""
     weights = dict(mlp.named_parameters())
     for name, parameter in expert.named_parameters():
         if name == "down.weight":
@@ -128,10 +128,10 @@ def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> Non
 
 @torch.no_grad()
 def require_equality(model: nn.Module, mlps: Mapping[str, Any], forward: Any = lambda moe, x: moe(x)) -> None:
-    """Compare each mixture on random tokens, in float32, with the dense MLP that it replaced.
+    """Compare each mixture with the dense MLP that it replaced, in float32 on random hidden states.
 
-    If the outputs differ, these MLPs are put back and ValueError is raised. Scaled weights of a narrower dtype may
-    have been rounded.
+    If the outputs differ by more than the rounding of scaled weights in the model's dtype, the MLPs are restored
+    and ValueError is raised.
     """
     for place, moe in each(mixtures(model, mlps).items(), FILLED):
         weight = mlps[place].down.weight

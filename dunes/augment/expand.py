@@ -1,4 +1,4 @@
-"""Block expansion: copies of blocks that add nothing at first, so that a model learns in these alone (LLaMA Pro).
+"""Block expansion (LLaMA Pro): insert copied blocks with zeroed output projections, to be trained on their own.
 
 https://arxiv.org/abs/2401.02415. An entry of CHANGES, see `changes.py`.
 """
@@ -23,19 +23,19 @@ from dunes.units import plural
 VERSION = 1
 RESTORES = True
 SPACING = 4
-"""By default a new block follows every fourth, as in the paper."""
+"""Default number of blocks between two new ones, as in the paper."""
 OUTPUTS = ("attn.out", "mlp.down", "mlp.**.down", "!mlp.router.**")
-"""The linear layers whose results a block adds to the hidden states; in a mixture, those of all experts."""
+"""Output projections: linear layers whose results a block, or an expert, adds to the hidden states."""
 COPIED = 0.5
-"""The share of the change that is done when the blocks are copied, and not yet compared."""
+"""Progress, from 0 to 1, after copying the blocks and before comparing the logits."""
 TOKENS = 8
-"""Tokens in each of two rows on which equality is checked."""
+"""Sequence length of the batch of 2 on which the logits are compared."""
 
 
 def decide(model: nn.Module, options: Expand) -> Change:
-    """The record of the change: the new blocks, each with the block that it copies.
+    """The record of the change: new blocks, each with the index of the block that it copies.
 
-    Raises ValueError for a model with other parts, and for blocks that it does not have.
+    Raises ValueError for a model that is no decoder or not dense, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     _check_dense(model)
@@ -67,19 +67,19 @@ def _check_dense(model: nn.Module) -> None:
 
 
 def describe(change: Change) -> str:
-    """The new blocks, in one sentence."""
+    """One sentence for users about the new blocks."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
     return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert a copy of the block before at each place. Raises ValueError for places that no such model has."""
+    """Insert at each place a copy of the preceding block. Raises ValueError for a place out of range."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
         if not 0 < index <= len(blocks):
             raise ValueError(f"blocks.{index}: the model has only {plural(len(blocks), 'block')} to stand behind")
         tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))
-        unmask_linears(block)  # their zeros are there to be trained
+        unmask_linears(block)  # zeroed output projections must be trainable
 
 
 def _indices(change: Change) -> list[int]:
@@ -90,9 +90,9 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the output projections and their biases of the new blocks, which are copies in all else.
+    """Zero the weights and biases of the new blocks' output projections.
 
-    Raises ValueError, and removes the new blocks, if the model's outputs are then not equal bit for bit.
+    Raises ValueError, and removes the new blocks, unless the model's logits stay equal bit for bit.
     """
     blocks = _decoder(model).blocks
     new = {index: blocks[index] for index in _indices(change)}
@@ -113,7 +113,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _logits(model: Decoder) -> list[Tensor]:
-    """Logits of a few ids, in one forward, and with a cache in two."""
+    """Logits of random ids (2, `TOKENS`), from one forward without a KV cache and from two with one."""
     length = TOKENS if model.embed.place is None else min(TOKENS, sides(model.embed.place)[0])
     ids = torch.randint(sides(model.embed.token)[0], (2, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device := next(model.parameters()).device)
@@ -124,7 +124,7 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the new blocks; if the others were not trained, they are those of before, bit for bit."""
+    """Remove the new blocks, which restores the original model bit for bit unless other blocks were trained."""
     if (last := _indices(change)[-1]) >= len(blocks := _decoder(model).blocks):
         raise ValueError(f"blocks.{last}: the model has only {plural(len(blocks), 'block')}; was it expanded?")
     tree.remove(model, {*change.places})

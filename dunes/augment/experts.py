@@ -1,7 +1,7 @@
-"""Dense MLPs split into experts: each gets a part of the hidden neurons (LLaMA-MoE). https://arxiv.org/abs/2406.16554
+"""Dense MLPs split into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
-The result has as many parameters as before and computes fewer; without training it is much worse. An entry of
-CHANGES, see `changes.py`.
+https://arxiv.org/abs/2406.16554. The model keeps its number of parameters, of which each token activates fewer;
+its loss is much higher until it is trained. An entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: E experts, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width.
@@ -26,12 +26,12 @@ RESTORES = True
 
 
 def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting, and the neurons of each expert, those of shared ones first.
+    """The record of the change: every setting, and the neurons of each expert, shared experts first.
 
-    By importance, groups of the sequences of `ids` (S, T) decide: without shared experts the groups' most
-    important neurons, of which two experts may have the same; with them, shared ones get what most groups want.
-    What experts add is multiplied by the number of routed experts, which makes the mean over all of them the dense
-    MLP (`unbiased`), or by that over `top_k` (`official`). Raises ValueError for invalid options.
+    Split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one for each routed expert.
+    An expert gets its group's most important neurons, possibly the same as another's; with shared experts, these
+    get the neurons that most groups rank high. Outputs of routed experts are multiplied by their number, so that
+    their mean is the dense MLP (`unbiased`), or by that over `top_k` (`official`). Raises ValueError if invalid.
     """
     request = options.request()
     _check_request(request, ids)
@@ -66,7 +66,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
 
 
 def _by_weights(mlps: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The neurons of each expert (E, W) by place, at random or by the weights."""
+    """Neurons of each expert (E, W) by place, at random or clustered by weight."""
     neurons, experts = {}, request["experts"]
     for place, mlp in each(mlps.items(), end=DECIDED):
         draw = generator(request["seed"], "experts", place)
@@ -81,7 +81,7 @@ def _by_weights(mlps: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str
 def _important(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, request: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The neurons of each expert (E, W) by place, by their importance for groups of the sequences."""
+    """Neurons of each expert (E, W) by place, by importance for groups of sequences."""
     shared, experts = request["shared"], request["experts"]
     groups = importances(model, mlps, ids, experts - shared, generator(request["seed"], "experts"))
     choose = private_neurons if not shared else shared_neurons
@@ -89,7 +89,7 @@ def _important(
 
 
 def describe(change: Change) -> str:
-    """The experts, in one sentence."""
+    """One sentence for users about the experts."""
     experts, top_k, shared, split = (change.request[k] for k in ("experts", "top_k", "shared", "split"))
     always = f", {shared} of them for every token and" if shared else ","
     width = len(next(iter(change.places.values()))["neurons"][0])
@@ -112,10 +112,10 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the neurons, and draw the routers.
+    """Copy the neurons and initialise the routers.
 
-    Raises ValueError, and puts the MLPs back, if all experts together do not compute what the MLPs did (unless
-    experts share neurons).
+    Raises ValueError, and restores the MLPs, if the experts' summed outputs differ from theirs. (The check is
+    skipped where experts share neurons.)
     """
     mlps, factor = dense_mlp.dense_mlps(model, change.places, weights), _factor(change)
     stds = {"weight": dense_mlp.ROUTER_STD, "noise.weight": 0.0}
@@ -124,7 +124,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             dense_mlp.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
-                expert.down.bias.zero_()  # that of the routed ones counts once, since their weights sum to one
+                expert.down.bias.zero_()  # routed experts add it once, since their weights sum to one
         draw = generator(change.request["seed"], "experts router", place)
         for name, matrix in moe.router.named_parameters():
             std = stds.get(name, matrix.shape[1] ** -0.5)
@@ -134,25 +134,25 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _factor(change: Change) -> float:
-    """What the outputs of routed experts are multiplied by."""
+    """The factor on the outputs of routed experts."""
     routed: int = change.request["experts"] - change.request["shared"]
     return routed / (1 if change.request["scale"] == "unbiased" else int(change.request["top_k"]))
 
 
 def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Tensor]]:
-    """Each expert with its scale and its neurons."""
+    """Each expert with its output scale and neuron indices (W,)."""
     neurons, factor = torch.tensor(change.places[place]["neurons"]), _factor(change)
     experts = [*((e, 1.0) for e in moe.shared or ()), *((e, factor) for e in moe.experts)]
     return [(expert, scale, rows) for (expert, scale), rows in zip(experts, neurons, strict=True)]
 
 
 def is_partition(change: Change) -> bool:
-    """Whether each neuron is in one expert."""
+    """True if each neuron belongs to exactly one expert."""
     return bool(change.request["split"] != "importance" or change.request["shared"])
 
 
 def _all_experts(moe: Any, x: Tensor, factor: float) -> Tensor:
-    """The outputs of all experts without weights and scale: those of the dense MLP."""
+    """Unweighted, unscaled sum of all experts' outputs, which equals the dense MLP's."""
     bias = moe.experts[0].down.bias
     bias = 0 if bias is None else bias
     y: Tensor = bias + sum((expert(x) - bias) / factor for expert in moe.experts)
@@ -163,9 +163,9 @@ def _all_experts(moe: Any, x: Tensor, factor: float) -> Tensor:
 
 @torch.no_grad()
 def undo(model: nn.Module, change: Change) -> None:
-    """Put the neurons of the experts together to dense MLPs again, bit for bit if they were not trained.
+    """Join the experts back into dense MLPs, bit-equal to the original ones if untrained.
 
-    Raises ValueError if experts share neurons, and if a scale that is no power of two was rounded.
+    Raises ValueError if experts share neurons, or if the weights were rounded by a scale that is no power of two.
     """
     if not is_partition(change):
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")

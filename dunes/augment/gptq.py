@@ -1,11 +1,11 @@
-"""Rounding a linear layer's weight column by column, each error made up for by the columns after it (GPTQ).
+"""GPTQ: quantize a linear layer column by column, compensating each rounding error in the later columns.
 
-https://arxiv.org/abs/2210.17323: with the Gram matrix G of the inputs, the change of the outputs |(W - Q) X|^2 is
-least, given that column j is rounded, if the error of that column is spread over the later ones in proportion to a
-row of the upper Cholesky factor of the inverse of G.
+https://arxiv.org/abs/2210.17323. Let G be the Gram matrix of the inputs X. The outputs' error |(W - Q) X|^2 is
+least if the error of rounding column j is distributed over the later columns in proportion to row j of the upper
+Cholesky factor of G's inverse.
 """
 
-# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that a column is contiguous.
+# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,24 +20,24 @@ from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks
 from dunes.augment.quantized import Grid, Steps, join, split
 from dunes.augment.sparsegpt import Hessian, hessian, sweep
 
-BLOCK, DAMP = 128, 0.01
-"""Columns that are rounded before the rest of the matrix is updated, and what is added to the Gram's diagonal, as
-a fraction of its mean."""
+BLOCK = 128
+"""Columns to round between two updates of the remaining matrix."""
+DAMP = 0.01
+"""Damping of the Gram matrix's diagonal, as a fraction of its mean."""
 
 Hessians = dict[int, tuple[Hessian, Tensor | None]]
-"""Of each Gram that some layers read (by its id): what a sweep needs of it, and the order of the columns."""
+"""Hessian and column order by `id` of the Gram, which layers with the same input share."""
 
 
 @torch.no_grad()
 def solve(
     model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
 ) -> Iterator[tuple[dict[str, Steps], list[str]]]:
-    """Round the linear layers at these places, by what they read of `ids` (S, T), block by block.
+    """Quantize the linear layers at the places in `grids`, block by block, calibrated on `ids` (S, T) int64.
 
-    Layers that compute earlier come first, and later ones are calibrated on what these then write ("true
-    sequential"). With `act_order` the columns whose inputs are largest come first. Yields for each block the steps
-    (O, G) by place, and the places of experts that got fewer tokens than they have inputs, which are rounded to
-    nearest.
+    Layers are quantized in execution order, each calibrated on the outputs of the quantized layers before it
+    ("true sequential"). With `act_order` the columns with the largest inputs come first. Yields for each block
+    scales and zero points (O, G) by place, and places with fewer tokens than inputs, which are rounded to nearest.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
@@ -65,9 +65,9 @@ def solve(
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Hessian, Tensor | None]:
-    """What a sweep needs of a Gram matrix, and the order (I,) of its columns, by size with `act_order`.
+    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns, the largest first.
 
-    Raises ValueError, with the place, for a matrix that cannot be inverted.
+    Raises ValueError, naming the place, for a matrix that cannot be inverted.
     """
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
@@ -85,10 +85,10 @@ def round_columns(
     grid: Grid,
     zeros: Tensor | None = None,
 ) -> tuple[Tensor, Steps]:
-    """The rounded weight (O, I) and its steps (O, G), for a weight in float32 and `hessian_of` its inputs.
+    """The rounded weight (O, I) with its scales and zero points (O, G); the weight is float32.
 
-    A group's steps are those of its columns as they are when its first column is reached; with an order, they are
-    those of the weight ("static groups"). Where `zeros` (O, I), it becomes zero.
+    A group's scale and zero point are fitted when its first column is reached; with an `order`, to the original
+    weight ("static groups"). The result is zero where `zeros` (O, I) bool is True.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
@@ -108,7 +108,7 @@ def round_columns(
 
 
 def column_blocks(inputs: int, width: int) -> dict[int, int]:
-    """The start and stop of each block: a wide group begins with one, other groups are whole inside of one."""
+    """Start and stop of each block. No group crosses a block, except wide ones, which start a new block."""
     span = width if width > BLOCK else BLOCK // width * width
     spans = [range(first, min(first + span, inputs), BLOCK) for first in range(0, inputs, span)]
     starts = [start for each in spans for start in each]

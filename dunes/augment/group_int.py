@@ -1,7 +1,6 @@
-"""Linear layers in 3 or 4 bits by group, packed to the bit: two 4-bit codes in a byte, eight 3-bit codes in three.
+"""Linear layers in int3 and int4 by group, bit-packed: two 4-bit codes in one byte, eight 3-bit codes in three.
 
-Each row is packed by itself, from the lowest bit of its first byte up (4 bits: the bytes of compressed-tensors'
-`pack-quantized`), and takes the least whole number of bytes.
+Rows are packed separately, lowest bit first (4 bits: the bytes of compressed-tensors' `pack-quantized`).
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -19,12 +18,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dunes.augment.quantized import Grid, Quantized, Steps, contiguous, nibbles, row_sums
 from dunes.ops import int4_linear
 
-PAIR_OFFSET, DENSE_ROWS = 128, 128
-"""What is added to codes that become bfloat16, and the rows that are dequantized at once."""
+PAIR_OFFSET = 128
+"""Offset of codes that are assembled as bfloat16 bit patterns."""
+DENSE_ROWS = 128  # fit the CPU's cache
 
 
 class _Kept(NamedTuple):
-    """A matrix, identities and versions of the tensors that it was made from, and those of them but the key."""
+    """A cached matrix, ids and versions of its source tensors, and references to these, except the codes."""
 
     matrix: int4_linear.PackedInt4
     state: list[tuple[int, int]]
@@ -32,14 +32,14 @@ class _Kept(NamedTuple):
 
 
 PACKED: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()
-"""Matrices by their codes, and gone with them: copies of a model and its folders know nothing of them."""
+"""Cache of kernel matrices by codes, freed with them, and neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
-    """Values scale * (code - zero) of a `Grid` of 3 or 4 bits.
+    """A linear layer in int3 or int4 with weights scale * (code - zero) on a `Grid`.
 
-    `codes` (O, bytes of a row) uint8; `scale` (O, G) bfloat16; `zero`, packed like codes, (O, G) float16 if zero
-    points are real, or None if they are all the middle code. In a compiled step zero points are not packed.
+    `codes` (O, bytes of a row) uint8; `scale` (O, G) bfloat16; `zero` packed like `codes`, or (O, G) float16 if
+    zero points are real, or None if all are the middle code. Layers from `for_step` have unpacked zero points.
     """
 
     codes: Tensor
@@ -78,20 +78,20 @@ class GroupInt(Quantized):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _packed(self) -> int4_linear.PackedInt4:
-        """The matrix as the kernel for few rows reads it, kept as long as the codes, in as much memory."""
+        """The matrix packed for the kernel for few rows, cached while the codes live; it doubles their memory."""
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
         kept = PACKED.get(self.codes)
         if kept is None or kept.state != state:
             bits, (scale, zero) = self.grid.bits, self.steps()
-            middle = int4_linear.MIDDLE - 2 ** (bits - 1)  # the nearer to it, the smaller is what is rounded
+            middle = int4_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
             codes = unpack(self.codes, bits, self.in_features) + middle
             kept = _Kept(int4_linear.pack(codes, scale, zero + middle), state, parts[1:])
             PACKED[self.codes] = kept
         return kept.matrix
 
     def _has_pairs(self) -> bool:
-        """Whether all groups are equally long and have an even number of codes."""
+        """True if all groups have the same, even number of codes."""
         width = self.grid.width(self.in_features)
         return width % 2 == 0 and self.in_features % width == 0
 
@@ -106,7 +106,7 @@ class GroupInt(Quantized):
             return [*contiguous(odd / 16, even - odd / 16), (even + odd).sum(-1)]
 
         def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-            # A byte is the even code and 16 times the odd one, which therefore needs no shift.
+            # A byte is even code + 16 * odd code, so that the odd one needs no shift.
             codes = torch.unflatten(codes, 1, (groups, -1))
             products = codes.float() * x[0] + (codes & 15).float() * x[1]
             return (products * scale[..., None]).sum((-1, -2)) - (scale * zero * x[2]).sum(-1)
@@ -120,9 +120,9 @@ class GroupInt(Quantized):
             layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
         layer.bias, layer.dtype, layer.scale, layer.codes = self.bias, self.dtype, self.scale, self.codes
         if self.grid.bits == 3:
-            middle = 4 if self.zero is None else 0  # from that of 3 bits to that of 4
+            middle = 4 if self.zero is None else 0  # the middle code is 4 in 3 bits, 8 in 4 bits
             layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
-        if self.zero is not None:  # a byte each, since unpacking them takes a tenth of the time of a product
+        if self.zero is not None:  # unpacked, since unpacking takes a tenth of a product's time
             layer.zero = (
                 self.zero if self.grid.real_zero else unpack(self.zero, self.grid.bits, len(self.scale[0]))
             )
@@ -133,11 +133,11 @@ class GroupInt(Quantized):
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return Steps(scale, torch.full_like(scale, 2 ** (bits - 1)))
-        packed = self.zero.shape != scale.shape  # not in a compiled step
+        packed = self.zero.shape != scale.shape  # unpacked in layers from `for_step`
         return Steps(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:
-        # A code less a zero point, and its product with a scale before it is rounded, are exact in bfloat16.
+        # code - zero is exact in bfloat16, and so is its product with the scale but for the final rounding.
         exact = self.dtype == torch.bfloat16 and not self.grid.real_zero
         eager = self.codes.device.type == "cpu" and not torch.compiler.is_compiling()
         if eager and exact and self.grid.bits == 4 and self._has_pairs():
@@ -148,7 +148,7 @@ class GroupInt(Quantized):
         return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
 
     def _dense_by_pairs(self) -> Tensor:
-        """The dense matrix of 4-bit codes in bfloat16, made in rows that stay in the CPU's cache."""
+        """The dense bfloat16 matrix (O, I) of 4-bit codes, dequantized `DENSE_ROWS` rows at a time."""
         scale, zero = (s.to(torch.bfloat16)[..., None] for s in self.steps())
         zero = zero + PAIR_OFFSET
         dense = scale.new_empty(*scale.shape[:2], self.in_features // scale.shape[1])
@@ -160,16 +160,16 @@ class GroupInt(Quantized):
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Bytes of two 4-bit codes (O, N) -> these codes and `PAIR_OFFSET` (O, 2 N) in bfloat16.
+    """Bytes of two 4-bit codes (O, N) -> codes + `PAIR_OFFSET` (O, 2 N) in bfloat16.
 
-    The numbers from 128 to 255 are whole in bfloat16, and their last four bits are those of a code: 0x4300 is 128.
+    The bit pattern of 128 in bfloat16 is 0x4300; adding a code to 128 sets its last four bits to the code.
     """
     words = codes.to(torch.int32)
     return words.mul_(1 + 2**12).bitwise_and_(0x000F000F).bitwise_or_(0x43004300).view(torch.bfloat16)
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of a row of codes."""
+    """Bytes of a row of `count` packed codes."""
     return -(-count * bits // 8)
 
 
@@ -183,14 +183,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (O, bytes) -> the codes (O, count) uint8."""
+    """The inverse of `pack`: (O, bytes) -> codes (O, count) uint8."""
     codes, size = _unit(bits)
     parts = _units(packed, size).unbind(-1)
     return torch.stack([_code(parts, bits * i, bits) for i in range(codes)], -1).flatten(1)[:, :count]
 
 
 def _code(parts: Sequence[Tensor], first: int, bits: int) -> Tensor:
-    """The code that begins at this bit of some bytes."""
+    """The code of `bits` bits that starts at bit `first` of a group of bytes."""
     byte, bit = divmod(first, 8)
     code: Tensor = parts[byte] >> bit
     if bit + bits > 8:
@@ -199,12 +199,12 @@ def _code(parts: Sequence[Tensor], first: int, bits: int) -> Tensor:
 
 
 def _unit(bits: int) -> tuple[int, int]:
-    """The fewest codes that fill whole bytes, and those bytes."""
+    """The smallest number of codes that fills complete bytes, and the number of these bytes."""
     return 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
 
 
 def _units(rows: Tensor, width: int) -> Tensor:
-    """Rows (O, N) in pieces (O, pieces, width), with zeros at the end."""
+    """Rows (O, N) split into pieces (O, pieces, width), padded with zeros."""
     return F.pad(rows, (0, -rows.shape[1] % width)).view(len(rows), -1, width)
 
 

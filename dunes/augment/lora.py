@@ -1,4 +1,4 @@
-"""Low-rank adaptation of any built model. The papers are in `adapted.py`.
+"""LoRA adapters for any built model: adding, selecting and removing them. The papers are listed in `adapted.py`.
 
 An entry of CHANGES, see `changes.py`.
 """
@@ -39,7 +39,7 @@ Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
 def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError, with the place, for invalid options.
+    Raises ValueError, naming the place, for invalid options.
     """
     request = options.request()
     change = Change(
@@ -50,7 +50,7 @@ def decide(model: nn.Module, options: Lora) -> Change:
 
 
 def adapter_places(model: nn.Module, request: Settings) -> dict[str, dict[str, Any]]:
-    """The rank and alpha of each place that `where` of the request selects."""
+    """Rank and alpha by place, for the places that the request's `where` selects."""
     rank, alpha, ranks = (request[key] for key in ("rank", "alpha", "ranks"))
     selected = _select(model, request["where"])
     return {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
@@ -61,7 +61,7 @@ def _rank(place: str, default: int, ranks: Iterable[tuple[str, int]]) -> int:
 
 
 def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
-    """The linear layers that the globs select, and the embeddings that they name."""
+    """Linear layers that match the globs, and embeddings listed by their exact names."""
     named = {p.name for p in tree.places(model) if is_embedding(p.module) and p.name in where}
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
@@ -70,7 +70,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError, naming the place and the remedy, if the change cannot be made to this model."""
     request = change.request
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
@@ -80,7 +80,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
-    """The places with their modules. Raises ValueError if no adapter of this name, rank and dtype fits there."""
+    """Places with their modules. Raises ValueError for an adapter name, rank or dtype that does not fit."""
     request = change.request
     name, dropout = request["adapter"], request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
@@ -121,7 +121,7 @@ def _check_embedding(model: nn.Module, place: str, request: Settings) -> None:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the places and make the adapter active. A place that is already wrapped gets one more adapter.
+    """Wrap the places and activate the adapter. A place that is wrapped already gets one more adapter.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
@@ -136,7 +136,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def add_adapters(model: nn.Module, change: Change, make: Callable[[tree.Place, nn.Module], Adapter]) -> None:
-    """Wrap the places of the change with `make(place, base)`, and make these adapters active."""
+    """Wrap the places of the change, add the adapters that `make(place, base)` returns, and activate them."""
     name = change.request["adapter"]
     for place in [p for p in tree.places(model) if p.name in change.places]:
         outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
@@ -158,10 +158,10 @@ def _lora_config(request: Settings, settings: Settings) -> LoraConfig:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Initialise the adapter: the model's outputs stay equal, bit for bit.
+    """Initialise the adapter; the model's outputs stay equal bit for bit.
 
-    The random numbers depend only on the seed, the adapter's name and the place. PiSSA computes a full singular
-    value decomposition of each matrix.
+    The random numbers depend only on the seed, the adapter's name and the place. PiSSA computes a full SVD of each
+    matrix.
     """
     modules, name = adapted_modules(model), change.request["adapter"]
     for place in each(change.places):
@@ -194,16 +194,16 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
 
 
 def principal_factors(weight: Tensor, config: LoraConfig) -> tuple[Tensor, Tensor]:
-    """A (R, I) and B (O, R) whose scaled product is the best approximation of that rank."""
+    """A (R, I) and B (O, R) whose scaled product is the best approximation of `weight` of rank R (PiSSA)."""
     u, s, v = torch.linalg.svd(weight.float(), full_matrices=False)
     root = (s[: config.rank] / config.scale).sqrt()
     return root[:, None] * v[: config.rank], u[:, : config.rank] * root
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
-    """The adapted modules by place; only those with the named adapter, if a name is given.
+    """Adapted modules by place, or with `adapter` only the modules that have this adapter.
 
-    Raises ValueError, with the names of the adapters that exist, if there is none.
+    Raises ValueError, listing the model's adapters, if there are no such modules.
     """
     modules = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Adapted)}
     selected = {k: m for k, m in modules.items() if adapter is None or adapter in m.adapters}
@@ -215,7 +215,7 @@ def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, A
 
 
 def set_adapter(model: nn.Module, adapter: str | None) -> None:
-    """Make this adapter active, or with None the base alone. Raises ValueError for an unknown name."""
+    """Activate this adapter, or with None deactivate all. Raises ValueError for an unknown name."""
     if adapter is not None:
         adapted_modules(model, adapter)
     for module in model.modules():
@@ -224,13 +224,13 @@ def set_adapter(model: nn.Module, adapter: str | None) -> None:
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """The name of the active adapter; None if the base alone is active."""
+    """Name of the active adapter, or None."""
     return next((m.active for m in model.modules() if isinstance(m, Adapted)), None)
 
 
 @contextmanager
 def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Make this adapter, or with None the base alone, active inside. Raises ValueError for an unknown name."""
+    """Activate this adapter, or with None no adapter, in the context. Raises ValueError for an unknown name."""
     before = [(m, m.active) for m in model.modules() if isinstance(m, Adapted)]
     set_adapter(model, adapter)
     try:
@@ -242,10 +242,10 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
-    """Let row i of a forward's batch use the adapter `names[i]`, or with None the base alone.
+    """Let row i of the batch use the adapter `names[i]`, or with None the base model, in the context.
 
-    Raises ValueError for an unknown name, and for a model in which a row may not be found again: with adapters in
-    experts, adapters that are whole MLPs, or parts that may mix tokens.
+    Raises ValueError for an unknown name, and for a model whose layers may not get one input row per batch row:
+    with adapters in experts, adapters that are MLPs, or parts that may mix tokens.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -268,7 +268,7 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
 
 
 def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
-    """Remove one adapter, or all. A place without adapters is unwrapped again. Returns the places."""
+    """Remove one adapter, or with None all, and unwrap places without adapters. Returns the affected places."""
     selected = adapted_modules(model, adapter)
     for place in [p for p in tree.places(model) if p.name in selected]:
         outer = selected[place.name]
@@ -281,7 +281,7 @@ def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model without adapters, as another module tree over the same weights: nothing is copied."""
+    """The model without adapters: a new module tree that shares the weights."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     base = deepcopy(model, shared)
     if any(isinstance(m, Adapted) for m in base.modules()):

@@ -1,8 +1,8 @@
-"""Sparse mixtures of LoRA experts: a linear layer with several low-rank pairs, of which a router weighs a few.
+"""Sparse mixtures of LoRA experts: a router selects and weighs a few low-rank updates of a linear layer.
 
 An entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
-https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA https://arxiv.org/abs/2309.05444,
-MixLoRA https://arxiv.org/abs/2404.15159
+https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
+https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 """
 
 # Shapes: N tokens, I inputs, O outputs, E experts, R rank, k experts per token.
@@ -27,31 +27,30 @@ VERSION = 1
 ROUTER_DEVIATION = 0.02
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
-"""Modules whose linear layers can share a router: they call them in the order in which they hold them."""
+"""Modules whose linear layers can share a router, as they are called in the order of definition."""
 
 
 class Choice:
-    """Experts, one-hot (..., k, E), and weights (..., k): from the first to the last layer that shares them."""
+    """Routing that several layers share: one-hot experts (..., k, E) and weights (..., k)."""
 
     value: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: object) -> "Choice":
-        return Choice()  # if a forward has failed half-way, nothing of it is copied
+        return Choice()  # a forward that failed may have left a value
 
 
 class ExpertAdapter(Adapter):
     """The sum over a token's `top_k` experts of w_e * scale * B_e(A_e(dropout(x))).
 
-    `A` (E, R, I) and `B` (O, E, R) hold all experts, `router` (E, I) gives logits. With a `top_k` of 1 the weight
-    is the softmax's probability: renormalised it would be 1, from which a router learns nothing. Above that, the
-    weights of the chosen experts sum to one. Coefficient of `load_balance` in training: `balance`.
+    `A` is (E, R, I), `B` (O, E, R), `router` (E, I). With a `top_k` of 1 the weight w_e is the router's softmax
+    probability, since a weight normalised to 1 would give the router no gradient. With more, the weights of the
+    selected experts sum to one. `balance` is the coefficient of the `load_balance` loss.
 
-    All pairs are multiplied, as two matrices, and those that were not chosen are masked in between: they get a
-    gradient of zero.
+    All experts are computed, in two matrix products, and masked in between: unselected ones get zero gradients.
     """
 
     depends_on_input = True
-    for_each_choice = False, False  # whether A and B are multiplied for each of a token's experts
+    for_each_choice = False, False  # True if A (B) is multiplied once for each of a token's experts
     router: nn.Parameter | None
 
     def __init__(
@@ -73,16 +72,16 @@ class ExpertAdapter(Adapter):
         return self.high(low * shares.to(low.dtype)[..., None])
 
     def low(self, x: Tensor) -> Tensor:
-        """A of all experts times (..., I) after dropout: (..., E, R)."""
+        """Inputs (..., I), after dropout, times A of all experts: (..., E, R)."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
         return F.linear(x, self.A.flatten(0, 1)).view(*x.shape[:-1], *self.A.shape[:2])
 
     def high(self, low: Tensor) -> Tensor:
-        """The sum over the experts of B times (..., E, R), scaled: (..., O)."""
+        """(..., E, R) times B, summed over the experts and scaled: (..., O)."""
         return F.linear(low.flatten(-2), self.B.flatten(1)) * self.config.scale
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What this adapter's router chooses for inputs (..., I), or the one that it shares has chosen."""
+        """Routing of inputs (..., I) by this adapter's own router, or the routing of the router that it shares."""
         if self.router is not None:
             self._choice.value = self.route(x.to(self.A.dtype), self.router)
         choice = self._choice.value
@@ -103,7 +102,7 @@ class ExpertAdapter(Adapter):
         return one_hot, weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else weights
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The balance of the recorded logits, those of several calls together, times its coefficient."""
+        """Load-balancing loss over the recorded router logits of all calls, times its coefficient."""
         real = None if real is None else real.repeat(len(recorded))
         return {"balance": self.balance * load_balance(torch.cat([*recorded]), self.top_k, real)}
 
@@ -112,20 +111,20 @@ class ExpertAdapter(Adapter):
         return self.A.flatten(0, 1), self.B.flatten(1)
 
     def products(self) -> list[tuple[int, int]]:
-        """Those with A and B of all experts, and the router's."""
+        """Inputs and outputs of each matrix product per token: A and B of all experts, and the router."""
         router = [] if self.router is None else [(self.router.shape[1], len(self.router))]
         times = [self.top_k if each else 1 for each in self.for_each_choice]
         return [p for p, n in zip(super().products(), times, strict=True) for _ in range(n)] + router
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Raises ValueError: what it adds depends on the input."""
+        """Raises ValueError, since no matrix equals an update that depends on the input."""
         raise ValueError("a mixture of LoRA experts depends on the input: it cannot be merged or exported")
 
 
 class HiddenExperts(ExpertAdapter):
-    """The same before the activation of an MLP whose experts are MLPs: an output for each chosen expert.
+    """LoRA experts before the activation where experts are MLPs (MixLoRA): one output per selected expert.
 
-    The MLP itself then computes each of them, and what the frozen layers alone give.
+    The MLP's activation is then computed for the frozen output and for each selected expert.
     """
 
     keeps_shape = False
@@ -133,18 +132,18 @@ class HiddenExperts(ExpertAdapter):
     supports_packing = True
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """The input x (..., I) and the base's output y (..., O) -> y itself, then with experts (..., 1 + k, O)."""
+        """Input x (..., I), base output y (..., O) -> (..., 1 + k, O): y, then y plus each selected expert."""
         (chosen, _), low = self.choose(x), self.low(x)[..., None, :, :]
         update = self.high(low * chosen.to(low.dtype)[..., None])
         return (y[..., None, :] + F.pad(update, (0, 0, 1, 0))).to(y.dtype)
 
 
 class OutputExperts(ExpertAdapter):
-    """The same for the output projection of such an MLP, which adds the experts up.
+    """LoRA experts of the down projection where experts are MLPs: the weighted sum of the experts' outputs.
 
     With h of the frozen layers, h_e of an expert and W the frozen projection: W(h + sum of w_e (h_e - h)) + sum of
-    w_e * scale * B_e(A_e(h_e)). That is the weighted sum of the experts if the weights sum to one, with a single
-    product with W, and equal to W h, bit for bit, until the experts are trained.
+    w_e * scale * B_e(A_e(h_e)). If the weights sum to one this is the weighted sum of the experts, with a single
+    product with W; until the experts are trained it equals W h bit for bit.
     """
 
     for_each_choice = True, False
@@ -166,8 +165,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError, with the place, for invalid options, for an embedding, and for a `balance` above 0 inside
-    the experts of a mixture, where padding is not known.
+    Raises ValueError, naming the place, for invalid options, for an embedding, and for a `balance` above 0 inside
+    the experts of a mixture, to which padding is unknown.
     """
     request = options.request()
     places = lora.adapter_places(model, request)
@@ -177,7 +176,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError, naming the place and the remedy, if the change cannot be made to this model."""
     experts, top_k, balance = (change.request[key] for key in ("experts", "top_k", "balance"))
     if type(experts) is not int or experts < 1:
         raise ValueError(f"experts is {experts!r}; expected 1 or more")
@@ -200,7 +199,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
-    """Raise ValueError unless MLPs are among the groups, and all of their linear layers."""
+    """Raise ValueError unless MLPs are selected, each with all of its linear layers."""
     mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
     if not mlps:
         raise ValueError("router is 'mlp', and no linear layer of an MLP is selected; use 'linear' or 'shared'")
@@ -210,11 +209,11 @@ def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
 
 
 def _router(change: Change) -> str:
-    return str(change.request.get("router", "linear"))  # as it was before there were others
+    return str(change.request.get("router", "linear"))  # older records have no router
 
 
 def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]]:
-    """The places that share a router, by the attention or MLP that holds them; others each by their module."""
+    """Places grouped by router: by the attention or MLP whose layers share one, else by the layer itself."""
     groups: dict[nn.Module, list[str]] = {}
     for place in [p for p in tree.places(model) if p.name in change.places]:
         shares = _router(change) != "linear" and type(place.parent) in SHARING
@@ -223,7 +222,7 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the places and make the adapter active. Raises ValueError, before anything is changed, if it cannot."""
+    """Wrap the places and activate the adapter. Raises ValueError, before any change, if it does not fit."""
     check(model, change)
     request, dtype, name = change.request, float_dtype(change.request["dtype"]), change.request["adapter"]
     routing = {key: request[key] for key in ("experts", "top_k", "balance")}
@@ -248,7 +247,7 @@ def _adapter_class(change: Change, place: tree.Place) -> type[Adapter]:
 
 
 def share_router(adapters: Sequence[ExpertAdapter]) -> None:
-    """Let the router of the first adapter, which reads its input, choose for all of them."""
+    """Share the first adapter's router, and the routing of its inputs, among all of these adapters."""
     for adapter in adapters[1:]:
         adapter.router, adapter._choice = None, adapters[0]._choice
     for adapter in adapters[:-1]:
@@ -257,7 +256,7 @@ def share_router(adapters: Sequence[ExpertAdapter]) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Initialise experts and routers: the model's outputs stay equal, bit for bit.
+    """Initialise experts and routers; the model's outputs stay equal bit for bit.
 
     The random numbers depend only on the seed, the adapter's name and the place.
     """

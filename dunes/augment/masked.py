@@ -1,4 +1,4 @@
-"""A linear layer whose zeros stay zero while it is trained."""
+"""A linear layer whose zero weights stay zero in training."""
 
 from collections.abc import Collection
 
@@ -9,34 +9,34 @@ from dunes import tree
 
 
 class MaskedLinear(nn.Linear):
-    """A pruned linear layer: a weight that is zero before a step of the optimizer is zero after it.
+    """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
 
-    The trainer calls `before_step` and `after_step`; a loop of your own must, too. It computes, and is saved, as
-    the `nn.Linear` that it is.
+    The trainer calls `before_step` and `after_step`; a training loop of your own must call them, too. It computes
+    and is saved like `nn.Linear`.
     """
 
-    structure_name = "Linear"  # the mask is a state, and no part of the structure
+    structure_name = "Linear"  # the mask is no part of the structure
     keeps_zeros = True  # also with adapters on top
     _zeros: Tensor | None = None
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Remember the zeros, if the weight is trained."""
+        """Store the mask of zeros, if the weight is trainable."""
         if self.weight.requires_grad:
             self._zeros = self.weight == 0
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Put them back."""
+        """Set the stored zeros again."""
         if self._zeros is not None:
             self.weight.masked_fill_(self._zeros, 0)
             self._zeros = None
 
 
 def mask_linears(model: nn.Module, places: Collection[str]) -> None:
-    """Keep the zeros of the dense linear layers at these places, below any wrappers.
+    """Replace the dense linear layers at these places, inside any wrappers, by `MaskedLinear`.
 
-    Raises ValueError, before anything is changed, for a place without one.
+    Raises ValueError, before anything is changed, for a place without a dense linear layer.
     """
     linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
     if missing := sorted({*places} - linears):
@@ -46,13 +46,13 @@ def mask_linears(model: nn.Module, places: Collection[str]) -> None:
 
 
 def unmask_linears(model: nn.Module) -> None:
-    """Let all weights be trained again."""
+    """Replace all masked layers by `nn.Linear`, so that zeros are trained again."""
     if places := masked_places(model):
         tree.replace(model, {*places}, lambda linear: _converted(linear, nn.Linear), reach="inner")
 
 
 def masked_places(model: nn.Module) -> list[str]:
-    """The places of masked layers."""
+    """Places of the masked layers."""
     return [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), MaskedLinear)]
 
 

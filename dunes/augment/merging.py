@@ -1,4 +1,4 @@
-"""Merging an adapter into the weights of its base."""
+"""Merging an adapter into its base weights."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ from dunes.augment.masked import MaskedLinear
 
 
 class Merged(NamedTuple):
-    """The result of a merge: the rounding `errors` by place, and the replaced modules if they were to be kept.
+    """The result of a merge: rounding `errors` by place, and the replaced modules with `merge(keep=True)`.
 
-    An error is the norm of the rounding error relative to the norm of the update. In float32 it is about 1e-7; in
-    bfloat16 it may be 0.1 and more, since a small update of large numbers is mostly rounded away.
+    An error is the norm of the rounding error divided by the norm of the update: about 1e-7 in float32, 0.1 and
+    more in bfloat16, where an update that is small relative to the weights is mostly rounded away.
     """
 
     errors: dict[str, float]
@@ -26,11 +26,11 @@ class Merged(NamedTuple):
 def merge(
     model: nn.Module, adapter: str | None = None, keep: bool = False, dtype: torch.dtype | None = None
 ) -> Merged:
-    """Merge the adapter (the only one, if none is named) into the base, which leaves a plain module tree.
+    """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
-    A quantized base becomes dense. With `keep` the wrappers are kept for `unmerge`, which takes the memory of the
-    merged matrices once more. With `dtype` the merged matrices are rounded to that instead of the base's dtype.
-    Raises ValueError if other adapters share a place: they were trained for the unmerged base.
+    A quantized base becomes dense. With `keep` the replaced modules stay in memory for `unmerge`, beside the
+    merged matrices. `dtype` is the dtype of the merged matrices, by default the base's. Raises ValueError if other
+    adapters share a place, as they were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
@@ -51,7 +51,7 @@ def merge(
 
 
 def unmerge(model: nn.Module, merged: Merged) -> None:
-    """Put the modules that a merge has kept back in place. Raises ValueError if it has kept none."""
+    """Restore the modules from before a merge. Raises ValueError unless it was made with `keep=True`."""
     if not merged.kept:
         raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
     for place in [p for p in tree.places(model) if p.name in merged.kept]:
@@ -59,7 +59,7 @@ def unmerge(model: nn.Module, merged: Merged) -> None:
 
 
 def _merge_place(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
-    """The relative rounding error, and the plain module."""
+    """The relative rounding error and the merged module."""
     (name,) = outer.adapters
     base = dense(outer.base)
     exact = outer[name].updated(outer.base)

@@ -1,8 +1,8 @@
-"""Structured pruning: whole heads, hidden neurons, experts and blocks are taken out, and the model is smaller.
+"""Structured pruning: remove the least important heads, hidden neurons, experts and blocks of a model.
 
-What matters least for calibration text goes: heads by https://arxiv.org/abs/1905.10650 (with grouped attention,
-whole groups), neurons by the same measure, experts by their neurons, blocks by how little they turn the hidden
-states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, see `changes.py`.
+Importance is measured on calibration text: of heads (groups in grouped-query attention) and neurons as in
+https://arxiv.org/abs/1905.10650, of experts as the sum over their neurons, of blocks by the cosine of input and
+output hidden states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
@@ -27,24 +27,24 @@ from dunes.units import plural
 
 VERSION = 1
 ROWS = 8
-"""Sequences at once."""
+"""Sequences in one forward."""
 ROWS_OF = {"groups": ("q", "k", "v"), "neurons": ("gate", "up")}
 COLUMNS_OF = {"groups": "out", "neurons": "down"}
-"""The linear layers whose outputs and whose inputs are the units."""
+"""The linear layer whose input columns belong to the units; `ROWS_OF` has the layers with their output rows."""
 PARTS: dict[str, Any] = {
     "blocks": nn.ModuleList,
     "experts": MoE,
     "groups": Attention,
     "neurons": (MLP, GatedMLP),
 }
-"""The classes of what has the units."""
+"""Module classes that contain units, by the kind of unit."""
 
 
 def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting, and which units each place keeps.
+    """The record of the change: every setting, and the indices of the units that each place keeps.
 
-    With `uneven`, heads and neurons are compared across layers, so that the layers, as many on average, get
-    different sizes. `ids` (S, T) are calibration text. Raises ValueError for invalid options.
+    With `uneven`, heads and neurons are ranked across layers, which then differ in size but have the requested
+    average. `ids` (S, T) int64 are calibration text. Raises ValueError for invalid options.
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
     if not any(request[key] is not None for key in ("heads", "neurons", "experts", "blocks")):
@@ -76,9 +76,9 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
 
 
 def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """By the place of the layer whose inputs they are: the kind of units, how many there are, and how many stay.
+    """Kind of unit, number of units and number to keep, by the place of the linear layer that reads the units.
 
-    Raises ValueError for a part of another class, for layers that are not dense, and for numbers that do not fit.
+    Raises ValueError for layers that are not dense, and for numbers out of range.
     """
     for place in tree.places(model):
         name, module = place.name, tree.innermost(place.module)
@@ -110,10 +110,10 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """The importance (U,) of the units whose outputs the linear layers at these places read.
+    """Importance (U,) float32 of the units that the linear layers at these places read.
 
-    It is the sum over tokens of the absolute value of a unit's outputs times their gradients of the loss: how much
-    the loss would change without it, to first order.
+    A unit's importance is the sum over tokens of |outputs · gradient of the loss|, a first-order estimate of how
+    much the loss changes without it. `units` has the number of units by place; `ids` are (S, T) int64.
     """
     sums = {name: torch.zeros(count) for name, count in units.items()}
     layers = {p.name: p.module for p in tree.places(model) if p.name in units}
@@ -127,7 +127,7 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
 
 
 def _products(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Each layer's inputs times their gradients."""
+    """Each layer's inputs times their gradients (S, T, I), by place."""
     read: dict[str, Tensor] = {}
 
     def remember(name: str) -> Any:
@@ -150,7 +150,7 @@ def _products(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) ->
 
 @torch.no_grad()
 def block_influence(model: Decoder, ids: Tensor) -> Tensor:
-    """One minus the mean cosine of each block's input and output (blocks,)."""
+    """One minus the mean cosine similarity of each block's input and output (blocks,)."""
     sums = torch.zeros(len(model.blocks))
 
     def measure(index: int) -> Any:
@@ -173,7 +173,7 @@ def block_influence(model: Decoder, ids: Tensor) -> Tensor:
 def _kept_units(
     units: Mapping[str, tuple[str, int, int]], scores: Mapping[str, Tensor], uneven: bool
 ) -> dict[str, dict[str, Any]]:
-    """The units that each place keeps; of all layers' with `uneven`, but one of each at least."""
+    """Units that each place keeps: the best of each layer, or with `uneven` of all layers, at least one each."""
     kept = {}
     for kind in ("groups", "neurons"):
         chosen = {name: keep for name, (its_kind, _, keep) in units.items() if its_kind == kind}
@@ -191,7 +191,7 @@ def _kept_units(
 
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
-    """The experts that each mixture keeps: those whose neurons matter most together."""
+    """Experts that each mixture keeps, ranked by the summed importance of their neurons."""
     kept: dict[str, dict[str, Any]] = {}
     for place in tree.places(model):
         if isinstance(moe := place.module, MoE):
@@ -215,13 +215,13 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
 
 
 def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:
-    """Whether this MLP is no expert that goes."""
+    """True unless this MLP is an expert that is removed."""
     place, _, expert = name.rpartition(".experts.")
     return place not in mixtures or int(expert) in mixtures[place]["experts"]
 
 
 def describe(change: Change) -> str:
-    """What was kept, in one sentence."""
+    """One sentence for users about the units that were kept."""
     kept = {key: value for key, value in change.request.items() if value not in (None, False, True)}
     spread = ", spread over the layers by importance" if change.request["uneven"] else " of each layer"
     listed = ", ".join(f"{n} {key}" for key, n in kept.items() if key != "blocks")
@@ -231,7 +231,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Take the units out. Raises ValueError, before anything is changed, for places that do not fit."""
+    """Shrink the modules to the kept units. Raises ValueError, before anything is changed, for other places."""
     modules = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     for name, kept in change.places.items():
         _check(name, modules.get(name), kept)
@@ -246,7 +246,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _check(name: str, module: Any, kept: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the module has these units."""
+    """Raise ValueError unless the module has the recorded number of units and the kept indices are valid."""
     kind, *others = sorted(kept.keys() - {"of"}) or [""]
     rows, whole = kept.get(kind), isinstance(module, PARTS.get(kind, ())) and kept.get("of") == _count(module)
     valid = whole and not others and isinstance(rows, list) and all(type(i) is int for i in rows)
@@ -255,7 +255,7 @@ def _check(name: str, module: Any, kept: Mapping[str, Any]) -> None:
 
 
 def _count(module: Any) -> int:
-    """How many units a module has."""
+    """Number of units of a module."""
     if isinstance(module, Attention):
         return module.k.out_features // module.head_dim
     if isinstance(module, MoE):
@@ -271,7 +271,7 @@ def _keep_experts(moe: MoE, kept: list[int]) -> None:
 
 
 def _resize(module: Any, kept: Mapping[str, Any]) -> None:
-    """Give the linear layers of an attention or an MLP the sizes for the units that it keeps."""
+    """Replace the linear layers of an attention or an MLP by smaller ones for the kept units."""
     (kind,) = kept.keys() - {"of"}
     for name in ROWS_OF[kind]:
         if (linear := getattr(module, name, None)) is not None:
@@ -281,7 +281,7 @@ def _resize(module: Any, kept: Mapping[str, Any]) -> None:
 
 
 def _sized(linear: Any, rows: int | None = None, columns: int | None = None) -> nn.Linear:
-    """A linear layer of other sizes, whose weights are uninitialised."""
+    """An uninitialised linear layer with this many rows and columns, by default as many as `linear`."""
     kind = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
     bias = linear.bias is not None
     with torch.device("meta"):
@@ -294,7 +294,7 @@ def _sized(linear: Any, rows: int | None = None, columns: int | None = None) -> 
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights of the units that stay."""
+    """Copy the weights of the kept units."""
     for name, tensor in model.state_dict().items():
         before = _name_before(name, change.places)
         kept = _selected(weights[before], before, change.places)
@@ -303,7 +303,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _name_before(name: str, places: Mapping[str, Any]) -> str:
-    """The tensor's name before blocks and experts were renumbered."""
+    """The tensor's name in the original model, before blocks and experts were renumbered."""
     segments = name.split(".")
     if segments[0] == "blocks" and "blocks" in places:
         segments[1] = str(places["blocks"]["blocks"][int(segments[1])])
@@ -315,7 +315,7 @@ def _name_before(name: str, places: Mapping[str, Any]) -> str:
 
 
 def _selected(tensor: Tensor, name: str, places: Mapping[str, Any]) -> Tensor:
-    """The part of a tensor, of this name before, that belongs to units that stay."""
+    """The slice of an original tensor that belongs to the kept units; `name` is its original name."""
     place, _, leaf = name.rpartition(".")
     parent, _, layer = place.rpartition(".")
     if "experts" in places.get(place, {}):  # a buffer with an entry for each expert

@@ -1,6 +1,6 @@
-"""Which hidden neurons of an MLP belong together, by their weights or by what they do for calibration text."""
+"""Clustering of an MLP's hidden neurons into experts, by weight or by importance for calibration text."""
 
-# Shapes: N items (neurons or sequences), E groups, H hidden neurons, W those of an expert, S sequences, T tokens.
+# Shapes: N items (neurons or sequences), E groups, H hidden neurons, W in an expert, S sequences, T tokens.
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ from dunes.progress import each
 
 ROUNDS, ROWS = 50, 8
 DECIDED = 0.4
-"""The share of a split that is done when the neurons are chosen."""
+"""Progress, from 0 to 1, after choosing the neurons and before filling the experts."""
 
 
 def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tensor:
-    """A group (N,) for each row, by k-means over their directions with groups of equal size."""
+    """A group index (N,) for each row, by spherical k-means with groups of equal size."""
     rows = F.normalize(rows, dim=1)
     centers = rows[torch.randperm(len(rows), generator=draw)[:groups]]
     labels = torch.full((len(rows),), -1)
@@ -32,10 +32,10 @@ def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tenso
 
 
 def balanced_assignment(scores: Tensor) -> Tensor:
-    """A group (N,) for each item by its scores (N, E), the same number in each.
+    """A group index (N,) for each item by its scores (N, E); the groups have equal size.
 
-    Greedy: the pair that is best compared with the item's other scores first, where there is room. A rest
-    that cannot be divided goes to the groups with the best scores.
+    Greedy: pairs of item and group are taken by how far their score is above the item's mean, while the group has
+    room. If E does not divide N, the remaining items go to the groups with the best scores.
     """
     items, groups = scores.shape
     room, labels, left = [items // groups] * groups, [-1] * items, items % groups
@@ -51,10 +51,10 @@ def balanced_assignment(scores: Tensor) -> Tensor:
 def importances(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, groups: int, draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """The importance of each neuron for groups of the sequences `ids` (S, T): (E, H) by place.
+    """Importance of each neuron for each of E groups of the sequences `ids` (S, T) int64: (E, H) by place.
 
-    It is the sum over tokens of the absolute value of activation times gradient of the loss. Sequences are grouped
-    by the importance of the last MLP's neurons for them.
+    Importance is the sum over tokens of |activation · gradient of the loss|. Sequences are clustered by the
+    importance of the last MLP's neurons.
     """
     with tree.mode(model, False), torch.enable_grad():
         parts = [_sequence_importances(model, mlps, part) for part in each(torch.split(ids, ROWS), end=DECIDED)]
@@ -67,7 +67,7 @@ def importances(
 
 
 def _sequence_importances(model: nn.Module, mlps: Mapping[str, Any], ids: Tensor) -> dict[str, Tensor]:
-    """The importance (S, H) of each neuron for each sequence, by place."""
+    """Importance (S, H) of each neuron for each sequence, by place."""
     active: dict[str, Tensor] = {}
 
     def remember(place: str) -> Any:
@@ -94,14 +94,14 @@ def _sequence_importances(model: nn.Module, mlps: Mapping[str, Any], ids: Tensor
 
 
 def private_neurons(scores: Tensor, width: int) -> Tensor:
-    """For each group the `width` neurons (E, W) with the highest scores (E, H); groups may want the same ones."""
+    """Neurons (E, W) with the highest scores (E, H) of each group; one neuron may be in several groups."""
     return scores.topk(width, 1).indices
 
 
 def shared_neurons(scores: Tensor, width: int) -> Tensor:
-    """Neurons (experts, W), each in one expert: first those that most groups want, then the groups' own.
+    """Neurons (experts, W), each in one expert: first the neurons in most groups' top W, then each group's own.
 
-    `scores` (E, H) are of the groups; there are H / `width` experts in all.
+    `scores` (E, H) are by group; the number of experts, shared ones included, is H / `width`.
     """
     groups, hidden = scores.shape
     scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)

@@ -1,6 +1,6 @@
-"""The options of each change: its `decide` gets them, its record has them, the command line offers them.
+"""The options of each change: arguments of its `decide`, fields of its record, and flags of the command line.
 
-They are read without importing torch. A field that is not offered has its value from Python alone.
+Importing this module does not import torch. `NotOffered` fields have no flag and are set from Python only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,31 +26,31 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""All linear layers of the blocks but routers, whose choice of experts should not change."""
+"""All linear layers of the blocks except routers, whose choice of experts should not change."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
-"""The name of an adapter."""
+"""Default name of an adapter."""
 TRAIN = "next: dunes train SOURCE --from {out} --out RUN"
 TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag of the globs of modules that a change selects."""
+    """The flag --target-modules, whose globs select modules."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a change. `NEXT` is printed after it, with the folder in place of {out}."""
+    """Options of a change. `NEXT` is printed after the change, with {out} replaced by the output folder."""
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
-    """The help of --calibration."""
+    """Help text of --calibration."""
     SCORED: ClassVar[bool] = False
     """True if the report compares the model before and after on --validation."""
     UNDO: ClassVar[str] = ""
-    """The help of --undo."""
+    """Help text of --undo."""
 
     @property
     def reads_text(self) -> bool:
@@ -58,11 +58,11 @@ class Options:
         return False
 
     def request(self) -> dict[str, Any]:
-        """All of them, as JSON values."""
+        """All options as JSON values."""
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """The flags of those that are not the defaults."""
+        """Flags of the options that differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 
@@ -77,7 +77,7 @@ def _as_json(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Expand(Options):
-    """Add blocks that change nothing until they are trained (LLaMA Pro), and take them out again.
+    """Add blocks that change nothing until they are trained (LLaMA Pro), or remove them again.
 
     Example: dunes augment expand ~/models/llama ~/models/llama-pro
 
@@ -85,19 +85,19 @@ class Expand(Options):
     """
 
     NEXT = TRAIN_NEW
-    UNDO = "Take the new blocks out again, which gives back the original weights bit for bit."
+    UNDO = "Remove the new blocks, which restores the original weights bit for bit."
 
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
     """Number of new blocks, spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
-    """The blocks, counted from 0, behind which the new ones may stand."""
+    """Indices, from 0, of blocks after which new ones may be inserted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Narrow(Options):
-    """Take out the heads, neurons, experts and blocks that matter least: smaller and faster, and worse.
+    """Remove the least important heads, neurons, experts and blocks: the model gets smaller, faster and worse.
 
-    Train it on with dunes train --from: a few hundred steps give much back.
+    Continue training with dunes train --from: a few hundred steps recover much of the loss.
 
     Example: dunes augment narrow ~/models/llama ~/models/llama-small --neurons 4096 --blocks 24
     """
@@ -114,7 +114,7 @@ class Narrow(Options):
     blocks: Kept = None
     """Blocks to keep."""
     uneven: bool = False
-    """Compare heads and neurons across layers, which get different sizes; only dunes opens the result."""
+    """Rank heads and neurons across layers, which then differ in size; only dunes opens the result."""
 
     @property
     def reads_text(self) -> bool:
@@ -123,7 +123,7 @@ class Narrow(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(Options):
-    """Set weights of linear layers to zero, where they stay while the model is trained or finetuned.
+    """Set weights of linear layers to zero; they stay zero in training and finetuning.
 
     Files get no smaller, and on a CPU nothing gets faster.
 
@@ -137,15 +137,15 @@ class Prune(Options):
     TEXT = "Text for SparseGPT and Wanda."
 
     method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
-    """SparseGPT lets the other weights make up for those it prunes; Wanda and magnitude do not."""
+    """SparseGPT compensates in the remaining weights; Wanda and magnitude do not."""
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
-    """The fraction of each layer's weights to set to zero."""
+    """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
-    """Keep so many of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
+    """Keep KEPT of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
     block: NotOffered[int] = 128
     """Columns that SparseGPT prunes at once."""
     damp: NotOffered[float] = 0.01
-    """SparseGPT adds this times the mean of H's diagonal to it."""
+    """Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Linear layers to prune; ! excludes, the last match wins."""
 
@@ -168,22 +168,22 @@ class Quantize(Options):
     TEXT = "Text for gptq."
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
-    """Modules to quantize; quantized ones that a wildcard selects stay as they are, so that changes of several
-    kinds can follow each other."""
+    """Modules to quantize; a wildcard skips quantized ones, so that several kinds can be applied one after
+    another."""
     kind: Annotated[Kind, flag("|".join(get_args(Kind)))] = "nf4"
-    """int8 with a scale for each row, int4 or int3 with one for each group of inputs, or nf4 with one for each
-    block of 64."""
+    """int8 (a scale for each row), int4 or int3 (a scale for each group of inputs), or nf4 (a scale for each block
+    of 64)."""
     double: bool = False
     """With nf4, also quantize the scales, which saves 0.4 bits per weight."""
     method: Annotated[
         Method | None,
-        flag("|".join(get_args(Method)), "gptq for int4 and int3 where there is text for it, else rtn"),
+        flag("|".join(get_args(Method)), "gptq for int4 and int3 if there is calibration text, else rtn"),
     ] = None
-    """Round to nearest (rtn), or by a solver that reads calibration text (gptq)."""
+    """Round to nearest (rtn), or minimise the error of outputs on calibration text (gptq)."""
     group: Annotated[int | None, flag("INPUTS", "64")] = None
-    """Of int4 and int3: inputs of a row that share a scale; 0 for the whole row."""
+    """Group size of int4 and int3: inputs that share a scale; 0 for a complete row."""
     symmetric: bool = False
-    """Without zero points: smaller by 0.06 bits per weight with groups of 64."""
+    """Omit zero points, which saves 0.06 bits per weight with groups of 64."""
     act_order: bool = True
     """With gptq, round the columns with the largest inputs first."""
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
@@ -208,22 +208,22 @@ class Upcycle(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     granularity: Count = 1
-    """Cut each MLP into this many pieces first, of which a token gets whole sets."""
+    """Cut each MLP into this many pieces first; tokens are routed to complete sets of pieces."""
     drop: Annotated[float, flag("FRACTION")] = 0.0
-    """Draw this fraction of each expert's neurons anew (Drop-Upcycling): worse at first, better later."""
+    """Reinitialise this fraction of each expert's neurons (Drop-Upcycling): worse at first, better later."""
     balance: NotOffered[float] = 0.01
-    """The coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss."""
     seed: Count = 0
     """Random seed of the routers and of --drop."""
     where: NotOffered[Where] = MLPS
-    """The MLPs."""
+    """MLPs to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Options):
-    """Split each MLP of a dense model into experts with a part of its neurons each (LLaMA-MoE).
+    """Split each MLP of a dense model into experts, each with a part of its neurons (LLaMA-MoE).
 
-    The result is as large and computes less, but is much worse before it is trained on.
+    The result is as large and computes less, but has a much higher loss until it is trained.
 
     Example: dunes augment experts ~/models/llama ~/models/llama-moe --top-k 4
 
@@ -232,26 +232,26 @@ class Experts(Options):
 
     NEXT = f"{TRAIN_NEW}   then without --trainable"
     TEXT = "Text for --split importance."
-    UNDO = "Put the experts of an untrained split together again, which gives back the weights bit for bit."
+    UNDO = "Join the experts of an untrained split again, which restores the weights bit for bit."
 
     experts: Count = 8
     """Experts in each layer."""
     top_k: Count = 2
     """Experts that each token is routed to."""
     shared: Count = 0
-    """With --split importance, so many of the experts get every token: the neurons that matter most."""
+    """With --split importance, number of experts that get every token; they have the most important neurons."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
-    """Neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
+    """Split neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one layer, or the published one of two layers with noise."""
+    """Router: one linear layer, or the published router of two layers with noise."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Of an expert's output: the number of routed experts, or as published that over --top-k."""
+    """Factor on expert outputs: the number of routed experts, or as published, this divided by --top-k."""
     balance: NotOffered[float] = 0.01
-    """The coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss."""
     seed: Count = 0
     """Random seed of the split and of the routers."""
     where: NotOffered[Where] = MLPS
-    """The MLPs."""
+    """MLPs to change."""
 
     @property
     def reads_text(self) -> bool:
@@ -260,15 +260,14 @@ class Experts(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Options):
-    """Put an untrained low-rank adapter beside linear layers. dunes finetune makes and trains it.
+    """Add an untrained low-rank adapter to linear layers. dunes finetune makes and trains one.
 
-    The defaults, all linear layers and an alpha of 32 for any rank, are those of
-    https://thinkingmachines.ai/blog/lora/, which also found ten times the learning rate of full finetuning to be
-    best.
+    The defaults, all linear layers and alpha 32 for any rank, follow https://thinkingmachines.ai/blog/lora/, which
+    also recommends ten times the learning rate of full finetuning.
     """
 
     where: Where = LINEARS
-    """Linear layers; an embedding is selected only by its place in full."""
+    """Globs of linear layers; an embedding is selected by its exact place only."""
     rank: int = 16
     alpha: float = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
@@ -281,14 +280,14 @@ class Lora(Options):
     adapter: str = NAME
     seed: int = 0
     dtype: str = "float32"
-    """Of the adapter; the base may have another."""
+    """Dtype of the adapter; the base may have another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExperts(Options):
-    """Put an untrained mixture of low-rank experts beside each linear layer, which changes no output.
+    """Add an untrained mixture of low-rank experts to each linear layer, which changes no output.
 
-    To train one on examples at once, use dunes finetune --method lora-experts.
+    To add and train one on examples, use dunes finetune --method lora-experts.
 
     Example: dunes augment lora-experts ~/models/llama ~/models/mixture --experts 4
     """
@@ -300,21 +299,21 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """A router for each linear layer; one shared by those of an attention or an MLP, which reads the input of the
-    first of them; or experts that are whole MLPs (MixLoRA), with plain LoRA beside the other layers."""
+    """linear: a router for each linear layer; shared: one for each attention and MLP, which reads the input of its
+    first layer; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
-    """Low-rank pairs at each place; one alone is plain LoRA, without a router."""
+    """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2
-    """Experts that compute a token; all of them: a dense mixture."""
+    """Experts that compute a token; with all of them, the mixture is dense."""
     rank: Count = 16
     """Rank of each expert."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: an expert's output is multiplied by alpha / rank."""
     ranks: NotOffered[Mapping[str, int] | Sequence[tuple[str, int]]] = ()
-    """As of `Lora`."""
+    """As in `Lora`."""
     dropout: NotOffered[float] = 0.0
     balance: NotOffered[float] = 0.001
-    """The coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss."""
     adapter: NotOffered[str] = NAME
     seed: Count = 0
     """Random seed of experts and routers."""
@@ -326,9 +325,9 @@ class Routing(Options):
     """Shared experts, a selection bias and a z-loss for the mixtures of a model, which change no output."""
 
     where: str = "**"
-    """The mixtures."""
+    """Glob of the mixtures."""
     shared: int = 0
-    """Experts, built like those that exist, whose output projections are zero at first."""
+    """Number of new shared experts, built like the existing ones, with output projections of zero."""
     bias_rate: float = 0.0
     z_loss: float = 0.0
 
@@ -345,4 +344,4 @@ OPTIONS: dict[str, type[Options]] = {
     "upcycle": Upcycle,
 }
 COMMANDS = ("expand", "narrow", "prune", "quantize", "upcycle", "experts", "lora-experts")
-"""The changes that `dunes augment` makes."""
+"""Changes with a command `dunes augment NAME`."""

@@ -1,7 +1,7 @@
-"""Pruning: single weights of linear layers become zero and stay zero, by SparseGPT, Wanda or magnitude.
+"""Unstructured and N:M pruning of linear layers by SparseGPT, Wanda or magnitude; zeros stay zero in training.
 
-SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. The layers compute and are
-stored as before; an entry of CHANGES, see `changes.py`.
+SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. The layers stay dense in memory
+and in files. An entry of CHANGES, see `changes.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,8 +36,8 @@ VERSION = 1
 def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting and the places.
 
-    SparseGPT and Wanda need calibration text `ids` (S, T). Raises ValueError for invalid options, for layers that
-    are not dense or not finite, and for text that is too short.
+    SparseGPT and Wanda need calibration text `ids` (S, T) int64. Raises ValueError for invalid options, for layers
+    that are not dense or have weights that are not finite, and for text that is too short.
     """
     request, target = options.request(), Sparsity.of(options.sparsity, options.pattern)
     _require_choice(options.method, ids)
@@ -70,7 +70,7 @@ def _require_settings(sparsity: Sparsity, block: int, damp: float) -> None:
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers to prune by place. Raises ValueError for those that are not dense, and a tied head."""
+    """Linear layers to prune, by place. Raises ValueError for a layer that is not dense, and for a tied head."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
         raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
     linears = {}
@@ -87,9 +87,9 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """Prune the layers, block by block; the record of each part gets the weights and the zeros of its layers.
+    """Prune the layers, block by block; the record of each part gets the counts of weights and of nonzero ones.
 
-    Layers of experts that got fewer tokens than they have inputs are pruned by magnitude, which the record says.
+    Experts that got fewer calibration tokens than they have inputs are pruned by magnitude, and so recorded.
     """
     linears = {p.name: p.module for p in tree.places(model) if p.name in change.places}
     places: dict[str, dict[str, Any]] = {}
@@ -119,7 +119,7 @@ def _record_zeros(part: Change, places: Mapping[str, Any]) -> Change:
 def _prune(
     name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any], hessians: dict[int, sparsegpt.Hessian]
 ) -> dict[str, Any]:
-    """Prune one layer in place; returns what its record says. Factors of shared Grams are kept in `hessians`."""
+    """Prune one layer in place; returns its entry of the record. `hessians` caches factors by `id` of the Gram."""
     weight: Tensor = linear.weight
     method, sparsity = request["method"], Sparsity.of(request["sparsity"], request["pattern"])
     decided = {}
@@ -142,7 +142,7 @@ def _prune(
 
 
 def describe(change: Change) -> str:
-    """How many weights are zero, and which layers were pruned by magnitude for want of tokens, in one sentence."""
+    """One sentence for users: the share of zeros, and the layers pruned by magnitude for want of tokens."""
     few = [name for name, place in change.places.items() if "tokens" in place]
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
     pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
@@ -150,11 +150,11 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Keep the zeros. Raises ValueError, before anything is changed, if the change does not fit the model."""
+    """Mask the layers, whose zeros then stay. Raises ValueError, before any change, if the places do not fit."""
     mask_linears(model, change.places)
 
 
 def _zeros(change: Change) -> str:
-    """How many weights are zero after a change that prunes."""
+    """The share of zero weights after pruning, as text."""
     weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
     return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"

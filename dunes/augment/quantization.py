@@ -1,9 +1,9 @@
-"""Quantized linear layers: int8 per row, int4 and int3 by group, and NF4 in blocks of 64.
+"""Quantized linear layers: int8 by row, int4 and int3 by group, and NF4 in blocks of 64.
 
 QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
 """
 
-# Shapes: I inputs, O outputs, N blocks.
+# Shapes: I inputs, O outputs, G groups of a row, N blocks.
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -28,16 +28,16 @@ from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 4
-"""Records of plain int8 and NF4 have 2, which older versions open, other new ones 3. Those of 4, whose layers
-round their inputs, are refused."""
+"""Newest version of the record: 2 for plain int8 and NF4, 3 for other kinds, 4 for layers with quantized
+activations, which are no longer supported."""
 
 BLOCK = 64
 OUTER = 256
-"""Blocks that share one scale of scales, with double quantization."""
+"""Blocks that share one second-level scale in double quantization."""
 
 
 class Int8(Quantized):
-    """Symmetric int8: each row is scaled by its largest absolute value / 127."""
+    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, a row's largest absolute value / 127."""
 
     codes: Tensor
     scale: Tensor
@@ -58,8 +58,8 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        # In bfloat16 scaled sums are more exact than a matrix rounded to it, with any number of rows. In float32
-        # many rows have the bits of training and of adapters. In float16 a sum over codes could overflow.
+        # In bfloat16 scaling the sums is more exact than rounding the dequantized matrix. In float32 many rows
+        # take the dense product, bit-equal with training and adapters. In float16 sums over codes could overflow.
         if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
@@ -71,9 +71,9 @@ class Int8(Quantized):
 
 
 class NF4(Quantized):
-    """Sixteen quantiles of the normal distribution, scaled by the largest absolute value of each block.
+    """NF4 (QLoRA): sixteen quantiles of the normal distribution, scaled by each block's largest absolute value.
 
-    With `double` these scales are themselves quantized to int8.
+    With `double` the scales (N,) are quantized to int8, with a scale `outer` for each 256 and the mean `middle`.
     """
 
     codes: Tensor
@@ -121,11 +121,11 @@ class NF4(Quantized):
         return weight.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
 
     def _levels(self) -> Tensor:
-        """The level of each code (I * O,), and perhaps one more."""
+        """The level of each code (I * O,), followed by one of padding if I * O is odd."""
         levels = codebook(self.codes.device)
         if torch.compiler.is_compiling():
             return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
-        # Two levels at once, as one number of 8 bytes: a third of the time.
+        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time.
         pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
         return pairs.index_select(0, self.codes.int()).view(torch.float32)
 
@@ -146,7 +146,7 @@ class NF4(Quantized):
 def _codebook() -> tuple[float, ...]:
     """NF4's levels: quantiles of the normal distribution, seven below zero and eight above it.
 
-    They are rounded at the same places as bitsandbytes', so that they are bit-equal.
+    Rounding at the same points as bitsandbytes makes them bit-equal to its levels.
     """
     levels = torch.cat([-_quantiles(8), torch.zeros(1), _quantiles(9).flip(0)])
     return tuple((levels / levels.max()).tolist())
@@ -162,7 +162,7 @@ LEVELS = _codebook()
 
 
 def _level(codes: Tensor) -> Tensor:
-    """The levels of codes, chosen bit by bit: Inductor computes that in vectors, but not a look-up in a table."""
+    """The levels of codes, selected bit by bit, since Inductor vectorizes `where` but not table look-ups."""
     levels: Sequence[Any] = LEVELS
     for bit in (1, 2, 4, 8):
         is_set = (codes & bit) != 0
@@ -172,21 +172,21 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,), a new tensor: one that was cached under a fake tensor mode would hold no data."""
-    if torch.compiler.is_exporting():  # a graph keeps a tensor's values apart, where a compiled step misses them
+    """NF4's levels (16,) float32, a new tensor, since one cached under a fake tensor mode would have no data."""
+    if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
 
 INVERSE = 1.0000000649e38
-"""The largest reciprocal of a scale: bitsandbytes divides by at least 1e-38."""
+"""Largest reciprocal of a scale; bitsandbytes divides by at least 1e-38."""
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The code of each number (I * O,) and the scale of each block (N,), bit-equal to bitsandbytes'.
+    """NF4 codes (I * O,) uint8 and scales (N,) float32 of a weight, bit-equal to bitsandbytes'.
 
-    For numbers exactly between two levels, the rounding of a product decides, or of a quotient in an incomplete
-    last block.
+    Like bitsandbytes, complete blocks are multiplied by the reciprocal of the scale and an incomplete last block
+    is divided by it, which decides ties between two levels.
     """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
@@ -205,7 +205,7 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
-    """Replace quantized layers by dense ones with the rounded weights, below any wrappers. Returns the places."""
+    """Replace quantized layers, inside any wrappers, by dense ones with the rounded weights; returns places."""
     places = {*_quantized(model)}
 
     def make(base: nn.Module) -> nn.Module:
@@ -224,18 +224,18 @@ METHODS = {"int8": ("rtn", "gptq"), "int4": ("rtn", "gptq"), "int3": ("rtn", "gp
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
-"""The kind of a place that is left as it is."""
+"""The kind in an override that leaves its places unquantized."""
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each.
 
-    gptq needs calibration text `ids` (S, T), and is the method with it, if none is given. int4 and int3 have a
-    zero point unless `symmetric`. Of `override` the last that matches a place counts; kinds other than `dense`
-    quantize it also where `where` does not select it. A layer whose kind does not have the method is rounded to
+    gptq needs calibration text `ids` (S, T) int64, and is the default method with it. int4 and int3 have zero
+    points unless `symmetric`. The last `override` that matches a place wins; kinds other than `dense` also
+    quantize places that `where` does not select. Layers whose kind does not support the method are rounded to
     nearest.
 
-    Raises ValueError for settings that do not go together, and for layers that are not dense.
+    Raises ValueError for invalid combinations of settings, and for layers that are not dense.
     """
     method = options.method or ("rtn" if ids is None else "gptq")
     overrides, kinds = [_override(text) for text in options.override], all_kinds(options.kind, options.override)
@@ -256,7 +256,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
 
 
 def all_kinds(kind: str, override: Sequence[str]) -> list[str]:
-    """The kind and those of overrides GLOB=KIND. Raises ValueError for other overrides."""
+    """`kind` and the kinds of overrides GLOB=KIND, without duplicates. Raises ValueError for other overrides."""
     others = [other for _, other in map(_override, override) if other != DENSE]
     return [*dict.fromkeys([kind, *others])]
 
@@ -272,7 +272,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str]) -> dict[str, Any]:
-    """The settings that the kinds have. Raises ValueError for others."""
+    """The settings that apply to these kinds. Raises ValueError if others are given."""
     request = {"kind": options.kind, "double": options.double}
     if options.kind not in METHODS or (options.double and "nf4" not in kinds):
         raise ValueError(
@@ -291,10 +291,10 @@ def _request(options: Quantize, kinds: Collection[str]) -> dict[str, Any]:
 
 
 def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, Any]:
-    """The settings of the method. Raises ValueError for one that none of the kinds has.
+    """The settings of the method. Raises ValueError if none of the kinds supports it.
 
-    Plain int8 and NF4 are recorded as version 2 did: older versions open them, and adapters and runs on such a
-    base stay comparable with older ones.
+    Plain int8 and NF4 keep record version 2, so that older releases open them, and adapters and runs on such a
+    base compare equal with older ones.
     """
     require_method(kinds, method)
     if act_order is False and method != "gptq":
@@ -305,7 +305,7 @@ def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, A
 
 
 def require_method(kinds: Collection[str], method: str) -> None:
-    """Raise ValueError for a kind that is not known, and for a method that none of them has."""
+    """Raise ValueError for an unknown kind, and for a method that none of the kinds supports."""
     if unknown := [kind for kind in kinds if kind not in METHODS]:
         raise ValueError(f"kind is {unknown[0]!r}; expected {', '.join(METHODS)}")
     methods = dict.fromkeys(name for kind in kinds for name in METHODS[kind])
@@ -316,9 +316,9 @@ def require_method(kinds: Collection[str], method: str) -> None:
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The linear layers to quantize, less quantized ones that no name selects, and their kinds, by place.
+    """The linear layers to quantize and their kinds, by place. Layers quantized already are skipped.
 
-    Raises ValueError for a glob that selects nothing.
+    Raises ValueError for a glob that selects nothing, and for a layer selected by name that is quantized already.
     """
     wanted = [globs, *(glob for glob, other in overrides if other != DENSE)]
     if getattr(model, "head", True) is None and any(_names_head(glob) for glob in wanted):
@@ -341,12 +341,12 @@ def _dense_layers(
 
 
 def _names_head(globs: tree.Where) -> bool:
-    """Whether the head is selected by its name, and not by a wildcard."""
+    """True if the head is selected by its name and not by a wildcard."""
     return "head" in ([globs] if isinstance(globs, str) else globs) and tree.matches(globs, "head")
 
 
 def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for text that is not the model's, or has fewer tokens than a layer has inputs."""
+    """Raise ValueError for ids outside the vocabulary, or fewer tokens than a layer has inputs."""
     require_ids(model, ids)
     linears = {name: m for name, m in layers.items() if isinstance(m, nn.Linear)}
     require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
@@ -357,7 +357,7 @@ def _quantizable(module: nn.Module) -> bool:
 
 
 def grid_at(change: Change, place: str) -> Grid | None:
-    """The grid of the weight at this place; None for NF4's levels."""
+    """The quantization grid of the weight at this place; None for NF4."""
     request, kind = change.request, change.places[place].get("kind", change.request["kind"])
     if kind in ("nf4", "int8"):
         return Grid(8, symmetric=True) if kind == "int8" else None
@@ -365,7 +365,7 @@ def grid_at(change: Change, place: str) -> Grid | None:
 
 
 def describe(change: Change) -> str:
-    """The kind and the method, in one sentence."""
+    """One sentence for users about the kinds and the method."""
     request = change.request
     method = request.get("method", "rtn")
     group = request.get("group")
@@ -380,7 +380,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the linear layers, below their wrappers if they have any.
+    """Replace the linear layers, inside any wrappers, by quantized ones without values.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
@@ -401,7 +401,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
-    """The layer without codes that takes the place of a linear one."""
+    """The uninitialised quantized layer that replaces a linear one."""
     assert isinstance(base, nn.Linear)
     grid = grid_at(change, place)
     layer: Quantized
@@ -413,10 +413,10 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
 
 
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """The parts of the change, each with the grids that a method chose, after it has changed the weights.
+    """Change the weights by the method and yield the parts of the change, each with scales and zero points.
 
-    GPTQ rounds them, and records the places that had too little text and are rounded to nearest. Raises
-    ValueError, before anything is changed, for weights that are not finite.
+    With gptq the record says which places got too few tokens and are rounded to nearest. Raises ValueError, before
+    anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
     parts = change.parts()
@@ -427,13 +427,13 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         for steps, short in gptq.solve(model, ids, grids, change.request["act_order"]):
             part = parts.pop(part_name(next(iter(steps))))
             yield Part(_record_short(part, short), steps)
-        yield from map(Part, parts.values())  # of kinds that have no such method
+        yield from map(Part, parts.values())  # kinds without gptq
     else:
         yield from map(Part, each(parts.values()))
 
 
 def _record_short(part: Change, short: Collection[str]) -> Change:
-    """The change, which says what has too little text and is rounded to nearest."""
+    """The change with method rtn recorded at the places in `short`."""
     places = {
         name: {**settings, **({"method": "rtn"} if name in short else {})}
         for name, settings in part.places.items()
@@ -458,7 +458,7 @@ def fill(
     weights: MutableMapping[str, Tensor],
     solved: Mapping[str, Steps] | None = None,
 ) -> None:
-    """Quantize the weights, on the grids that were solved for; each is dropped from `weights` afterwards."""
+    """Quantize the weights, with the scales and zero points in `solved`, if any; removes each from `weights`."""
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
@@ -472,6 +472,6 @@ def undo(model: nn.Module, change: Change) -> None:
 
 
 def _quantized(model: nn.Module) -> dict[str, Quantized]:
-    """The quantized layers by place."""
+    """Quantized layers, inside any wrappers, by place."""
     inner = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     return {name: module for name, module in inner.items() if isinstance(module, Quantized)}

@@ -1,6 +1,6 @@
-"""A linear layer with a quantized weight, and the grid of values that such a weight can take."""
+"""The base class of quantized linear layers, and the grid that maps weights to integer codes."""
 
-# Shapes: I inputs, O outputs, C columns of a weight, G groups of a row.
+# Shapes: I inputs, O outputs, C columns of a weight, G groups of a row, T tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from dunes.ops.operation import autocast_dtype
 Inputs = Callable[[Tensor], Sequence[Tensor]]
 Sums = Callable[..., Tensor]
 TINY = 1e-30
-"""The least divisor: the scale of a group of zeros is zero."""
+"""Least divisor, as the scale of a group of zeros is zero."""
 
 
 class Steps(NamedTuple):
-    """Scales and zero points of a weight's groups (O, G), or of some columns (O, 1), in float32."""
+    """Scales and zero points in float32, (O, G) for a weight or (O, 1) for one group of columns."""
 
     scale: Tensor
     zero: Tensor
@@ -29,15 +29,14 @@ class Steps(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Values scale * (code - zero), with a scale and a zero point for each `group` of a row's inputs.
+    """A quantization grid: values scale * (code - zero_point) for each `group` of a row's inputs.
 
-    Group 0 is the whole row; the last group of a row may be shorter. Symmetric: the zero point is the middle code,
-    and the number of largest magnitude has code 0, so that a scale may be negative (as llama.cpp's Q4_0, which
-    uses all codes). Otherwise the range includes zero, which has a code; with `real_zero` a zero point is any
-    number, and zero may have none. 8 bits are those of `Int8`: symmetric by row, with float32 scales.
+    A `group` of 0 is a complete row; the last group of a row may be shorter. If `symmetric`, the zero point is the
+    middle code and the number of largest magnitude gets code 0, so that scales may be negative (as in llama.cpp's
+    Q4_0, which uses all codes). Otherwise zero has a code of its own, except with `real_zero`, where the zero
+    point is a real number. With 8 bits the grid is `Int8`'s: symmetric by row, with float32 scales.
 
-    Scales of groups have the values of bfloat16, two bytes with float32's range: codes are computed with the
-    truncated scale, so that it costs next to nothing.
+    Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
     """
 
     bits: int
@@ -54,11 +53,11 @@ class Grid:
         return 127 if self.bits == 8 else 2**self.bits - 1
 
     def width(self, inputs: int) -> int:
-        """Inputs of a group in rows of `inputs`."""
+        """Group size for rows of `inputs`."""
         return min(self.group or inputs, inputs)
 
     def fit(self, columns: Tensor) -> Steps:
-        """The steps of one group (O, 1), or of several: columns (..., C) -> (..., 1). The range includes zero."""
+        """Scales and zero points (..., 1) for groups of columns (..., C), with a range that includes zero."""
         if self.symmetric:
             return self._fit_symmetric(columns)
         low, high = columns.amin(-1, keepdim=True).clamp(max=0), columns.amax(-1, keepdim=True).clamp(min=0)
@@ -74,45 +73,45 @@ class Grid:
         return Steps(_truncated(largest / -middle), torch.full_like(largest, middle))
 
     def codes(self, columns: Tensor, steps: Steps) -> Tensor:
-        """The codes (..., C), as floating point numbers, of columns with steps (..., 1)."""
+        """Codes (..., C), as floating-point numbers, of columns with scales and zero points (..., 1)."""
         codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
         codes = (codes + steps.zero).round() if self.real_zero else codes.round() + steps.zero
         return codes.clamp(self.lowest, self.highest)
 
     def round(self, columns: Tensor, steps: Steps) -> Tensor:
-        """The columns (..., C) at the nearest values of the grid with steps (..., 1)."""
+        """Columns (..., C) rounded to the grid with scales and zero points (..., 1)."""
         return (self.codes(columns, steps) - steps.zero) * steps.scale
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """A weight (O, I) as groups (O, G, C), the last one with zeros at its end if it is shorter."""
+        """A weight (O, I) as groups (O, G, C); a shorter last group is padded with zeros."""
         inputs, width = weight.shape[1], self.width(weight.shape[1])
         padded = F.pad(weight, (0, -inputs % width)) if inputs % width else weight
         return padded.reshape(len(weight), -1, width)
 
     def fit_weight(self, weight: Tensor) -> Steps:
-        """The steps (O, G) of a weight (O, I)."""
+        """Scales and zero points (O, G) for a weight (O, I)."""
         steps = self.fit(self.grouped(weight))
         return Steps(steps.scale[..., 0], steps.zero[..., 0])
 
     def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
-        """The codes (O, I) of a weight with steps (O, G)."""
+        """Codes (O, I) of a weight with scales and zero points (O, G)."""
         codes = self.codes(self.grouped(weight), Steps(steps.scale[..., None], steps.zero[..., None]))
         return codes.flatten(1)[:, : weight.shape[1]]
 
     def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
-        """The weight (O, I) at the nearest values of the grid with steps (O, G)."""
+        """A weight (O, I) rounded to the grid with scales and zero points (O, G)."""
         wide = Steps(steps.scale[..., None], steps.zero[..., None])
         return self.round(self.grouped(weight), wide).flatten(1)[:, : weight.shape[1]]
 
 
 def _truncated(scale: Tensor) -> Tensor:
-    """The next number of bfloat16 towards zero, as float32: with a smaller step the outermost codes are used, so
-    that rounded weights give their own codes again."""
+    """A scale rounded towards zero to bfloat16, as float32, so that the outermost codes are used, and quantizing
+    rounded weights again gives the same codes."""
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
 def join(parts: Sequence[Steps]) -> Steps:
-    """The steps (O, G) of consecutive groups (O, 1)."""
+    """Scales and zero points (O, G) concatenated from consecutive groups (O, 1)."""
     return Steps(torch.cat([p.scale for p in parts], 1), torch.cat([p.zero for p in parts], 1))
 
 
@@ -122,13 +121,13 @@ def split(steps: Steps) -> list[Steps]:
 
 
 ROWS = 4
-"""Rows up to which a compiled step multiplies codes, and does not dequantize the matrix first."""
+"""Rows up to which exported graphs multiply codes directly instead of dequantizing the matrix first."""
 
 
 class Quantized(nn.Module, ABC):
-    """A linear layer whose forward dequantizes its weight each time, and again in the backward pass.
+    """A linear layer that dequantizes its weight in each forward, and again in the backward pass.
 
-    In a compiled step it multiplies the codes, if they lie as that needs.
+    Exported graphs multiply the codes of up to `ROWS` rows directly, where their layout permits.
     """
 
     makes_dense = True  # `dense` returns a new matrix without gradient
@@ -142,7 +141,7 @@ class Quantized(nn.Module, ABC):
 
     @abstractmethod
     def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        """Quantize this matrix (O, I), with these steps if they are given."""
+        """Quantize this matrix (O, I), with scales and zero points `steps` (O, G) if given."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
@@ -167,21 +166,21 @@ class Quantized(nn.Module, ABC):
         """The dequantized matrix (O, I) in the original dtype."""
 
     def code_products(self, x: Tensor) -> Tensor | None:
-        """The products (..., T, O) in float32 of a few rows x (..., T, I), which Inductor fuses into a loop.
+        """Products (..., T, O) float32 of a few rows x (..., T, I), in operations that Inductor fuses into a loop.
 
-        None: the codes do not lie so that it could read them.
+        None if the layout of the codes does not permit it.
         """
         return None
 
     def for_step(self) -> "Quantized":
-        """The layer that a compiled step has in place of this one: itself, or one with codes that it can read."""
+        """The layer to export in place of this one: itself, or one whose codes `code_products` can read."""
         return self
 
 
 def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -> Tensor:
-    """Sums (..., T, O) of products of a few rows x (..., T, I), in a loop that reads the weights (O, ...) once.
+    """Products (..., T, O) of a few rows x (..., T, I), in a loop that reads the weights (O, ...) once.
 
-    `sums(inputs(token), *parts)` are those of one row (..., 1, I) with parts of the weights. Four of their rows
+    `sums(inputs(token), *parts)` computes one row (..., 1, I) with parts of the weights. Four rows of the weights
     at a time keep more reads in flight.
     """
     tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
@@ -192,11 +191,11 @@ def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -
 
 
 def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The inputs (..., I) of the even and the odd codes (..., groups, pairs of a group)."""
+    """Inputs (..., I) of the even and of the odd codes, each (..., groups, pairs of a group)."""
     pairs = torch.unflatten(x, -1, (groups, -1, 2))
     return pairs[..., 0], pairs[..., 1]
 
 
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
-    """The same in one buffer, so that each is read in vectors."""
+    """Copy the tensors into one buffer, so that each is read in vectors."""
     return torch.cat([t[None] for t in tensors]).unbind(0)

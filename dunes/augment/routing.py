@@ -1,4 +1,4 @@
-"""Shared experts, loss-free balancing and a z-loss for the mixtures of a model, whose outputs stay the same."""
+"""Shared experts, loss-free balancing and a z-loss, added to mixtures whose outputs stay equal."""
 
 import math
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def decide(model: nn.Module, options: Routing) -> Change:
-    """The record of `MoE.extend` with these arguments at the mixtures that `where` selects, not yet made.
+    """The record of a call of `MoE.extend` with these arguments at the mixtures that `where` selects.
 
-    Raises ValueError if `where` selects no mixture, for values below 0, all of which are 0, and for a mixture
-    with a selection bias or, where experts are to be added, with experts that are not plain.
+    Raises ValueError if `where` selects no mixture, for values below 0 or all 0, for a mixture that has a
+    selection bias already and, with `shared`, for experts that are adapted, quantized or no MLPs.
     """
     where, shared, bias_rate = options.where, options.shared, options.bias_rate
     values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
@@ -48,7 +48,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Add the shared experts and the buffers."""
+    """Add shared experts and buffers to the mixtures."""
     for name, decided in change.places.items():
         moe = _mixture(model, name)
         shared = [deepcopy(moe.experts[0]) for _ in decided["shared"]]

@@ -1,9 +1,9 @@
-"""SparseGPT: pruning by the inverse Hessian of the layer's squared error; the weights that stay make up for it.
+"""SparseGPT: prune by the inverse Hessian of a layer's squared error, compensating in the remaining weights.
 
 https://arxiv.org/abs/2301.00774
 """
 
-# Shapes: O outputs, I inputs, Weights are transposed inside, so that a column is contiguous.
+# Shapes: O outputs, I inputs. Weights are transposed inside, so that a column is contiguous.
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -14,42 +14,41 @@ from torch import Tensor
 from dunes.augment.calibrate import Gram
 
 HALF = 0.5
-"""The fraction of zeros where none is asked for."""
-REFITS, REFIT_TOLERANCE = 10, 1e-4
-"""Steps of `refit` at most, and the part of the squared gradient at which it stops."""
+"""Default fraction of zeros."""
+REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
 TINY = 1e-30
 MOST_DAMPING = 1e4
-"""Beyond this multiple of the mean diagonal, nothing is left of the Gram matrix."""
+"""Damping, as a multiple of the mean diagonal, at which the Gram matrix no longer matters."""
 
 
 class Pattern(NamedTuple):
-    """At most `kept` of every `group` consecutive inputs of an output are not zero."""
+    """An N:M pattern: at most `kept` of every `group` consecutive inputs of an output are nonzero."""
 
     kept: int
     group: int
 
     @classmethod
     def of(cls, text: str) -> "Pattern":
-        """From "2:4". Raises ValueError for anything else."""
+        """Parse text like "2:4". Raises ValueError for anything else."""
         kept, separator, group = text.partition(":")
         if not separator or not (kept.isdecimal() and group.isdecimal()) or not 0 < int(kept) < int(group):
             raise ValueError(f"pattern is {text[:80]!r}; expected KEPT:GROUP, like 2:4 or 4:8")
         return cls(int(kept), int(group))
 
     def groups(self, inputs: int) -> dict[int, int]:
-        """The start and stop of each group."""
+        """Start and stop of each group of columns."""
         return {start: start + self.group for start in range(0, inputs, self.group)}
 
 
 class Sparsity(NamedTuple):
-    """The fraction of the weights that become zero, and the pattern that they follow, if any."""
+    """Fraction of weights to set to zero, and an N:M pattern or None."""
 
     fraction: float
     pattern: Pattern | None = None
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """A half by default, or what the pattern gives. Raises ValueError if they do not agree."""
+        """The fraction, by default the pattern's or 0.5. Raises ValueError if fraction and pattern disagree."""
         shape = None if pattern is None else Pattern.of(pattern)
         implied = HALF if shape is None else 1 - shape.kept / shape.group
         fraction = implied if fraction is None else fraction
@@ -59,19 +58,19 @@ class Sparsity(NamedTuple):
         return cls(fraction, shape)
 
     def require_inputs(self, name: str, inputs: int) -> None:
-        """Raise ValueError, with the layer's name, unless groups of the pattern fill its inputs."""
+        """Raise ValueError, naming the layer, unless its inputs are a multiple of the pattern's group."""
         if self.pattern is not None and inputs % self.pattern.group:
             kept, group = self.pattern
             raise ValueError(f"{name}: its {inputs} inputs are no multiple of {group} ({kept}:{group})")
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The lowest scores (columns, O), or of each output as many as a group of the pattern loses."""
+        """Mask of the scores (columns, O) to prune: the lowest, or with a pattern the lowest of each output."""
         if self.pattern is None:
             return smallest(scores, self.fraction)
         return lowest(scores, self.pattern.group - self.pattern.kept, 0)
 
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
-        """The lowest scores (O, I): by the pattern, else of each output or of all."""
+        """Mask of the scores (O, I) to prune: the lowest by pattern, by output, or of the complete matrix."""
         if self.pattern is not None:
             return lowest_of_groups(scores, *self.pattern)
         if by_output:
@@ -80,8 +79,9 @@ class Sparsity(NamedTuple):
 
 
 class Hessian(NamedTuple):
-    """The upper Cholesky factor (I, I) of the inverse of H = 2/n sum x xT + damping, inputs that are always zero
-    (I,) bool, the damping as a fraction of the mean diagonal, H, and what the damping adds to its diagonal."""
+    """The damped Hessian `matrix` (I, I) = 2/n sum x xT + `added` on the diagonal. `factor` (I, I) is the upper
+    Cholesky factor of its inverse, `dead` (I,) bool the inputs that are always zero, `damp` is `added` as a
+    fraction of the mean diagonal."""
 
     factor: Tensor
     dead: Tensor
@@ -91,16 +91,16 @@ class Hessian(NamedTuple):
 
 
 def hessian(gram: Gram, damp: float) -> Hessian:
-    """What `prune` needs of a Gram matrix; the damping is raised tenfold until the matrix can be inverted.
+    """The Hessian of a Gram matrix, with damping raised tenfold until the matrix can be inverted.
 
-    Raises ValueError if it has values that are not finite.
+    Raises ValueError if the Gram has values that are not finite, or cannot be inverted with any damping.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError("the inputs of the calibration text are not finite; are the model's weights?")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
-    h.diagonal()[dead] = mean  # and not a number that would outweigh small inputs in the damping
+    h.diagonal()[dead] = mean  # a larger number would outweigh small inputs in the damping
     while True:
         damped, added = h.clone(), damp * mean
         damped.diagonal().add_(added)
@@ -115,14 +115,14 @@ def hessian(gram: Gram, damp: float) -> Hessian:
 
 
 Column = Callable[[int, Tensor], Tensor]
-"""Of column j something (O,), by the columns (I, O) as they are when a sweep reaches it."""
+"""Function of j and the columns (I, O), as updated so far, that returns the new column j (O,)."""
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
-    """Replace the columns (I, O) in place, one after another; later ones make up for its error.
+    """Replace the columns (I, O) in place, one after another, compensating each error in the later columns.
 
-    `factor` (I, I) is that of their `Hessian`. The columns of a block (its start and stop) make up for each
-    other at once, those behind it when it is done.
+    `factor` (I, I) is the factor of their `Hessian`. `blocks` maps the start of a block of columns to its stop:
+    columns of the same block are updated immediately, later columns at the end of the block.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]
@@ -136,12 +136,11 @@ def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: C
 
 
 def prune(weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zeros: Tensor | None = None) -> Tensor:
-    """The pruned weight (O, I) in float32, by a sweep over blocks of so many columns.
+    """The pruned weight (O, I) in float32, by a sweep over blocks of `block` columns.
 
-    In each block the weights with the lowest error go: w² over the squared diagonal of the factor (here the roots
-    of both, since small squares underflow). With a pattern they are chosen for each output and group, just before
-    its first column, when the errors of the columns before have been made up for. Where `zeros` (O, I) they go in
-    any case, as some of these.
+    Each block loses the weights with the lowest error, w² over the squared diagonal of the factor (compared as
+    square roots, as squares may underflow). With a pattern, weights are selected by output and group when the
+    sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
@@ -161,11 +160,11 @@ def prune(weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zero
 
 
 def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
-    """The pruned weight (O, I) with the values that, given its zeros, change the outputs of `weight` least.
+    """The pruned weight (O, I) with nonzero values refitted by least squares to the outputs of `weight`.
 
-    The sweep leaves a column as it is once it is passed; here weights also make up for zeros behind them. Each row
-    has its own least squares, which conjugate gradients solve, preconditioned by the diagonal, all rows at once.
-    Rows whose error without the damping does not fall, or is no finite number, stay as they are.
+    The sweep does not update earlier columns for later zeros; this does. Conjugate gradients, preconditioned by
+    the diagonal, solve the least squares of all rows at once. Rows whose undamped error does not fall, or is not
+    finite, are returned unchanged.
     """
     fitted, kept, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
@@ -182,7 +181,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    # The error falls by m H m - (m - c) H (m - c) of the missing m and the change c, which is 0 where not kept.
+    # The error falls by m H m - (m - c) H (m - c), with m `missing` and c `change`, which is 0 at pruned weights.
     change = fitted - pruned
     fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
     fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero
@@ -190,14 +189,15 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
 
 def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
-    """|w| times the norm of its input over all tokens (O, I), in float32."""
+    """Wanda's scores (O, I) float32: |w| times the norm of its input over all tokens."""
     return weight.detach().float().abs() * gram.matrix.diagonal().sqrt()
 
 
 def smallest(scores: Tensor, sparsity: float) -> Tensor:
-    """Where the scores are lowest; as published, one weight more than the fraction.
+    """Mask of the lowest scores: as in the published code, one more than the fraction.
 
-    Of equal ones so many of the first, or a layer with few different values would lose more; but all zeros.
+    Ties at the threshold are cut to that number, as a layer with few distinct values would lose more, except
+    zeros.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values
@@ -208,11 +208,11 @@ def smallest(scores: Tensor, sparsity: float) -> Tensor:
 
 
 def lowest(scores: Tensor, count: int, dim: int) -> Tensor:
-    """Where the `count` lowest scores are along `dim`; of equal ones the first."""
+    """Mask of the `count` lowest scores along `dim`; ties go to the first."""
     order = torch.sort(scores, stable=True, dim=dim).indices.narrow(dim, 0, count)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(dim, order, True)
 
 
 def lowest_of_groups(scores: Tensor, kept: int, group: int) -> Tensor:
-    """Where all but the `kept` highest scores of every `group` consecutive inputs of an output are (O, I)."""
+    """Mask (O, I) of all but the `kept` highest scores in every `group` consecutive inputs of an output."""
     return lowest(scores.view(len(scores), -1, group), group - kept, 2).flatten(1)

@@ -1,7 +1,7 @@
-"""Dense MLPs into mixtures of copies: the model computes the same, and its experts diverge in training.
+"""Sparse upcycling: replace dense MLPs by mixtures of their copies, with equal outputs until experts are trained.
 
 Sparse upcycling https://arxiv.org/abs/2212.05055. Fine-grained, with virtual groups
-https://arxiv.org/abs/2410.07524; the whole factor is on the down projections, since a gated MLP is not homogeneous
+https://arxiv.org/abs/2410.07524; here only the down projections are scaled, since a gated MLP is not homogeneous
 in its other matrices. Drop-Upcycling https://arxiv.org/abs/2502.19261. An entry of CHANGES, see `changes.py`.
 """
 
@@ -25,9 +25,9 @@ VERSION = 1
 def decide(model: nn.Module, options: Upcycle) -> Change:
     """The record of the change: every setting, and the width of the experts at each place.
 
-    Each MLP is cut into `granularity` pieces, and each piece is copied into `experts` / `granularity` of the
-    `experts`. The pieces of a copy have the same row in the router, so that a token chooses whole copies.
-    What `drop` draws anew changes what the model computes. Raises ValueError for invalid options.
+    Each MLP is cut into `granularity` pieces, and each piece is copied into `experts` / `granularity` experts. The
+    pieces of one copy have equal router rows, so that tokens are routed to complete copies. Only with `drop`,
+    which reinitialises neurons, do the model's outputs change. Raises ValueError for invalid options.
     """
     request, granularity, drop = options.request(), options.granularity, options.drop
     dense_mlp.require_experts(options.experts, options.top_k)
@@ -51,7 +51,7 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
 
 
 def describe(change: Change) -> str:
-    """The experts, in one sentence."""
+    """One sentence for users about the experts."""
     experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
     kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
     anew = f", with {drop:.0%} of their neurons drawn anew" if drop else ""
@@ -70,9 +70,9 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights and draw the routers; then, with `drop`, draw neurons anew.
+    """Copy the weights and initialise the routers; then, with `drop`, reinitialise neurons.
 
-    Raises ValueError, and puts the MLPs back, if the experts do not compute the same as the MLPs before that.
+    Raises ValueError, and restores the MLPs, if the outputs of the copies differ from theirs.
     """
     mlps, request = dense_mlp.dense_mlps(model, change.places, weights), change.request
     pieces = request["granularity"]
@@ -97,7 +97,7 @@ def _draw(request: Mapping[str, Any], *key: Any) -> torch.Generator:
 
 
 def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
-    """Draw the weights of this share of an expert's neurons anew, with the mean and deviation of the old ones."""
+    """Reinitialise this share of an expert's neurons, normally distributed with the old mean and deviation."""
     hidden = expert.down.in_features
     neurons = torch.randperm(hidden, generator=draw)[: round(share * hidden)]
     for name, layer in expert.named_children():

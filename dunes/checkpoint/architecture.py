@@ -1,8 +1,8 @@
-"""What a model is: a family with its config, or a function that builds it, and the changes made since.
+"""The architecture of a model: a family with its config, or a function that builds it, and the changes since.
 
-A model that no Hugging Face config describes is saved with these in its card. Loading builds the structure,
-repeats the changes, and compares the result with the saved model before any weight is read. A function is an
-argument of `load`, or one of `dunes.models`; any other is imported only where the caller trusts the card.
+The card of a model that no Hugging Face config describes records its architecture. Loading builds the structure,
+repeats the changes, and compares the result with the saved model before any weight is read. The function is an
+argument of `load`, or one of `dunes.models`; any other is imported only if the caller trusts the card.
 """
 
 import importlib
@@ -42,7 +42,7 @@ OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family's name with its Config, or the name of a `function` with its arguments, and the changes since."""
+    """A family's name with its Config, or a function's name with its arguments, and the changes since."""
 
     family: str
     config: Any
@@ -51,7 +51,7 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """A model that `function(**arguments)` builds. Raises ValueError for arguments that are not JSON."""
+        """The architecture of `function(**arguments)`. Raises ValueError for arguments that are not JSON."""
         try:
             stored = json.loads(json.dumps(arguments, allow_nan=False))
         except (TypeError, ValueError) as error:
@@ -60,10 +60,10 @@ class Architecture:
 
     @classmethod
     def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
-        """The architecture in a card, whose function is this one, or imported: any inside of `trust_cards`.
+        """The architecture in a card. `function` builds the model; by default, the card's function is imported.
 
-        Raises ValueError if the card is damaged, has a change that is not known, or names a function and none is
-        given, or one that cannot be imported.
+        Without `trust_cards` only functions of `dunes.models` are imported. Raises ValueError for a damaged card,
+        an unknown change, or a function that may not or cannot be imported.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -93,7 +93,7 @@ class Architecture:
 
     @classmethod
     def _of_weights(cls, name: Any, changes: tuple[Change, ...], path: Path, function: Build | None) -> Self:
-        """The architecture of weights that were saved without a function: the one given, without arguments."""
+        """The architecture `function()` for weights that were saved without a function."""
         if function is None:
             raise ValueError(
                 f"{path.parent}: the weights of {quote(name)} without a function that builds it; build it and "
@@ -102,23 +102,23 @@ class Architecture:
         return cls(function_name(function), {}, changes, function)
 
     def record(self) -> dict[str, Any]:
-        """The entries of the card."""
+        """The card's entries for this architecture."""
         entries: dict[str, Any] = {"family": {"function": self.family, "arguments": self.config}}
         if self.function is None:
             entries = {"family": self.family, "config": FAMILIES[self.family].to_hf(self.config)}
         return entries | {"changes": [change.record() for change in self.changes]}
 
     def build(self) -> Decoder:
-        """The structure with uninitialised weights, on the default device.
+        """The model with uninitialised weights, on the default device.
 
-        A function may build another module: code that needs a Decoder will raise AttributeError.
+        A function may build a module that is no Decoder; code that needs one then raises AttributeError.
         """
         if self.function is not None:
             return self._repeat_changes(call_build(self.function, self.config))
         return self._repeat_changes(FAMILIES[self.family].build(self.config))
 
     def outline(self) -> Decoder:
-        """The structure on the meta device; a function's model is on the device on which it is built."""
+        """The model on the meta device; a model that a function builds is on the device chosen by the function."""
         if self.function is not None:
             return self.build()
         return self._repeat_changes(build_on_meta(self.family, self.config))
@@ -130,15 +130,15 @@ class Architecture:
 
 
 def has_own_form(card: Mapping[str, Any]) -> bool:
-    """Whether a card describes a model that no Hugging Face config describes."""
+    """True if a card describes a model that no Hugging Face config describes."""
     return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
 
 
 def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """A model's entries in the card, and its tensors; a tied tensor is listed under its first name.
+    """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Raises ValueError that lists the first differences if the architecture gives another model, except for the
-    values of parameters and persistent buffers.
+    Raises ValueError, listing the first differences, if the architecture builds a model that differs in more than
+    the values of parameters and persistent buffers.
     """
     _require_values(model)
     rebuilt, tied, weights = architecture.outline(), tied_names(model), _tensors(model)
@@ -154,14 +154,14 @@ def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, An
 
 
 def describe_weights(model: nn.Module) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """The same of a network without a function that builds it. Raises ValueError for tensors no file can have."""
+    """Card entries and tensors of a network without a build function. Raises ValueError as `describe`."""
     _require_values(model)
     entries = {"family": {"class": function_name(type(model))}, "structure": _structure(model, tied_names(model))}
     return entries, _tensors(model)
 
 
 def _require_values(model: nn.Module) -> None:
-    """Raise ValueError for tensors that cannot be saved."""
+    """Raise ValueError for tensors on the meta device or of a dtype that safetensors does not support."""
     tree.require_shapes(model)
     state = model.state_dict().items()
     if empty := next((k for k, t in state if isinstance(t, Tensor) and t.is_meta), None):
@@ -177,34 +177,34 @@ def _structure(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
 def compare_structure(
     model: nn.Module, architecture: Architecture, card: Mapping[str, Any], files: Weights, path: Path
 ) -> list[Difference]:
-    """Every difference of the model that this architecture gives from the saved one."""
+    """All differences of `model` from the saved model in tensors and module settings."""
     modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
     return [*tensor_differences(model, files, tied, architecture), *_module_differences(model, modules)]
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Put the values of the files into parameters and buffers, in their stored dtypes where these are on meta."""
+    """Load the files' values into parameters and buffers; meta tensors get the stored dtype."""
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
     model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))
 
 
 def function_name(build: Build) -> str:
-    """The module (or file, for a script) and name of a function."""
+    """The name of a function as "module:name", or "file.py:name" if it is defined in a script."""
     while hasattr(build, "func"):  # functools.partial
         build = build.func
     module = getattr(build, "__module__", None) or type(build).__module__
     if module == "__main__":
-        code = getattr(build, "__code__", None)  # which a class does not have
+        code = getattr(build, "__code__", None)  # None for a class
         file = getattr(sys.modules[module], "__file__", None) if code is None else code.co_filename
         module = Path(file).name if file else module
     return f"{module}:{getattr(build, '__qualname__', type(build).__qualname__)}"
 
 
 def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
-    """Call the function; the global random state is restored.
+    """The module that `build(**arguments)` returns; the global random state is restored.
 
-    Raises ValueError if it does not take these arguments, or returns no module.
+    Raises ValueError if the function does not take these arguments, or returns no module.
     """
     try:
         inspect.signature(build).bind(**arguments)
@@ -220,7 +220,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """A table in the card's structure. Raises ValueError unless it maps strings to strings."""
+    """A table of the card's structure. Raises ValueError unless it maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: structure must have a table of {key}; download the file again")
@@ -228,13 +228,13 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
 
 
 def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
-    """The tensors to save."""
+    """Tensors to save, by name, without repetitions of tied ones."""
     tied = tied_names(model)
     return in_memory({k: t for k, t in model.state_dict().items() if k not in tied})
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """The other names of tied tensors, each with the first name."""
+    """Further names of tied tensors, mapped to each tensor's first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
@@ -245,9 +245,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def tensor_differences(
     model: nn.Module, files: Weights, tied: Mapping[str, str], architecture: Architecture
 ) -> Iterator[Difference]:
-    """The differences between a model's tensors and those of the files: shape, dtype, tying.
+    """Differences between a model's tensors and the files' in name, shape, dtype and tying.
 
-    A family's weights may be stored in any floating-point dtype.
+    The weights of a family may be stored in any floating-point dtype.
     """
     expected, expected_ties = _tensors(model), tied_names(model)
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
@@ -271,7 +271,7 @@ def _describe_tie(name: str | None) -> str:
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The class and plain attributes of each module."""
+    """Class and plain attributes of each module, by place."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 
@@ -281,7 +281,7 @@ def _module_digests(model: nn.Module) -> dict[str, str]:
 
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[Difference]:
-    """The modules that changed or exist in only one of the two models."""
+    """Modules that differ from the digests, or exist in only one of the two models."""
     actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
@@ -291,7 +291,7 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
-    """Differences that no file would save: attributes and non-persistent buffers."""
+    """Differences in attributes and non-persistent buffers, which saving would lose."""
     expected, actual = _settings(model), _settings(rebuilt)
     for name in expected.keys() & actual.keys():
         for key in sorted(expected[name].keys() | actual[name].keys()):
@@ -310,15 +310,15 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Whether "module:name" would be in `dunes.models`."""
+    """True if "module:name" names an object of a module in `dunes.models`."""
     return OURS.fullmatch(name) is not None
 
 
 def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
-    """The function or class that "module:name" or "file.py:name" names, for the model in this folder.
+    """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
-    Modules and files are also looked for in the current folder. Raises ValueError if it is not there, or if it is
-    one of ours that builds no network.
+    Modules are also searched for in the current folder, files only there. Raises ValueError if the import fails,
+    or if an object of `dunes.models` builds no network.
     """
     module_name, _, attributes = name.partition(":")
     try:
@@ -342,13 +342,13 @@ def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
 
 
 def _builds_network(value: Any, module: str) -> bool:
-    """Whether this is a module's own class of networks, or a function whose result is annotated as one."""
+    """True for an nn.Module class, or a function annotated to return one, that this module defines itself."""
     result = value if isinstance(value, type) else get_type_hints(value).get("return")
     return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 
 
 def _import_module(name: str) -> ModuleType:
-    """A module by its name, or that of a script in the current folder, which may be the one that runs."""
+    """Import a module by name, or a script of the current folder by file name; it may be the running script."""
     if not name.endswith(".py"):
         with _current_folder():
             return importlib.import_module(name)
@@ -368,7 +368,7 @@ def _import_module(name: str) -> ModuleType:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Imports that also look into the current folder, last."""
+    """Append the current folder to the import path in the context."""
     before = [*sys.path]
     sys.path.append(str(Path.cwd()))
     try:

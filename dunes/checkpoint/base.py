@@ -1,6 +1,6 @@
-"""Which base an adapter belongs to: a base is verified against the digests of its weights in the adapter's card.
+"""Verification of an adapter's base model against the digests of its weights in the adapter's card.
 
-Digests in three dtypes also identify a base that has been cast to another dtype since.
+Digests in three dtypes also identify a base that was cast to another dtype.
 """
 
 import warnings
@@ -20,12 +20,12 @@ from dunes.checkpoint.weights.header import quote
 from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""A card has digests of a dense base in these dtypes."""
+"""Dtypes in which a card has digests of a dense base."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
 class BaseWeights:
-    """The weights of a model without its adapters, unless they are wanted, and their SHA-256, when first used."""
+    """A model's weights, by default without adapters, and their SHA-256 digests, computed on first use."""
 
     def __init__(self, model: nn.Module, adapters: bool = False) -> None:
         base = model if adapters else lora.base_model(model)
@@ -37,25 +37,25 @@ class BaseWeights:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of all weights; None if they have several or are quantized."""
+        """Dtype of all weights; None if they have several dtypes or are quantized."""
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """Digests of names, shapes and values, cast to each of the dtypes in one pass; None does not cast."""
+        """Digests of names, shapes and values, cast to each dtype (None: not cast) in a single pass."""
         wanted = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(wanted) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
         return [self._digest_cache[dtype] for dtype in wanted]
 
     def part_digests(self) -> dict[str, str]:
-        """Digests of the parts: each block and each other child of the model, by its name."""
+        """Digests of each block and each other child of the model, by name."""
         parts: dict[str, list[str]] = {}
         for (name, _), line in zip(self._tensors, self._lines([self.dtype])[0], strict=True):
             parts.setdefault(_part(name), []).append(line)
         return {part: _digest(lines) for part, lines in parts.items()}
 
     def _lines(self, dtypes: list[torch.dtype | None]) -> list[list[str]]:
-        """For each of the dtypes, a line for each tensor."""
+        """Lines to hash: for each of the dtypes, one line for each tensor."""
         lines: list[list[str]] = [[] for _ in dtypes]
         with atomic.progress("hashing the base", sum(t.nbytes for _, t in self._tensors)) as advance:
             for name, tensor in self._tensors:
@@ -68,7 +68,7 @@ class BaseWeights:
         return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """Whether these are dense weights of that dtype or of wider ones."""
+        """True if the weights are dense and of this dtype or wider."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
@@ -78,7 +78,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The child of the model that has this weight, or the entry of a list: blocks.3 of blocks.3.attn.q.weight."""
+    """The model's child that has this weight, or a list's entry: "blocks.3" for "blocks.3.attn.q.weight"."""
     child, *rest = name.split(".")
     return f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
 
@@ -89,15 +89,15 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """The `kind` of all weights, as in `base_identity`, and the digest of each block and other part."""
+    """The `kind` of all weights, as in `base_identity`, and digests of each block and other child, by name."""
     weights = BaseWeights(model, adapters=True)
     return {"kind": weights.kind, **weights.part_digests()}
 
 
 def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
-    """The first block or other part of the model that is not the one in its earlier `weights_identity`.
+    """The first block or other child whose weights differ from an earlier `weights_identity`, or None.
 
-    None if all are. An identity of an older form has one digest, and the part is then "some part".
+    An identity of an older format has a single digest; a difference from it is reported as "some part".
     """
     if "sha256" in identity:
         weights = BaseWeights(model, adapters=True)
@@ -111,10 +111,10 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
 
 
 def base_identity(model: nn.Module) -> dict[str, Any]:
-    """Digests of the base's weights without adapters, as stored in an adapter's card.
+    """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
-    `kind` is their dtype or quantization, `sha256` their digest, and for a dense base, `digests` are those in
-    float32, bfloat16 and float16.
+    `kind` is the dtype or quantization, `sha256` the digest of the weights and, for a dense base, `digests` the
+    digests after casting to float32, bfloat16 and float16.
     """
     weights = BaseWeights(model)
     if weights.quantized:
@@ -125,9 +125,9 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The `base_identity` in a card, of the weights that the adapter was trained on.
+    """The `base_identity`, from an adapter's card, of the weights that the adapter was trained on.
 
-    `digests` are of the dense base, by dtype; none if it was quantized without a digest before.
+    `digests` identify the dense base, by dtype; empty if the base was quantized before any digest was taken.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """None for a card without digests of the base. Raises ValueError for a damaged one."""
+        """The record in a card; None without digests of the base. Raises ValueError for a damaged card."""
         base = card.get("base") or {}
         if isinstance(base, dict) and not base.keys() & {"kind", "sha256", "digests"}:
             return None
@@ -150,11 +150,11 @@ class BaseRecord:
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def is_of(self, weights: BaseWeights) -> bool:
-        """Whether the adapter was trained on exactly these weights."""
+        """True if the adapter was trained on exactly these weights."""
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """Whether the recorded weights were quantized from these, so that quantizing these must reproduce them."""
+        """True if the recorded weights were quantized from these, so that quantizing must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
@@ -162,7 +162,7 @@ class BaseRecord:
 
 
 def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None:
-    """The record in an adapter's card. Warns if there is none; raises ValueError if it is damaged."""
+    """The record in an adapter's card, or None with a warning. Raises ValueError if it is damaged."""
     record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
@@ -172,7 +172,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights are those of the record, possibly cast to one of its dtypes."""
+    """Raise ValueError unless the weights match the record, possibly after casting to one of its dtypes."""
     if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]
@@ -190,7 +190,7 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
 
 
 def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
-    """The remedy where the record has no digest to compare a base with."""
+    """Remedy for an error message if the record has no digest comparable with the base."""
     if weights.quantized and record.digests:
         return "put it on the base before it is quantized"
     if not record.digests:

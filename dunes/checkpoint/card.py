@@ -1,4 +1,4 @@
-"""The card of a model folder, `dunes.json`, with the digests of the other files."""
+"""The card of a model folder, `dunes.json`, with digests of the other files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +13,11 @@ CARD = "dunes.json"
 FORMAT = 3
 MAX_FILES = 20_000
 MAX_CHANGES = 500
-"""Repeating the structure of a change visits all modules."""
+"""Most changes in a card, as repeating the structure of each visits all modules."""
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The folder's card; empty without one. Raises ValueError if it is damaged."""
+    """The folder's card, or {} without one. Raises ValueError if it is damaged."""
     if find_file(folder, CARD) is None:
         return {}
     card = json_file.read(folder / CARD)
@@ -28,7 +28,7 @@ def read_card(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
     if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
         raise ValueError(f"{folder / CARD}: of format {quote(number)}, this version reads {FORMAT}; update dunes")
-    if card.get("format") == 1 and "context" in card:  # its name in format 1
+    if card.get("format") == 1 and "context" in card:  # the name in format 1
         card["context_length"] = card.pop("context")
     return card
 
@@ -46,8 +46,8 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic.LARGE) -> None:
     """Raise ValueError for the first file that differs from its entry in the card.
 
-    Each must be a plain file in the folder with that size and, unless all of them have more than `max_bytes` bytes
-    in total, that SHA-256.
+    Each must be a plain file in the folder with the listed size and, if all files have at most `max_bytes` in
+    total, the listed SHA-256.
     """
     files = listed_files(folder, card)
     paths = {name: listed_file(folder, name, folder / CARD) for name in files}

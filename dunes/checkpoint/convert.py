@@ -1,4 +1,4 @@
-"""Convert a model folder into a Hugging Face folder, in another dtype if asked: streamed, atomic and verified."""
+"""Convert a model folder into a Hugging Face folder, possibly in another dtype: streamed, atomic and verified."""
 
 import shutil
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,9 @@ from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
-"""Keys of a config.json that are not copied: they refer to code, or are written again."""
+"""Keys of a config.json that are not copied, since they refer to code or get new values."""
 WRITTEN = 0.3
-"""The share of the work before the result is compared with the source."""
+"""Progress, from 0 to 1, after writing the result and before comparing it with the source."""
 
 
 def convert(
@@ -38,9 +38,9 @@ def convert(
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
-    Tensors are written one at a time into a temporary folder, which is read again and verified before it is moved
-    into place. `facts` about the source go into the card. Raises ValueError before anything is written for an
-    incomplete source or an existing `out`, and afterwards if the result is another model.
+    Tensors are written one at a time into a temporary folder, which is read back and verified before it is renamed
+    into place. `facts` about the source go into the card. Raises ValueError, before anything is written, for an
+    incomplete source or an existing `out`, and afterwards if the logits of the result differ.
     """
     require_new_folder(source.folder, out)
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
@@ -55,7 +55,7 @@ def convert(
     verified: list[Verification] = []
 
     def check(staged: Path) -> dict[str, Any]:
-        for path in original_files(source.folder):  # of other libraries
+        for path in original_files(source.folder):  # tokenizers of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
         with step(show, "comparing", WRITTEN, 1.0):
             verified.append(verify(source, open_source(staged), rounded))
@@ -70,9 +70,9 @@ def convert(
 
 @contextmanager
 def exclusive_folder(out: Path) -> Iterator[None]:
-    """Create the folder and lock it against other processes; after an error, new folders are removed.
+    """Create the folder and lock it in the context; after an error, new folders are removed.
 
-    Raises ValueError if another process holds the lock.
+    Raises ValueError if another process has the lock.
     """
     created = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
@@ -97,19 +97,19 @@ def require_new_folder(source: Path, out: Path) -> None:
     if not existing.is_dir():
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
     if (ready := out / READY).is_dir():
-        # Complete, but not moved yet: remove it if nothing was moved, else move the rest now.
+        # A complete save: remove it if no file was renamed into place yet, else finish it.
         shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
     if out.exists() and not _empty(out):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
 
 
 def _empty(path: Path) -> bool:
-    """Whether the folder is empty except for leftovers of an interrupted conversion, which begin with a dot."""
+    """True if the folder has only hidden files, which an interrupted conversion leaves."""
     return all(p.name.startswith(".") for p in path.iterdir())
 
 
 def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config.json to write: the family's keys, and the others of the source."""
+    """The config.json to write: the family's keys, and further keys of the source."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
@@ -118,8 +118,8 @@ def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """A table of foreign names: a JSON object from those to Hugging Face's, both with `{i}` for an index."""
-    content = json_file.read(path.resolve())  # a link that the user names leads anywhere
+    """A JSON object that maps other names of tensors to Hugging Face's, both with `{i}` for an index."""
+    content = json_file.read(path.resolve())  # links are followed, as the user names the path
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")
     if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:

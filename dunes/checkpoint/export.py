@@ -1,4 +1,4 @@
-"""Write a model with adapters or quantized layers as a plain Hugging Face folder, and verify the result."""
+"""Export a model with adapters or quantized layers as a plain Hugging Face folder, and verify the result."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -41,16 +41,16 @@ from dunes.units import format_bytes, plural
 
 Into = Literal["dequantized", "original"]
 MAX_RATIO = 2.0
-"""Allowed distance between original and quantized base with the adapter, as a multiple of their distance without
-it. Both should be about equal (tests/test_merge.py) unless the adapter depends on quantization errors."""
+"""Largest allowed ratio of the distances between original and quantized base with and without the adapter. It is
+about 1 (tests/test_merge.py) unless the adapter depends on quantization errors."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an export. `errors` are rounding errors by merged module, relative to the update.
+    """The result of an export. `errors` are rounding errors relative to the update, by merged module.
 
-    When merging into the original of a quantized base, `moved` is the relative distance between its logits and
-    those of the trained model, and `allowed` the limit. `pruned` matrices keep their zeros.
+    After merging into the original weights of a quantized base, `moved` is the relative distance of the logits
+    from the trained model's, and `allowed` the limit. `pruned` is the number of matrices that keep their zeros.
     """
 
     errors: Mapping[str, float]
@@ -90,13 +90,12 @@ class Report:
 def export(
     folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
 ) -> Report:
-    """Merge the active adapter of the model in `folder`, dequantize it, and write `out` with its tokenizer.
+    """Merge the active adapter of the model in `folder`, dequantize it, and write model and tokenizer to `out`.
 
-    For the folder of an adapter that was trained on a quantized base, `into` says whether to merge into the
-    dequantized weights (the default), on which it was trained, or into the original ones. `dtype` defaults to the
-    base's. `any_base` accepts a base that is not verified to be the adapter's, and the card records it. Raises
-    ValueError if `out` exists, if no Hugging Face config describes the result, and, with nothing written, if it
-    differs from the model in `folder`.
+    An adapter that was trained on a quantized base is merged `into` the dequantized weights (default), which it
+    was trained on, or into the original ones. `dtype` is the dtype of the result, by default the base's.
+    `any_base` accepts an unverified base, which the card records. Raises ValueError if `out` exists, if no Hugging
+    Face config describes the result, and, with nothing written, if its logits differ from the model in `folder`.
     """
     folder = readable_folder(folder)
     if is_plain(folder):
@@ -125,15 +124,15 @@ def _is_quantized(model: Decoder) -> bool:
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether a folder holds weights of a Hugging Face model in any format, without adapters or changes."""
+    """True if a folder has a Hugging Face model in any format, without adapters or changes."""
     return not is_adapter(folder) and not has_own_form(read_card(readable_folder(folder)))
 
 
 def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
-    """Write the model in `folder` as one GGUF file, with its active adapter merged; returns what was written.
+    """Write the model in `folder`, with its active adapter merged, as a GGUF file; returns a line of its contents.
 
-    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for what
-    llama.cpp cannot express, and, with nothing written, if the file read back has other weights.
+    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for models that
+    llama.cpp does not support, and, with nothing written, if the file reads back with other weights.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
@@ -156,7 +155,7 @@ def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
 
 
 def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
-    """The model of any folder with dense weights in the base's dtype and its active adapter merged."""
+    """Architecture, dense weights in the base's dtype with the active adapter merged, and tokenizer."""
     loaded = checkpoint.load(folder)
     dtype = next(augment.base_model(loaded.model).parameters()).dtype
     dequantize(loaded.model)
@@ -191,7 +190,7 @@ def _write_plain(
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
-    """Merge the active adapter and drop the others; returns the rounding errors."""
+    """Merge the active adapter and remove the others; returns rounding errors by place."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
@@ -200,7 +199,7 @@ def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
 
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
-    """All changes so far: those of an adapter's base, and the model's own."""
+    """Records of all changes so far, including changes of an adapter's base."""
     base = checkpoint.describe(base_folder(folder)).architecture.changes if is_adapter(folder) else ()
     return [*card.get("history", []), *(change.record() for change in base), *card.get("changes", [])]
 
@@ -212,7 +211,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
-    """The distance between original and trained base, both with the adapter, and its limit.
+    """Relative distance of the logits of original and trained base, both with the adapter, and its limit.
 
     Raises ValueError if the distance exceeds the limit.
     """

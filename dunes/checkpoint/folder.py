@@ -37,24 +37,24 @@ from dunes.text.special_tokens import configured_ids
 from dunes.units import format_count, plural
 
 MAX_RETRIES = 10
-"""How often a folder is read again after concurrent saves before it is locked."""
+"""Times that a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
-"""The card's key of the places whose zeros stay while they are trained."""
+"""The card's key for places of pruned layers, whose zeros stay zero in training."""
 NOT_INHERITED = (
     *("files", "format", "dunes", "adapter", "base", "family", "config", "structure", "changes", "history"),
     MASKED,
 )
-"""Keys of a card that the card of a changed model does not inherit."""
+"""Keys that the card of a changed model does not inherit."""
 T = TypeVar("T")
 Check = Callable[[Path], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with all that belongs to it: from a folder, in evaluation mode, or one that is being trained.
+    """A model with tokenizer, context length, card and architecture: loaded, in evaluation mode, or in training.
 
-    `tokenizer` is None if the folder has none, `card` is the content of dunes.json, empty without one.
+    `tokenizer` is None if the folder has none; `card` is the content of dunes.json, {} without one.
     """
 
     model: Decoder
@@ -87,19 +87,18 @@ def save(
 ) -> None:
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
-    A model that no family describes is saved in a form of its own, with its architecture, which must give the same
-    model with other weights: `Architecture.of_function(build, **arguments)` for a function that builds it (`load`
-    needs that function again), or that of a loaded model with the changes since.
+    A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
+    same structure: `Architecture.of_function(build, **arguments)` for a function that builds it (`load` needs the
+    function again), or a loaded model's architecture with the changes since.
 
     A network that is no language model has no tokenizer and no context length: `save(network, folder,
     architecture=...)`, then `load_network`.
 
-    `check` is called with the staged folder before it is moved into place; it may raise, and its result is added
-    to the card. The save is atomic: the files are written into a temporary folder, which is renamed `.ready` when
-    all are on the disk, and then put into place; what reads an interrupted save reads it there, and the next save
-    finishes it. Raises
-    ValueError for a model that no family describes without its architecture, for a tokenizer with more ids than
-    rows in the embedding, and for a context length below 1.
+    `check` is called with the temporary folder before it is renamed into place; it may raise, and its result is
+    added to the card. The save is atomic: files are written into a temporary folder, which is renamed to `.ready`
+    when all are on the disk, and then renamed into place one by one. An interrupted save is read from `.ready`,
+    and the next save finishes it. Raises ValueError for a model that no family describes without `architecture`,
+    for a tokenizer with more ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -125,7 +124,7 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # Both first for their places in the file, and last because facts must not override them.
+    # Twice: first for the order in the file, last because facts must not override them.
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
@@ -139,9 +138,9 @@ def write_model(
     tokenizer: tuple[Tokenizer | None, int | None] = (None, None),
     check: Check = lambda staged: {},
 ) -> None:
-    """Write a model folder atomically; `tokenizer` comes with its context length.
+    """Write a model folder atomically; `tokenizer` is a pair with its context length.
 
-    What `check` returns for the staged folder is added to the card; if it raises, nothing is left.
+    The result of `check` for the temporary folder is added to the card; if it raises, nothing is written.
     """
     size = sum(w.nbytes for w in weights.values())
 
@@ -157,12 +156,12 @@ def write_model(
 
 
 def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a card that are true of the model after a change, too."""
+    """Entries of a card that stay true for a changed model."""
     return {key: value for key, value in card.items() if key not in NOT_INHERITED}
 
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
-    """The family and config of the model of `folder`. Raises ValueError if there is none."""
+    """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes it."""
     if isinstance(described := hf_config_of(model, context_length), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
         raise ValueError(f"{folder}: {refusal} this model: {described}")
@@ -181,31 +180,31 @@ def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
 def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
-    """For a model of a family: entries of the card, config.json, and the tensors by Hugging Face's names."""
+    """Card entries, config.json, and tensors by Hugging Face's names, for a model of a family."""
     family, weights = FAMILIES[described.family], in_memory(model.state_dict())
     return {"family": described.family}, family.to_hf(described.config), hf_weights(family.NAMES, weights)
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
-    """Write files of about `size` bytes into a folder atomically: `fill` writes them into a temporary folder.
+    """Write about `size` bytes of files into a folder atomically; `fill` writes them into a temporary folder.
 
-    Several processes may save at once; the last one to finish wins.
+    Several processes may save at once; the last to finish wins.
     """
     finish_save(folder)
     atomic.write_folder(folder / READY, fill, size, _publish)
 
 
 def _publish(staged: Path, ready: Path) -> None:
-    """Rename the temporary folder to `.ready`, and move its files into place."""
+    """Rename the temporary folder to `.ready`, and its files into place."""
     with folder_lock(ready.parent):
-        _move(ready.parent)  # another save may have been interrupted meanwhile
+        _move(ready.parent)  # finishes another save that was interrupted meanwhile
         os.rename(staged, ready)
         atomic.fsync_path(ready.parent)
         _move(ready.parent)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder whose other files are complete: `facts`, and each file's size and SHA-256."""
+    """Write the card of a folder with complete files: `facts`, and each file's size and SHA-256."""
     files = {
         f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
         for f in sorted(folder.iterdir())
@@ -218,7 +217,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 def finish_save(folder: Path) -> None:
     """Finish a save that was interrupted after its files were written.
 
-    Raises OSError if they cannot be placed, and ValueError if `.ready` is a link: it would lead to another folder.
+    Raises OSError if renaming fails, and ValueError if `.ready` is a link, which would lead to another folder.
     """
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
@@ -228,9 +227,9 @@ def finish_save(folder: Path) -> None:
 
 
 def _move(folder: Path) -> None:
-    """Put the files of `.ready` into place, and then remove it. The caller holds the folder's lock.
+    """Put the files of `.ready` into place, then remove it. The caller has locked the folder.
 
-    Until its end `.ready` is complete, and readers read it there.
+    Until then `.ready` stays complete, and readers read from it.
     """
     ready = folder / READY
     if not ready.is_dir():
@@ -238,7 +237,7 @@ def _move(folder: Path) -> None:
     _remove_old(folder, ready)
     with staging_folder(ready) as links:
         for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
-            if file.name == CARD:  # on the disk after all that it lists
+            if file.name == CARD:  # must be on the disk after the files that it lists
                 atomic.fsync_path(folder)
             _place(file, links / file.name, folder / file.name)
     atomic.fsync_path(folder)
@@ -252,7 +251,7 @@ def _move(folder: Path) -> None:
 def _place(file: Path, link: Path, path: Path) -> None:
     try:
         os.link(file, link)
-    except OSError:  # a disk without links: `.ready` is incomplete until the move ends
+    except OSError:  # no hard links: `.ready` then loses its files one by one
         link = file
     os.replace(link, path)
 
@@ -263,14 +262,14 @@ def _remove_old(folder: Path, ready: Path) -> None:
     old = _card_files(folder) if CARD in new else set()
     if SINGLE in new or (INDEX in new and CARD in new):
         old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
-    elif INDEX in new:  # without a card, it is unknown which of its shards were moved already
+    elif INDEX in new:  # without a card, shards that were renamed already are unknown
         old |= {SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
 
 
 def _card_files(folder: Path) -> set[str]:
-    """The files that the card of an older save lists; none if it is damaged."""
+    """Files that the card of an older save lists; empty if it is damaged."""
     try:
         return {
             name
@@ -282,7 +281,7 @@ def _card_files(folder: Path) -> set[str]:
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """The special token ids for config.json."""
+    """Special token ids for config.json."""
     if tokenizer is None:
         return {}
     names = tokenizer.special_tokens_map
@@ -335,16 +334,16 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(OSError):  # a save may move it at any moment; a GGUF file; a loop of links
+        with suppress(OSError):  # renamed by a save, inside a GGUF file's path, or a loop of links
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
 
 
 def load_source(source: Source, device: torch.device | str) -> LoadedModel:
-    """The model of a folder that was opened and verified, with its tokenizer and its card.
+    """The model of an opened and verified folder, with its tokenizer and card.
 
-    Warns if there is no tokenizer, and about special ids that are above the vocabulary.
+    Warns if there is no tokenizer, and about special ids above the vocabulary.
     """
     context_length, tokenizer = source.context_length, load_tokenizer(source)
     model = load_decoder(source).to(device).eval()
@@ -352,7 +351,7 @@ def load_source(source: Source, device: torch.device | str) -> LoadedModel:
 
 
 def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer for a model, in another folder if given; None, with a warning, if there is none.
+    """The tokenizer for a model, by default from its folder; None, with a warning, if there is none.
 
     Raises ValueError as `check_vocabulary`.
     """
@@ -366,9 +365,9 @@ def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | No
 
 
 def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, memory-mapped and copy on write.
+    """The model with its weights, which are memory-mapped, copy on write.
 
-    Raises ValueError that lists every difference before any weight is read.
+    Raises ValueError, listing all differences, if the weights do not fit, before any is read.
     """
     weights, model = source.weights(), source.outline()
     if source.own is None:
@@ -382,7 +381,7 @@ def load_decoder(source: Source) -> Decoder:
 
 
 def _mask(model: nn.Module, source: Source) -> None:
-    """Keep the zeros of pruned layers. Raises ValueError if the card's list of them does not fit the model."""
+    """Mask the pruned layers that the card lists. Raises ValueError if they do not fit the model."""
     places = source.card.get(MASKED, [])
     try:
         if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
@@ -398,37 +397,37 @@ def open_verified_source(
     max_bytes: float = atomic.LARGE,
     build: Build | None = None,
 ) -> Source:
-    """`open_source` for a folder whose files agree with its card, if it has one.
+    """`open_source` after comparing the files with the folder's card, if it has one.
 
-    Raises ValueError for the first that does not. Up to `max_bytes` bytes in all are hashed.
+    Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
     """
     folder = readable_folder(folder)
-    card = verified_card(folder, max_bytes)  # first, since it names the file that was changed
+    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
     return replace(open_source(folder, renames, build), card=card)
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, empty without one. Raises ValueError for the first file that differs from it."""
+    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from it."""
     card = cards.read_card(folder)
     cards.check_files(folder, card, max_bytes)
     return card
 
 
 def readable_folder(folder: Path) -> Path:
-    """The folder of a model, an adapter or a network, or a GGUF file, as `saved_folder` gives it.
+    """`saved_folder` for the folder of a model, adapter or network, or the path of a GGUF file.
 
-    Raises ValueError for any other path, with what it is.
+    Raises ValueError, which says what the path is, for any other path.
     """
     require_model_folder(folder)
     return saved_folder(folder)
 
 
 def saved_folder(folder: Path) -> Path:
-    """The folder to read: `.ready` inside it where a save was interrupted, which is complete.
+    """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
 
-    A save that goes on is awaited. Nothing is changed: the next save into the folder finishes the interrupted one.
-    Raises ValueError if `.ready` is a link, which would lead to another folder, or if files are not in it, as
-    after a crash on a disk without links.
+    Waits for a save in progress. Nothing is changed; the next save into the folder finishes the interrupted one.
+    Raises ValueError if `.ready` is a link, which would lead to another folder, or incomplete, as after a crash on
+    a file system without hard links.
     """
     ready = folder / READY
     if ready.is_symlink():
@@ -448,7 +447,7 @@ def saved_folder(folder: Path) -> Path:
 
 
 def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype: if there are several, the config's, else the promoted one."""
+    """The weights in one dtype: their own, or if they differ the config's, else the promoted one."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -460,8 +459,7 @@ def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, L
 def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows are allowed.
 
-    BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary, only give a
-    warning.
+    Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
     rows, special = source.vocab, _special_ids(source)
     if rows is None:
@@ -484,6 +482,6 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
 
 
 def _special_ids(source: Source) -> dict[str, list[int]]:
-    """The special ids in a config by key. Raises ValueError for invalid ones; -1 means none in old files."""
+    """Special ids in a config, by key. Raises ValueError for invalid ones; -1 means none in old files."""
     path, keys = source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
     return {key: ids for key in keys if (ids := configured_ids(path, source.hf_config, key, least=-1))}

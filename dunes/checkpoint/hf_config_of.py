@@ -13,8 +13,8 @@ from dunes.units import plural
 
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
-    """The family and config that build exactly this model, or the first difference from the closest one."""
-    reasons: dict[str, tuple[bool, int, str]] = {}  # whether the family can read the model, how far both are equal
+    """The family and config that build exactly this model, or the first difference from the closest family."""
+    reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
     for family, module in FAMILIES.items():
         try:
             hf = module.to_hf(module.read(model, context_length))
@@ -33,7 +33,7 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
-    """The number of equal modules before the first that differs, and the difference."""
+    """Number of equal modules before the first difference, and the difference; None if all are equal."""
     actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a.place != b.place:
@@ -45,7 +45,7 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
 
 
 def _difference(a: ModuleRow, b: ModuleRow) -> str:
-    """The class, or else the first setting or tensor, in which two modules differ."""
+    """Text on the first difference of two modules: the class, a setting or a tensor."""
     if a.class_name != b.class_name:
         return f"is {a.class_name}, not {b.class_name}"
     actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
@@ -54,9 +54,9 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """For a family that cannot read the model: the number of parts before the first of another kind, and that.
+    """Number of parts before the first that a family cannot read, and text on that part.
 
-    If there is none, the last error says it.
+    If all parts have the family's classes, the text is the message of `error`.
     """
     config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
     twin = build_on_meta(

@@ -1,9 +1,9 @@
 """Locate a model by its name on the Hugging Face Hub: a folder in the Hub's cache, at one commit.
 
 A branch is resolved to its commit; huggingface_hub caches the listing of that commit, downloads missing files, and
-needs no network for cached ones. This module selects the files to download: the weights in one
-format only, and never code. The downloader compares sizes only, so downloaded files are hashed here, and with
-`verify` all files: the cache names each file by its digest (SHA-256 of large files, git's SHA-1 for the others).
+needs no network for cached ones. This module selects the files to download: weights in one format only, and never
+code. huggingface_hub compares sizes only, so downloaded files, or with `verify` all files, are hashed here and
+compared with their names in the cache (SHA-256 for large files, git's SHA-1 for others).
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs), https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
@@ -53,7 +53,7 @@ FORMS = tuple(
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A model's local folder; `origin` has its `repository` and `revision` (a commit), if it is from the Hub."""
+    """A model's local folder; for a model from the Hub, `origin` has `repository` and `revision` (a commit)."""
 
     folder: Path
     origin: dict[str, str]
@@ -62,11 +62,10 @@ class ModelLocation:
 def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
     """The folder of a model: a local one, or a cached copy of `org/name` or `org/name@revision` from the Hub.
 
-    A local folder takes precedence, and a GGUF file counts as one. A revision is a branch, a tag or a commit, by
-    default `main`. Downloaded files are hashed, with `verify` all files of the copy. Raises ValueError in one line
-    if neither folder nor repository exists, access is denied, there are no weights, the Hub cannot be reached and
-    nothing is cached, or a digest is
-    wrong; OSError if the disk is full.
+    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
+    Digests of downloaded files, with `verify` of all files, are checked. Raises ValueError, on one line, if
+    neither folder nor repository exists, access is denied, there are no weights, the Hub cannot be reached and
+    nothing is cached, or a digest is wrong; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir():
@@ -81,7 +80,7 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
 
 
 def _parse(model: str, revision: str | None) -> tuple[str, str]:
-    """The repository and the revision in a model's name, by the Hub's rules."""
+    """Repository and revision from a model's name. Raises ValueError for names that the Hub does not permit."""
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
@@ -97,7 +96,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
 
 def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
     """The cached copy of a revision, downloaded if needed."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # both are read when the package is imported
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import constants, snapshot_download
@@ -110,7 +109,7 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
         atomic.require_free_space(store, sum(files[file] for file in missing))
         try:
             snapshot_download(name, revision=commit, allow_patterns=missing)
-        except Exception as error:  # of httpx, JSON, ...
+        except Exception as error:  # httpx, JSON, ...
             raise _failure(error, name, revision) from None
         _verify(folder, missing, discard=True)
     if verify:
@@ -120,9 +119,9 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
-    """The commit of a revision, and its files with the number of bytes to download for each.
+    """The commit of a revision, and the bytes to download for each of its files.
 
-    A commit with a cached listing needs no request. `HfApi.resolve_revision` has no timeout.
+    A commit with a cached listing needs no request. (`HfApi.resolve_revision` has no timeout.)
     """
     from huggingface_hub import HfApi
 
@@ -146,7 +145,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
 
 
 def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
-    """The files of a commit and their sizes, without a network; empty if nothing is cached."""
+    """Files of a commit and their sizes, from the cache alone; empty if nothing is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -161,15 +160,15 @@ def _read_ref(ref: Path) -> str:
 
 
 def _write_ref(ref: Path, commit: str) -> None:
-    """Cache which commit a branch points to, for use without a network."""
+    """Cache the commit of a branch for use without a network."""
     if ref.name != commit and _read_ref(ref) != commit:
-        with suppress(OSError):  # a read-only cache works as well
+        with suppress(OSError):  # the cache may be read-only
             ref.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_file(ref, commit.encode())
 
 
 def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
-    """The files to download, with the weights in one format. Raises ValueError if there are no weights."""
+    """Files to download, with weights in one format only. Raises ValueError if there are no weights."""
     for weights, index in FORMS:
         if any(map(weights.fullmatch, files)):
             return {n: f for n, f in files.items() if BESIDE.fullmatch(n) or weights.fullmatch(n) or n == index}
@@ -180,14 +179,14 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
-    """Raise ValueError that names the first file whose digest differs from its name in the cache.
+    """Raise ValueError, naming the first file whose digest differs from its name in the cache.
 
-    With `discard` the file is removed, so that it will be downloaded again.
+    With `discard` the file is deleted, so that it is downloaded again.
     """
     links = [folder / file for file in files if (folder / file).is_symlink()]
     with atomic.progress("hashing", sum(path.stat().st_size for path in links)) as advance:
         for path in links:
-            blob = Path(os.readlink(path)).name  # which may itself be a link
+            blob = Path(os.readlink(path)).name  # the blob may be a link, too
             if DIGEST.fullmatch(blob) and _digest(path, len(blob), advance) != blob:
                 if discard:
                     path.resolve().unlink()
@@ -203,7 +202,7 @@ def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """An error in one line with the remedy: the Hub refused, or cannot be reached."""
+    """ValueError on one line, with a remedy, for a Hub that refused the request or cannot be reached."""
     from huggingface_hub import constants
 
     refusal, (*_, root) = _refusal(error), _causes(error)
@@ -220,7 +219,7 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
 
 
 def _refusal(error: Exception) -> BaseException | None:
-    """The error with which the Hub refused; None if it did not answer or was too busy."""
+    """The cause with the Hub's status 401, 403 or 404; None if it did not answer or was too busy."""
     codes = ((cause, getattr(getattr(cause, "response", None), "status_code", 0)) for cause in _causes(error))
     return next((cause for cause, code in codes if code in (401, 403, 404)), None)
 

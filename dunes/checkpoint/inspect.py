@@ -1,4 +1,4 @@
-"""Describe a model folder, and check whether it would load."""
+"""Description of a model folder, and a check that it can be loaded."""
 
 import math
 from collections import Counter
@@ -27,9 +27,9 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Verdict:
-    """The tokenizer, if it can be read, and each reason why `load` would refuse the folder.
+    """The tokenizer, if it can be read, and the reasons why `load` would refuse the folder.
 
-    `built` is False for a model whose function is not imported: it has no structure to compare.
+    `built` is False if the function that builds the model is not imported, so that no structure is compared.
     """
 
     tokenizer: Tokenizer | None
@@ -38,7 +38,7 @@ class Verdict:
 
 
 def open_to_describe(folder: Path) -> Source:
-    """`open_source`, also where the function that builds the model is not imported: it then raises ValueError."""
+    """`open_source`, but a build function that may not be imported is replaced by one that raises ValueError."""
     try:
         return open_source(folder)
     except ValueError as error:
@@ -56,10 +56,10 @@ def open_to_describe(folder: Path) -> Source:
 
 
 def judge(source: Source) -> Verdict:
-    """Whether a folder would load; the digests in its card are compared whatever its size."""
+    """The reasons, if any, why a folder would not load; digests in its card are compared whatever its size."""
     tokenizer, reasons, built = None, [], True
     try:
-        _ = source.expected  # raises if it cannot be built
+        _ = source.expected  # raises if the model cannot be built
         if differences := source.comparison[1]:
             reasons.append(_count_kinds(differences))
     except ValueError as error:
@@ -80,7 +80,7 @@ def judge(source: Source) -> Verdict:
 
 
 def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
-    """Lines that describe a folder: family, config, sizes, differences, and whether it would load."""
+    """Lines on a folder: family, config, sizes, differences, and if it would load."""
     verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
@@ -140,18 +140,18 @@ def _parameters(source: Source) -> Iterator[str]:
 
 
 def _format(value: Any) -> str:
-    if is_dataclass(value):  # a rotary scaling: its name, and the fields that differ from their defaults
+    if is_dataclass(value):  # a rotary scaling: its name, and fields without their defaults
         changed = [f"{f.name} {_format(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *changed])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 CHUNK = 1 << 20
-"""Elements that are looked at together."""
+"""Elements to check at once."""
 
 
 def odd_values(weights: Weights) -> Iterator[str]:
-    """A line for each tensor with elements that are not finite or denormal, or with rows of zeros."""
+    """A line for each tensor that has non-finite or denormal elements, or rows of zeros."""
     for name, lazy in weights.items():
         counts = _count_odd(lazy.read())
         lazy.release()

@@ -1,4 +1,4 @@
-"""Loading a model from its folder, or from an adapter's folder and that of its base."""
+"""Loading a model from its folder, or from the folders of an adapter and its base."""
 
 import math
 from collections import Counter
@@ -45,17 +45,17 @@ def load(
     adapters: Sequence[Path] = (),
     trust_code: bool = False,
 ) -> LoadedModel:
-    """The model, its tokenizer and its card, from a folder in any supported format.
+    """A model with its tokenizer and card, from a folder in any supported format; weights keep their stored dtype.
 
-    `build` is the function of the architecture that was passed to `save`, if it has one; with `trust_code`, the
-    one that the card names is imported, which runs code from outside of this package. `adapters` are folders of
-    adapters that will be added to the model, which is verified to be their base, and prepared for them.
+    `build` is the function that builds a model of no family, as passed to `save`; with `trust_code`, the function
+    in the card is imported, which runs code from outside of this package. `adapters` are folders of adapters to
+    add later: the model is verified to be their base, and the changes in their cards are made.
 
     For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
-    `any_base`), quantized if the card says so (QLoRA), and the adapter is added as `default`. The tokenizer and
-    context length are the adapter's, else the base's. The weights keep their stored dtype. Warns if there is no
-    tokenizer, and about special ids above the vocabulary. Raises ValueError that names what is missing or wrong
-    before any weight is read. Loading starts over if another process saves into the folder meanwhile.
+    `any_base`), quantized if the card says so (QLoRA), and the adapter is added as `default`. Tokenizer and
+    context length are the adapter's, else the base's. Warns if there is no tokenizer, and about special ids above
+    the vocabulary. Raises ValueError, before any weight is read, if something is missing or wrong. Loading is
+    repeated if another process saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -73,20 +73,20 @@ def load(
 def load_with_tokenizer(
     folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False, adapters: Sequence[Path] = ()
 ) -> LoadedModel:
-    """`load` for a folder that must have a tokenizer. Raises ValueError like `load`, and if there is none."""
+    """`load` for a folder that must have a tokenizer. Raises ValueError as `load`, and if there is none."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # raises before anything is read
     return load(folder, device, any_base, adapters=adapters)
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder of the tokenizer: for an adapter without one, that of its base."""
+    """The folder of the tokenizer: an adapter's own folder, or its base's if it has none."""
     folder = readable_folder(folder)
     return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
 
 
 def describe(folder: Path | str) -> Source:
-    """A folder without its weights; for an adapter, its base with its card. Raises ValueError like `load`."""
+    """The `Source` of a folder, or of an adapter's base with the adapter's card. Raises ValueError as `load`."""
     folder = Path(folder)
     if not is_adapter(folder):
         return open_verified_source(folder, max_bytes=0)
@@ -96,15 +96,15 @@ def describe(folder: Path | str) -> Source:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder has an adapter and no model."""
+    """True if a folder has an adapter and no model."""
     readable = readable_folder(folder)
     return (readable / ADAPTER).is_file() and not (readable / CONFIG).is_file()
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of an adapter's base: by its absolute or relative path, or a copy from the Hub.
+    """The folder of an adapter's base, by its absolute or relative path, or a copy from the Hub.
 
-    Raises ValueError, with the remedy, if there is none of these.
+    Raises ValueError, with a remedy, if none of these exists.
     """
     readable, folder = readable_folder(folder), named_folder(folder)
     peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
@@ -133,16 +133,16 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     changes = prepare_base(model, [folder, *others], any_base)
     changes += [attach_adapter(model, folder, any_base=any_base)]
     if history := source.card.get("changes" if source.own is None else "history"):
-        card["history"] = history  # changes that are in the base's weights
+        card["history"] = history  # changes that the base's weights include
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 
 
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
-    """Add an adapter under this name and make it active; returns the model with the adapter's card.
+    """Add an adapter, activate it under this name, and return the model with the adapter's card.
 
-    Tokenizer and context length are the adapter's, else the model's. `load` has verified that the model is its
-    base. Raises ValueError like `load`.
+    Tokenizer and context length are the adapter's, else the model's. The model must have been loaded with this
+    folder in `adapters`, which verifies the base. Raises ValueError as `load`.
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
@@ -158,10 +158,10 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 
 
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
-    """Verify that a dense base is that of the adapters in these folders, and repeat its changes for them.
+    """Verify that a model is the base of the adapters in these folders, and make the changes in their cards.
 
-    Returns these changes; none if the base has them already. A bit-equal base must also be bit-equal after the
-    changes; one that was rounded since may differ. Raises ValueError like `load_adapter`.
+    Returns the changes made; none if the base has them already. A bit-equal base must also be bit-equal after the
+    changes; one that was cast to another dtype may differ. Raises ValueError as `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
@@ -185,12 +185,12 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """The records of changes to a base before the adapter was added."""
+    """Records of changes to the base that preceded the adapter."""
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
 def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
-    """Make the changes to the base that an adapter's card lists. Raises ValueError for unknown or damaged ones."""
+    """Make the changes to the base in an adapter's card. Raises ValueError for unknown or damaged ones."""
     try:
         changes = list(map(Change.of, _changes(card)))
         for change in changes:
@@ -201,7 +201,7 @@ def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list
 
 
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
-    """Lines that describe an adapter's folder, from headers alone, and why `load` would refuse it, or None.
+    """Lines on an adapter's folder, from headers alone, and the reason why `load` would refuse it, or None.
 
     With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
     """
@@ -219,7 +219,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
 
 
 def _comparison(folder: Path, values: bool) -> str:
-    """Whether the base's weights match the adapter's digests; with `values`, raises ValueError like `load`."""
+    """Text on the check of the base's weights; with `values` they are compared, raising ValueError as `load`."""
     if values:
         load(folder)
     if BaseRecord.read(verified_card(folder), folder) is None:
@@ -245,7 +245,7 @@ def _adapter_lines(folder: Path) -> Iterator[str]:
         if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
             yield f"base dtype  {quote(request['kind'])}"
     yield f"template    {_template_name(folder, card)}"
-    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'that of the base'}"
+    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'from the base'}"
 
 
 def _template_name(folder: Path, card: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Which paths are model folders, by the names of the files in them, and what else a path is that is none."""
+"""Recognise model folders by file names, and explain, with a remedy, what other paths are."""
 
 import os
 from collections import Counter
@@ -16,44 +16,44 @@ from dunes.units import plural
 
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""One file, or the same name with .index.json for several."""
+"""Names of unsharded weights; an index of shards has the suffix .index.json."""
 COMPACT = "model.compact.safetensors"
-"""Pruned weights as versions before 0.2.0 stored them."""
+"""Pruned weights as stored by versions before 0.2.0."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
-"""The folder of the finished parts of a change, while it is made."""
+"""Subfolder with the finished parts of a change that is in progress."""
 READY = ".ready"
-"""The folder of a save that is complete, whose files are being moved into place (`folder.py`)."""
+"""Subfolder of a complete save whose files are being renamed into place (`folder.py`)."""
 TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
 MOST = 2000
-"""Files that are looked at to say what a folder holds."""
+"""Most files to list in order to describe a folder."""
 
 
 def require_model_folder(path: Path) -> None:
-    """Raise ValueError unless a path is a GGUF file, or a folder with the files of a model, adapter or network.
+    """Raise ValueError unless a path is a GGUF file, or the folder of a model, adapter or network.
 
-    It says what the path is instead, and what to name or to run.
+    The message says what the path is instead, and which path to name or command to run.
     """
     if not (path.suffix == SUFFIX and path.is_file()) and not is_model_folder(path):
         raise ValueError(explain(path))
 
 
 def named_folder(folder: Path) -> Path:
-    """The folder that a person names: `.ready` is inside of it."""
+    """The folder as a user names it: the parent of a `.ready` subfolder."""
     return folder.parent if folder.name == READY else folder
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether a folder has the files of a model, or a save that is being moved into it. None of them is read."""
-    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # while READY goes, CARD is there
+    """True if a folder has files with the names of a model's, or a save in progress. No file is read."""
+    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # CARD comes before READY goes
         return True
     weights = [name for single in SINGLE for name in (single, f"{single}.index.json")]
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
 
 
 def explain(path: Path) -> str:
-    """What a path is that is no model folder, and the remedy, in one sentence."""
+    """One sentence that says what a path is instead of a model folder, and the remedy."""
     if not os.path.lexists(path):
         return no_such_folder(path)
     if not path.is_dir():
@@ -76,7 +76,7 @@ def explain(path: Path) -> str:
 
 
 def no_such_folder(path: Path | str) -> str:
-    """That a path does not exist, with the folder beside it that has nearly its name, if any."""
+    """Message that a path does not exist, with a suggestion if a similar name exists."""
     path = Path(path)
     folders = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, folders, 1, 0.8)
@@ -84,7 +84,7 @@ def no_such_folder(path: Path | str) -> str:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder has the state of a training run."""
+    """True if a folder has the state of a training run."""
     state, files = folder / "state", ("plan.json", "tokenizer.json")
     if not state.is_dir() or any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*")):
         return state.is_dir()
@@ -96,7 +96,7 @@ def _is_state(path: Path, run: Path) -> bool:
 
 
 def _explain_run(run: Path) -> str:
-    """A run before its first save, with the command that continues it."""
+    """Message for a run before its first save, with the command that resumes it."""
     plan = run / "state" / "plan.json"
     verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
     return (
@@ -114,7 +114,7 @@ def _remedy_of_file(path: Path) -> str:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder holds, and what to do with that."""
+    """Summary of a folder's files, with the next step for a user."""
     below = [f for f in (*folder.glob("*"), *folder.glob("snapshots/*")) if f.is_dir() and is_model_folder(f)]
     if below:
         more = f" and {len(below) - 3} more" if len(below) > 3 else ""
@@ -134,7 +134,7 @@ def _contents(folder: Path) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder, without those of version control and dependencies."""
+    """Files below a folder, except in folders of version control and dependencies."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted({*folders} - NEVER - DEPENDENCIES)
         yield from (Path(parent, name) for name in sorted(names))

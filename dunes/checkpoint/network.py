@@ -1,4 +1,4 @@
-"""Any network on disk: from its folder with the function that builds it, or its weights alone."""
+"""Networks of any kind on disk: loading with the function that builds them, or loading weights alone."""
 
 import warnings
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from dunes.files.trust import trust_cards
 
 
 def is_network(folder: Path | str) -> bool:
-    """Whether a folder has a network that is no language model, by its card."""
+    """True if a folder has a network that is no language model, by its card."""
     card = read_card(readable_folder(Path(folder)))
     return has_own_form(card) and card.get("context_length") is None
 
@@ -35,10 +35,10 @@ def is_network(folder: Path | str) -> bool:
 def load_network(
     folder: Path | str, build: Build | None = None, trust_code: bool = False, device: torch.device | str = "cpu"
 ) -> nn.Module:
-    """The network of a folder that `save` wrote, in evaluation mode.
+    """The network in a folder that `save` wrote, in evaluation mode.
 
-    `build` is the function that was passed to `save`; without it, the one that the card names is imported: one of
-    `dunes.models`, or with `trust_code` any other. Raises ValueError like `load`.
+    `build` is the function that was passed to `save`; by default the function in the card is imported, from
+    `dunes.models`, or with `trust_code` from any module. Raises ValueError as `load`.
     """
 
     def read(readable: Path) -> nn.Module:
@@ -50,21 +50,21 @@ def load_network(
 
 
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the parameters and persistent buffers of any network, with a card like that of a model folder.
+    """Write the parameters and persistent buffers of any network, with a card.
 
-    The card has digests of the files and of the network's structure, and these facts. Raises ValueError for a
-    network with parameters without a shape or without values, or of a dtype that safetensors does not know.
+    The card has digests of the files and of the network's structure, and `facts`. Raises ValueError for parameters
+    without a shape or values, or of a dtype that safetensors does not support.
     """
     known, weights = architectures.describe_weights(tree.uncompiled(model))
     write_model(Path(folder), weights, None, {**(facts or {}), **known})
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Fill a network from a folder of `save_weights` or `save`, or from one file; returns the card, {} for a file.
+    """Load weights from a folder of `save_weights` or `save`, or from one file; returns the card, {} for a file.
 
-    Nothing is cast: `tree.move(model, dtype=...)` first. Files are safetensors or PyTorch's, of which nothing is
-    executed. Raises ValueError, and changes nothing, if a file differs from the card's digest, or if names,
-    shapes, dtypes, ties or, with a card, the classes and settings of modules differ; it names the differences.
+    Nothing is cast: call `tree.move(model, dtype=...)` first. Files are safetensors or pickles, read without
+    executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from the
+    card's digest, or if names, shapes, dtypes, ties or, with a card, classes and settings of modules differ.
     """
     model, path = tree.uncompiled(model), Path(path)
     tree.require_shapes(model)
@@ -86,7 +86,7 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
 
 
 def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
-    """Put the values into the network, after all comparisons."""
+    """Compare the files with the network, then load their values."""
     anything, note = Architecture("", None, function=type(model)), ""
     if card:
         differences = architectures.compare_structure(model, anything, card, files, path)
@@ -110,7 +110,7 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """The tensors of a file without those that a tied name repeats, and the ties. Raises ValueError for others."""
+    """A file's tensors without copies of tied ones, and the names of ties. Raises ValueError if copies differ."""
     tied = architectures.tied_names(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

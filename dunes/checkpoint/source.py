@@ -1,4 +1,4 @@
-"""A model folder in any supported format, read from its headers alone."""
+"""A model folder in any supported format, described from its headers alone."""
 
 import math
 import warnings
@@ -27,19 +27,19 @@ from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 POSITIONS = "embed.place.weight"
-"""The name of learned position embeddings."""
+"""Name of learned position embeddings."""
 MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
-"""A mixture of 384 experts in 60 blocks has 70,000; each takes time to create even on the meta device."""
+"""Most tensors of a model, as each takes time to create; 384 experts in 60 blocks have 70,000."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model whose weights have not been read yet. `hf_config` is its config.json, or the equivalent of it.
+    """A model whose weights have not been read yet. `hf_config` is its config.json or an equivalent one.
 
-    `files` are the tensors by their names in the files, `names` maps these to the model's, `notes` lists
-    assumptions, and `card` is the content of dunes.json if there is one. `own` is the architecture of a model that
-    no Hugging Face config describes; its files have the model's own names.
+    `files` are lazy tensors by their names in the files, `names` maps these to the model's names, `notes` lists
+    assumptions, and `card` is the content of dunes.json, if any. `own` is the architecture of a model that no
+    Hugging Face config describes; its files use the model's names.
     """
 
     folder: Path
@@ -57,7 +57,7 @@ class Source:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What the model is. Raises ValueError for a config that cannot be built."""
+        """The model's architecture. Raises ValueError for a config that no model can be built from."""
         if self.own is not None:
             return self.own
         names = {"native": native.PARAMS, "GGUF": ""}
@@ -76,7 +76,7 @@ class Source:
 
     @property
     def context_length(self) -> int:
-        """How many tokens the model can attend to. Raises ValueError unless a card has a positive integer."""
+        """Tokens that the model can attend to. Raises ValueError unless the card has a positive integer."""
         if self.own is None:
             return int(self.config.context_length)
         if self.architecture.function and self.card.get("context_length") is None:
@@ -87,11 +87,11 @@ class Source:
 
     @property
     def vocab(self) -> int | None:
-        """The rows of the embedding; None if a function builds the model."""
+        """Rows of the embedding; None if a function builds the model."""
         return None if self.architecture.function else self.config.vocab
 
     def outline(self) -> Decoder:
-        """The model's structure, on the meta device unless a function builds it."""
+        """The model on the meta device, or as built by its function."""
         if self.own is None:
             return self.architecture.outline()
         with _naming_errors(self.folder / cards.CARD):
@@ -99,9 +99,9 @@ class Source:
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """The tensors that the config describes, by the model's names, without values.
+        """Tensors of the config's model, by the model's names, without values.
 
-        Raises ValueError, before they are built, if the files have far fewer parameters.
+        Raises ValueError, before the model is built, if the files have far fewer parameters.
         """
         if self.architecture.function is None:
             self._check_size(self.files.values())
@@ -113,7 +113,7 @@ class Source:
         stored, slack = sum(sizes), 1 << 20
         try:
             parameters, tensors = weight_counts(self.family, self.config)
-        except RuntimeError:  # torch counts the bytes of a tensor in 64 bits
+        except RuntimeError:  # the bytes of a tensor exceed 64 bits
             raise ValueError(
                 f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
                 f"the files have {stored:.2e} parameters; one of them belongs to another model"
@@ -131,18 +131,18 @@ class Source:
 
     @property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
-        """The files' tensors by the model's names, and their differences from this model."""
+        """The files' tensors by the model's names, and their differences from the config's model."""
         return self._compared[:2]
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """The notes, and what is assumed of the names in the files."""
+        """Assumptions that were made, including the prefix of the names in the files."""
         return (*self.notes, *filter(None, self._compared[2:]))
 
     @cached_property
     def _compared(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
         if self.own is not None:
-            _ = self.expected  # raises before a far too large model is built
+            _ = self.expected  # raises for a far too large model before it is built
             outline, path = self.outline(), self.folder / cards.CARD
             prefix = Prefix.of(self.files, self.expected)
             files = prefix.without(self.files)
@@ -150,9 +150,9 @@ class Source:
         return compare(self.expected, self.files, self.names, self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
-        """The tensors by the model's names; warns if these are read with a `Prefix`.
+        """The files' tensors by the model's names, with a warning if a `Prefix` was removed or added.
 
-        Raises ValueError that lists every difference.
+        Raises ValueError, listing all differences, if they do not fit the model.
         """
         weights, differences, prefix = self._compared
         if differences and self.own is not None:
@@ -171,7 +171,7 @@ class Source:
 
 @contextmanager
 def _naming_errors(path: Path) -> Iterator[None]:
-    """Turn errors inside into a ValueError on one line that names the file."""
+    """Turn errors in the context into a ValueError on one line that names the file."""
     try:
         yield
     except KeyError as key:
@@ -182,10 +182,10 @@ def _naming_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
-    """Open a model folder in any supported format. Raises ValueError that lists the file names it tried.
+    """Open a model folder in any supported format. Raises ValueError, listing the file names tried, if it cannot.
 
-    `renames` maps foreign names of tensors (with `{i}` for an index) to Hugging Face's, `build` is the function
-    that builds a model of no family; inside of `trust_cards`, that in the card is imported.
+    `renames` maps other names of tensors (with `{i}` for an index) to Hugging Face's. `build` is the function that
+    builds a model of no family; with `trust_cards`, the function in the card is imported.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
@@ -217,7 +217,7 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
 
 
 def own_weights(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of a folder of ours. Raises ValueError if there are none."""
+    """Tensors of a folder that dunes wrote. Raises ValueError if there are none."""
     if (files := _find_weights(folder, SINGLE[0])) is None:
         raise ValueError(explain(folder))
     return files
@@ -226,10 +226,10 @@ def own_weights(folder: Path) -> dict[str, LazyTensor]:
 def context_length_of(
     card: Mapping[str, Any], folder: Path, weights: Mapping[str, Any], otherwise: int | None = None
 ) -> int:
-    """The context length in a card.
+    """The context length in a card, or `otherwise`, in tokens.
 
-    Raises ValueError unless it is a positive integer, and at most the number of positions if these weights have
-    learned ones.
+    Raises ValueError unless it is a positive integer, and at most the number of learned position embeddings if the
+    weights have any.
     """
     context_length = card.get("context_length", otherwise)
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
@@ -261,7 +261,7 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
 
 
 def _dequantized(files: dict[str, LazyTensor], quantization: Any, folder: Path) -> dict[str, LazyTensor]:
-    """The tensors with dense ones in place of quantized ones. Raises ValueError for a form that is not known."""
+    """The tensors, with quantized ones dequantized on reading. Raises ValueError for an unknown quantization."""
     if bitsandbytes.is_four_bits(quantization):
         return bitsandbytes.dense_weights(files)
     if compressed_tensors.is_packed(quantization):
@@ -278,7 +278,7 @@ def _apply_renames(
 ) -> dict[str, LazyTensor]:
     """The tensors renamed by a user's table.
 
-    Raises ValueError for two tensors of one name, and for an entry of the table that matches none.
+    Raises ValueError if two tensors get the same name, and for an entry of the table that matches no tensor.
     """
     if unused := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
         raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names has")
@@ -324,7 +324,7 @@ def _open_native(folder: Path) -> Source:
 
 
 def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], str]:
-    """The tensors of native files without what all names begin with, and a note of it; empty if there is none."""
+    """The tensors of native files without the common prefix of their names, and a note on it or ""."""
     leading = next(
         (name.removesuffix(native.EMBEDDING) for s in shards for name in s if name.endswith(native.EMBEDDING)), ""
     )
@@ -335,7 +335,7 @@ def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str,
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
-    """The tensors of each native file, in order. Raises ValueError if one is missing."""
+    """Tensors of each native file, in order. Raises ValueError if a file is missing."""
     if (files := _find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])
@@ -348,7 +348,7 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
 
 
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """The tensors in the first of these files, or in those that its index names; None if none exists."""
+    """Tensors of the first of these files that exists, unsharded or with an index; None without any."""
     for name in names:
         path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
         if path or index:
@@ -357,9 +357,9 @@ def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
 
 
 def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
-    """The tensors of all shards that an index names.
+    """Tensors of all shards that an index lists.
 
-    Raises ValueError, before any value is read, for a name outside of the folder, for anything but a plain file,
+    Raises ValueError, before any value is read, for a path outside of the folder, for anything but a plain file,
     and if the index and the headers differ.
     """
     weight_map = json_file.read(index).get("weight_map")
@@ -388,5 +388,5 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of one file: safetensors or, for any other suffix, a pickle."""
+    """Tensors of one file: safetensors, or for any other suffix a pickle of `torch.save`."""
     return header.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

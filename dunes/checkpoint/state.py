@@ -1,7 +1,7 @@
-"""Training states to resume from: one folder per step, of which the newest intact one is used.
+"""Training states for resuming: one folder per saved step; the newest intact one is loaded.
 
-`<run>/state/step-000123/` has tensors as safetensors and everything else as JSON; a manifest with digests is
-written last, then the folder is renamed into place. No pickle.
+`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
+is written last, then the folder is renamed into place.
 """
 
 import json
@@ -30,16 +30,16 @@ Report = Callable[[str], None]
 
 
 class Snapshot(NamedTuple):
-    """A copy of a training state: tensors by their dotted paths, and everything else as JSON values."""
+    """A copy of a training state: tensors by dotted path, and JSON values with these paths for tensors."""
 
     tensors: dict[str, Tensor]
     plain: Any
 
 
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
-    """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two.
+    """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
 
-    Raises OSError if it cannot be written, and ValueError if a value in it is not finite; earlier states are kept.
+    Raises OSError if it cannot be written, ValueError for values that are not finite; earlier states then stay.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
@@ -55,7 +55,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic.add_path_to_errors(folder), folder_lock(folder.parent):
         if _is_intact(folder):
-            return folder  # the same step of the same run is the same state
+            return folder  # states of the same step and run are equal
     atomic.write_folder(folder, write_files, sum(t.nbytes for t in copied.tensors.values()), _publish)
     return folder
 
@@ -67,7 +67,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def _verify(folder: Path) -> None:
-    """Raise ValueError that names the first file which is not the one in the manifest."""
+    """Raise ValueError, naming the first file that is missing or differs from the manifest."""
     digests = json_file.read(folder / MANIFEST).get("files", {})
     for path in (folder / STATE, folder / TENSORS):
         if not path.is_file() or digests.get(path.name) is None:
@@ -77,30 +77,30 @@ def _verify(folder: Path) -> None:
 
 
 def _publish(staged: Path, folder: Path) -> None:
-    """Rename a state into place, unless another writer was faster, and delete all but the newest two."""
+    """Rename a state into place, unless another writer was faster, and delete all but the newest two states."""
     with folder_lock(folder.parent):
         if _is_intact(folder):
             return
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(staged, folder)
-        atomic.fsync_path(folder.parent)  # before an older one goes
+        atomic.fsync_path(folder.parent)  # before deleting an older state
         for old in _state_folders(folder.parent.parent)[KEEP_STATES:]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; by numpy, which computes in the calling thread alone.
+    """True if all values are finite, computed by numpy, which uses the calling thread only.
 
-    PyTorch would start another thread pool for this thread, and libgomp lets waiting threads sleep sooner once
-    there are more of them than processors: training was 40 % slower.
+    PyTorch would start another thread pool for this thread, and libgomp puts waiting threads to sleep sooner if
+    threads outnumber processors, which made training 40 % slower.
     """
-    if tensor.dtype == torch.bfloat16:  # numpy has none; an exponent of all ones is not finite
+    if tensor.dtype == torch.bfloat16:  # unknown to numpy; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
 def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
-    """The newest intact state; `report` gets a line for each newer one that is damaged."""
+    """The folder of the newest intact state, or None; `report` gets a line for each damaged newer one."""
     if not (states := _state_folders(run)):
         return None
     with folder_lock(run / "state"):  # or another writer might delete the state that is being verified
@@ -122,9 +122,9 @@ def _is_intact(folder: Path) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The saved nested dict. Raises ValueError if it has another format or is damaged."""
+    """The nested dict of a saved state. Raises ValueError if it has another format or is damaged."""
     path = folder / STATE
-    content = json_file.parse(path.read_bytes(), path, most=1 << 30)  # a state is ours, and may be large
+    content = json_file.parse(path.read_bytes(), path, most=1 << 30)  # trusted, and may be large
     if (number := content.get("format")) != FORMAT:
         raise ValueError(
             f"{folder}: its format is {number!r:.60}, and this version reads {FORMAT}; "
@@ -140,13 +140,13 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def _state_folders(run: Path) -> list[Path]:
-    """The states of a run, newest first."""
+    """State folders of a run, newest first."""
     folders = [p for p in (run / "state").glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
     return sorted(folders, key=lambda p: int(p.name[5:]), reverse=True)
 
 
 def snapshot(state: Mapping[str, Any]) -> Snapshot:
-    """A copy of a state, with each tensor replaced by its path. Raises TypeError for unsupported values."""
+    """A copy of a state on the CPU. Raises TypeError for values that are neither tensors nor JSON."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:

@@ -1,4 +1,4 @@
-"""Compare the tensors of files with the weights that a model needs, and list every difference."""
+"""Compare the tensors of files with a model's state dict, and list all differences."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ HEADS = ("lm_head.weight", "output.weight")
 WRAPPERS = {
     "_orig_mod", "module", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module",
 }  # fmt: skip
-"""The names under which torch.compile, DDP, FSDP, activation checkpointing and Lightning hold what they wrap."""
+"""Attribute names of the wrapped module in torch.compile, DDP, FSDP, activation checkpointing and Lightning."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
 KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head", "tied", "structure")
-"""The kinds of differences, in the order in which they are listed."""
+"""Kinds of differences, in the order of listing."""
 
 
 class Difference(NamedTuple):
-    """A difference in a tensor, by its name in the files; `kind` is one of `KINDS`."""
+    """A difference in one tensor, with its `name` in the files; `kind` is one of `KINDS`."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 class _FileTensor(NamedTuple):
-    """A tensor as files may store it: its shape, and the names of the model's tensors in it."""
+    """A tensor of a file: its shape, and the names of the model's tensors that it contains."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -50,7 +50,7 @@ class _FileTensor(NamedTuple):
 def compare(
     expected: Weights, files: Weights, names: Names, ignored: Sequence[str]
 ) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-    """The files' tensors by the model's names, every difference from the expected ones, and a `Prefix`'s note."""
+    """The files' tensors by the model's names, all differences from `expected`, and the note of the `Prefix`."""
     file_tensors = _file_tensors(expected, names)
     prefix = Prefix.of(files, [*file_tensors, *HEADS], ignored)
     files = prefix.without(files)
@@ -72,10 +72,10 @@ def compare(
 
 @dataclass(frozen=True)
 class Prefix:
-    """What stands in the names of a file's tensors around the names that a model knows.
+    """Prefixes and wrapper names to remove from, or add to, the names in a file to get the model's names.
 
-    `renames` maps those names to the model's; `note` says what is removed or added, or why nothing is; both are
-    empty where the names fit, or nothing makes them fit.
+    `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible. Both
+    are empty if the names fit already, or no renaming makes them fit.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Prefix:
 
     @classmethod
     def of(cls, files: Iterable[str], known: Collection[str], ignored: Sequence[str] = ()) -> "Prefix":
-        """The prefix of these names: wrappers' names anywhere, then leading parts that all have or lack.
+        """The renaming for these names: wrapper names are removed, then a common prefix is removed or added.
 
-        It is used if most of the names that do not fit do so without it, and no two become one.
+        It is applied only if it makes most of the unknown names fit, and no two names become equal.
         """
         known, files = set(known), list(files)
         others = [name for name in files if name not in known and not _is_ignored(name, ignored)]
@@ -94,7 +94,7 @@ class Prefix:
         best, note, most = dict[str, str](), "", len(others) // 2
         complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
-            if complete and (leading or added):  # then those with another prefix are another copy
+            if complete and (leading or added):  # names with a prefix are then a second copy
                 continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
@@ -112,12 +112,12 @@ class Prefix:
         return cls(best, note)
 
     def without(self, files: Weights) -> dict[str, LazyTensor]:
-        """The tensors by the names that the model knows."""
+        """The tensors by the model's names."""
         return {self.renames.get(name, name): tensor for name, tensor in files.items()}
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each leading part that all names have, with one that they lack: none, or that of most known names."""
+    """Pairs of a prefix to remove, shared by all names, and one to add: none or the most common known one."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -131,7 +131,7 @@ def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
 
 
 def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
-    """The tensors that the files may have, by every name that each may have there."""
+    """Tensors that files may have, by each of their possible names."""
     file_tensors: dict[str, _FileTensor] = {}
     for rule in names:
         for name, tensor in (_stacks if rule.stacked else _separate)(expected, rule).items():
@@ -140,14 +140,14 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
 
 
 def _separate(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """The tensors that a rule describes, one for each block or expert."""
+    """Tensors by name for a rule that maps one tensor for each block or expert."""
     conversions, _ = to_theirs([rule], expected)
     shapes = {name: tensor.shape for name, tensor in renamed(conversions, expected).items()}
     return {c.target: _FileTensor(shapes[c.target], c.sources) for c in conversions}
 
 
 def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """The stacks of experts that a rule describes."""
+    """Tensors by name for a rule that stacks all experts of a layer."""
     stacks: dict[str, list[str]] = {}
     for key in expected:
         for indices in (match_indices(part, key) for part in rule.ours):
@@ -164,7 +164,7 @@ def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
 def _difference(
     name: str, tensor: LazyTensor, wanted: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """The difference of a tensor from the wanted one; `sources` maps the model's names to tensors seen so far."""
+    """Difference of a tensor from the wanted one, or None; `sources` maps the model's names to earlier tensors."""
     if wanted is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
     first = next((sources[key] for key in wanted.names if key in sources), None)
@@ -179,7 +179,7 @@ def _difference(
 
 
 def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
-    """The tensors that are missing, by the first of the names that each may have."""
+    """Differences for missing tensors, each under the first of its possible names."""
     names: dict[str, str] = {}
     for name, wanted in file_tensors.items():
         for key in wanted.names:
@@ -189,7 +189,7 @@ def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> It
 
 
 def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
-    """The files of a tied model may also have the head, if it equals the embedding."""
+    """Difference for the head in the files of a tied model, or None if it equals the embedding."""
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())
@@ -201,7 +201,7 @@ def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) 
 
 
 def summarize(differences: Sequence[Difference]) -> str:
-    """The differences on one line: the first of each kind, a few more, and the number of the others."""
+    """The differences on one line: the first of each kind, a few more, and the number of further ones."""
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)

@@ -1,7 +1,7 @@
-"""What a model's card says of the text that it was trained on, and whether that may be read.
+"""The training text that a model's card names, and the permission to read it.
 
-A card is a stranger's file, and the sources in it may be any files of the user. So they are read if this user has
-trained on them, which the cache folder says, or inside of `trust_sources`.
+A card may come from a stranger and name any file of the user. Its sources are read only if this user has trained
+on them, as recorded in the cache folder, or in the context of `trust_sources`.
 """
 
 import json
@@ -24,7 +24,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Inside, in this thread, the training text that cards name is read, as with `--trust-sources`."""
+    """Permit reading the training text that cards name, in the context and this thread (`--trust-sources`)."""
     token = _trusted.set(True)
     try:
         yield
@@ -33,7 +33,7 @@ def trust_sources() -> Iterator[None]:
 
 
 def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The card's record of training on text; empty if there is none, or a damaged one."""
+    """The card's record of training on text; empty if it is missing or damaged."""
     if not isinstance(trained := card.get("trained"), dict):
         return {}
     sources = trained.get("sources")
@@ -41,7 +41,7 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
-    """Record that this user trains on these sources. Does nothing where the cache folder cannot be written to."""
+    """Record that this user trains on these sources. Does nothing if the cache folder is not writable."""
     with suppress(OSError, ValueError):
         file = _record(sources, follow_links)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
 
 
 def require_own_sources(trained: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this user has trained on the sources in a card's record, or trusts it."""
+    """Raise ValueError unless this user has trained on the sources in a card's record, or trusts the card."""
     sources = [source for source in trained["sources"] if source != STDLIB]
     if not sources or _trusted.get() or cards_trusted():
         return
@@ -63,18 +63,18 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
 
 
 def _record(sources: Sequence[str], follow_links: bool) -> Path:
-    """The file whose presence says that this user has trained on these sources."""
+    """The file that exists if this user has trained on these sources."""
     paths = [s if s == STDLIB else str(Path(os.path.expanduser(s)).absolute()) for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents that a model was trained on, validated on, and, if it completes lines, those left for a test.
+    """The training, validation and, for models that complete lines, test documents of a model.
 
-    With a `split` of tails, all are for training, and their tails for validation. `card` is the model's
-    card, `options` are those of `collect_corpus`, if they differ. Raises ValueError if the card does not record
-    the documents, or if the sources are gone.
+    With a `split` of "tails", all documents are for training and their tails for validation. `options` override
+    arguments of `collect_corpus`. Raises ValueError if the card does not record the documents, or if the sources
+    no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
@@ -84,7 +84,7 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a training that a card records, whatever its split. Raises ValueError for a stranger's."""
+    """The documents of a recorded training, whatever its split. Raises ValueError for an untrusted card."""
     require_own_sources(trained)
     recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
     corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)

@@ -1,4 +1,4 @@
-"""Verify by logits that two folders have the same model, with only part of a matrix in memory at a time."""
+"""Compare the logits of two model folders, with only part of one matrix in memory at a time."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,19 +28,19 @@ Tick = Callable[[int], None]
 
 PROMPTS, TOKENS = 2, 16
 EXACT = 1e-4
-"""Tolerance relative to the logits: reordering float32 operations changes them by less."""
+"""Tolerance relative to the RMS of the logits, for reordered float32 operations."""
 ROUNDED = 32
-"""In units of a narrower dtype's epsilon: rounding every weight changes the logits by less than that."""
+"""Tolerance for rounding all weights to a narrower dtype, in units of its epsilon."""
 BLOCK = 1 << 24
-"""Elements of a matrix that are converted to float32 at a time."""
+"""Elements of a matrix to convert to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The difference between the logits of source and result, in float32; `size` is the source's RMS.
+    """Largest difference between the float32 logits of source and result; `size` is the RMS of the source's.
 
-    `agree` is the share of positions with the same top-1 token. If the weights were rounded, `largest_difference`
-    is relative to the source with its weights rounded alike, and `rounding` to the source itself.
+    `agree` is the fraction of positions with the same top-1 token. If the weights were rounded,
+    `largest_difference` compares with the source rounded to the same dtype, `rounding` with the source itself.
     """
 
     largest_difference: float
@@ -55,7 +55,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """A short description of a comparison that passed."""
+        """Short text for a comparison that passed."""
         largest = max(self.largest_difference, self.rounding or 0.0)
         return f"equal within rounding: {largest / (self.size or 1.0):.1e} relative" if largest else "equal"
 
@@ -72,7 +72,7 @@ class Verification:
 
 
 def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verification:
-    """Compare two models; the result's weights were rounded to `dtype` if that is given.
+    """Compare the logits of two models; with `dtype`, the result's weights were rounded to it.
 
     Raises ValueError if they differ by more than reordered operations or rounding explain.
     """
@@ -88,9 +88,9 @@ def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> 
 def _compare(
     folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
 ) -> Verification:
-    """Compare a result's logits with those of the source and of the source rounded to `dtype` (`before`).
+    """Compare logits `after` a conversion with the source (`plain`) and the source rounded to `dtype` (`before`).
 
-    `merging` is the largest difference that merging an adapter made. Raises ValueError if it is another model.
+    `merging` is the largest difference caused by merging an adapter. Raises ValueError if the models differ.
     """
     largest = max(merging, float((after - before).abs().max()))
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
@@ -98,7 +98,7 @@ def _compare(
     verification = Verification(largest, float(plain.square().mean().sqrt()), agree, rounding)
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
-    finite = dtype is None or before.isfinite().all()  # otherwise the dtype cannot hold the logits
+    finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
     if finite and not verification.relative <= EXACT:  # also if it is NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
@@ -109,9 +109,9 @@ def _compare(
 def check_written(
     staged: Path, out: Path, expected: Tensor, context_length: int, origin: str, limit: float = EXACT
 ) -> float:
-    """How far the logits of the model that was written for `out` are from these, which `origin` has.
+    """Relative distance between the logits of the written model in `staged` and the `expected` ones.
 
-    Raises ValueError if that is more than the limit.
+    Raises ValueError, naming `out` and the `origin` of the expected logits, if it exceeds the limit.
     """
     difference = distance(expected, model_logits(load_decoder(open_source(staged)), context_length))
     if not difference <= limit:
@@ -122,10 +122,10 @@ def check_written(
 def merge_check(
     model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
 ) -> Callable[[Source], Verification]:
-    """A function that compares a folder's model with this one, merged and rounded to `dtype`.
+    """A function that compares a written model with this one, merged and rounded to `dtype`.
 
-    It raises ValueError if merging or the written model differs by more than reordered operations or rounding
-    explain.
+    It raises ValueError if merging, or the written model, changes the logits by more than reordered operations or
+    rounding explain.
     """
     plain, exact = (model_logits(model, context_length, merged) for merged in (None, torch.float32))
     merging, rounded_to = float((exact - plain).abs().max()), None if dtype == torch.float32 else dtype
@@ -134,14 +134,14 @@ def merge_check(
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The norm of the difference of b from a, relative to the norm of a."""
+    """The norm of a - b divided by the norm of a."""
     return float((a - b).norm() / a.norm())
 
 
 def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
-    """Logits of a model in memory on the fixed prompts, in float32 whatever the dtype of its weights.
+    """Logits (PROMPTS, TOKENS, V) of a model in memory on the fixed prompts, computed in float32.
 
-    With `merged`, the active adapter is merged, and all weights are rounded to that dtype.
+    With `merged`, the active adapter is merged and all weights are rounded to that dtype.
     """
     copy = deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())}).eval()
     assert isinstance(copy, Decoder)
@@ -164,7 +164,7 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
 
 
 def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
-    """Weight and bias of a linear layer or an embedding, with the active adapter merged."""
+    """Lazy weight and bias of a linear layer or an embedding, with the active adapter merged."""
     adapter = module.active_adapter if isinstance(module, Adapted) else None
     updated = None if adapter is None else partial(adapter.updated, tree.innermost(module))
 
@@ -179,9 +179,9 @@ def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
 
 
 def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
-    """Logits (PROMPTS, TOKENS, V) of the fixed prompts, with part of one matrix in memory at a time.
+    """Logits (PROMPTS, TOKENS, V) on the fixed prompts, with part of one matrix in memory at a time.
 
-    A native model runs as in its original code: weights in file order, rotary positions on adjacent pairs.
+    A native model runs as in its original code, with unpermuted weights and rotary embedding on adjacent pairs.
     """
     model = build_on_meta(source.family, source.config).eval()
     names = source.names
@@ -201,13 +201,13 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
 
 
 def prompts(vocab: int, context_length: int) -> Tensor:
-    """Random ids, the same for all models of these sizes."""
+    """Random ids (PROMPTS, TOKENS), equal for all models with this vocabulary and context length."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(vocab, (PROMPTS, min(TOKENS, context_length)), generator=draw)
 
 
 def _make_lazy(model: nn.Module, weights: Weights) -> None:
-    """Replace linear layers and embeddings by modules that read their weights at each use; load all others."""
+    """Replace linear layers and embeddings by modules that read weights on each call; load other weights."""
     for place, module in list(model.named_modules()):
         parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -222,7 +222,7 @@ def _make_lazy(model: nn.Module, weights: Weights) -> None:
 
 
 class _Lazy(nn.Module):
-    """A module whose weights are in a file."""
+    """A module that reads its weights on each call."""
 
     keeps_zeros = False
 

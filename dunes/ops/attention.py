@@ -1,15 +1,15 @@
-"""Scaled dot-product attention, grouped when there are fewer key/value heads than heads.
+"""Scaled dot-product attention, grouped (GQA) if there are fewer key/value heads than query heads.
 
-Two forms with one meaning. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax, of blocks of
-queries where these attend to earlier keys alone: on a CPU the fused kernel is slow in bfloat16, its backward above
-all (4 heads of 64, forward and backward. B=16, T=256, 2 threads, Xeon: 21 ms against 9. B=8, one thread, AMD EPYC:
-T=512 101 ms against 45, without blocks 71; T=1,024 260 against 169, but with two key heads on the Xeon 28 against
-61 without blocks, so no longer than 512).
+Of two equivalent forms, `fused` is PyTorch's kernel, and `plain` consists of two matrix products and a softmax, by
+blocks of queries if causal. On a CPU the fused kernel is slow in bfloat16, most of all its backward (4 heads of
+64, forward and backward, fused / plain. B=16, T=256, 2 threads, Xeon: 21 / 9 ms. B=8, one thread, AMD EPYC: T=512
+101 / 45 ms, 71 without blocks; T=1,024 260 / 169, but with two key heads on the Xeon 28 / 61 without blocks, so
+that `plain` is limited to 512 keys).
 
-Documents packed into one row have a third form, `varlen_attention`: blocks of queries, each with the keys from the
-start of its first document on, so that little is computed that a mask would hide and no scores are kept for the
-backward pass. Blocks lie on a grid and are batched in constant numbers, since oneDNN compiles and caches a kernel
-for every new shape.
+`varlen_attention` is the form for documents packed into one row: blocks of queries, each with the keys from the
+start of its first document on, so that few masked scores are computed and none is saved for the backward pass.
+Blocks lie on a grid and are batched in constant numbers, since oneDNN compiles and caches a kernel for each new
+shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.
@@ -29,17 +29,16 @@ from dunes.ops.operation import once_differentiable
 from dunes.units import plural
 
 QUERY_BLOCK = 64
-"""Queries per block: longer blocks compute more masked scores, shorter ones need more calls."""
+"""Queries per block; longer blocks compute more masked scores, shorter ones need more calls."""
 
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512
-"""Queries per block in `plain`, and keys up to which it is used: it keeps the scores for the backward pass."""
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; most keys, as scores are saved for the backward pass
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
-"""A block with more keys than this is multiplied alone, because its scores are many."""
+"""Keys above which a block is not batched with others, as its scores are many."""
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
@@ -55,7 +54,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout:
 
 
 def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
-    """The faster of the two forms for these arguments, by the measurement above."""
+    """The faster of `plain` and `fused` for these arguments, by the times above."""
     longest = LONGEST_PLAIN if mask is None else PLAIN_BLOCK
     short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= longest
     return plain if q.device.type == "cpu" and short_training else fused
@@ -75,7 +74,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
             return torch.cat([_plain_block(q, k, v, start, dropout) for start in range(0, t, PLAIN_BLOCK)], 2)
         mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril()
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-    # Heads that share keys are stacked along the rows, so that no key is copied.
+    # Query heads that share keys are stacked as rows, so that no key is copied.
     bias = bias.repeat(*[1] * (mask.dim() - 2), h // kv, 1)
     if mask.dim() == 3:
         bias = bias.expand(b, -1, -1).repeat_interleave(kv, 0)
@@ -87,18 +86,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
 
 
 def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:
-    """The outputs of the queries from `start` on, which attend to keys up to their own."""
+    """Outputs of one block of queries from `start` on, with causal attention."""
     q, k, v = q[:, :, start : start + PLAIN_BLOCK], k[:, :, : start + PLAIN_BLOCK], v[:, :, : start + PLAIN_BLOCK]
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(start)
     return plain(q, k, v, mask, dropout)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Attention of the queries (B, H, T, D) that belong to the last T of the keys (B, K, S, D); for inference.
+    """Causal attention for inference: queries (B, H, T, D) belong to the last T of the keys (B, K, S, D).
 
-    A query attends to the keys up to its own, at most `window` of them, itself included. Without earlier keys the
-    kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, and 17 with one); else it is given blocks
-    of queries, each with its mask, so that no mask of all queries is made.
+    A query attends to at most `window` keys, up to and including its own. Without earlier keys the kernel needs no
+    mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, 17 ms with a mask); else it gets blocks of queries with
+    small masks.
     """
     (t, s), blocks = (q.shape[2], k.shape[2]), []
     window = s if window is None else min(window, s)
@@ -114,23 +113,23 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
 
 
 def _causal_mask(t: int, s: int, window: int, device: torch.device) -> Tensor:
-    """True (T, S) where one of the last T queries attends to a key."""
+    """Mask (T, S) bool, True where one of the last T queries attends to a key."""
     return torch.ones(t, s, dtype=torch.bool, device=device).tril_(s - t).triu_(s - t - window + 1)
 
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of queries with about as many keys, which are batched into one product."""
+    """Blocks of queries with similar numbers of keys, batched into one product."""
 
     numbers: Tensor
     """Indices of the blocks (n,)."""
     key_tokens: Tensor
-    """For each block in turn the tokens of its keys (n * S,), a contiguous range."""
+    """Token indices (n * S,) of each block's keys, contiguous in each block."""
     bias: Tensor
-    """Added to the scores (1, n, 1, QUERY_BLOCK, S): zero where a query attends to a key, else -inf."""
+    """Bias of the scores (1, n, 1, QUERY_BLOCK, S): 0 where a query attends to a key, else -inf."""
 
     def gather_queries(self, x: Tensor, heads: int) -> Tensor:
-        """(1, H, N, D) -> these blocks (K * n, G * QUERY_BLOCK, D); heads that share keys are stacked."""
+        """(1, H, N, D) -> these blocks (K * n, G * QUERY_BLOCK, D), with heads that share keys stacked."""
         blocks = _split_blocks(x, heads).index_select(1, self.numbers)
         return blocks.view(heads * len(self.numbers), -1, x.shape[3])
 
@@ -141,7 +140,7 @@ class QueryBlocks:
             blocks[:, number] = new[:, i]
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """(1, K, N, D) -> the keys of these blocks (K * n, S, D)."""
+        """(1, K, N, D) -> keys of these blocks (K * n, S, D)."""
         return x[0].index_select(1, self.key_tokens).view(-1, self.bias.shape[4], x.shape[3])
 
     def add_to_keys(self, x: Tensor, new: Tensor) -> None:
@@ -152,9 +151,9 @@ class QueryBlocks:
 
 
 def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None = None) -> list[QueryBlocks]:
-    """The blocks for `varlen_attention`, made once for all layers, from each token's document start (N,).
+    """Blocks for `varlen_attention`, shared by all layers, from each token's document start (N,) int64.
 
-    Raises ValueError if N is no multiple of QUERY_BLOCK.
+    Raises ValueError unless N is a multiple of QUERY_BLOCK.
     """
     if len(document_starts) % QUERY_BLOCK:
         raise ValueError(
@@ -163,7 +162,7 @@ def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None
     token = torch.arange(len(document_starts), device=document_starts.device)
     first_key = document_starts if window is None else torch.maximum(document_starts, token - window + 1)
     ends = token[::QUERY_BLOCK] + QUERY_BLOCK
-    # Largest first: an incomplete last batch then has few keys, and fewer shapes occur.
+    # Sorted by size, so that an incomplete last batch has few keys and fewer shapes occur.
     sizes, order = torch.sort(
         ends - first_key[::QUERY_BLOCK] // QUERY_BLOCK * QUERY_BLOCK, descending=True, stable=True
     )
@@ -188,9 +187,9 @@ def _split_blocks(x: Tensor, heads: int) -> Tensor:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[QueryBlocks]) -> Tensor:
-    """q (1, H, N, D), k and v (1, K, N, D), what `query_blocks` returned -> (1, H, N, D).
+    """q (1, H, N, D), k and v (1, K, N, D), `groups` from `query_blocks` -> (1, H, N, D).
 
-    A query attends to the keys of its own document up to its position, at most `window` of them, itself included.
+    A query attends to at most `window` keys of its own document, up to and including its own position.
     """
     y: Tensor = _VarlenAttention.apply(q, k, v, groups)  # type: ignore[no-untyped-call]
     return y
@@ -201,7 +200,7 @@ class _VarlenAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, groups: Sequence[QueryBlocks]) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.groups = groups
-        # Tokens come first in memory, as the projection after it reads them.
+        # Tokens come before heads in memory, as the output projection reads them.
         y = torch.empty(*(q.shape[i] for i in (0, 2, 1, 3)), dtype=v.dtype, device=q.device).transpose(1, 2)
         for group in groups:
             probs = _attention_probs(group.gather_queries(q, k.shape[1]), group.gather_keys(k), group.bias)
@@ -226,13 +225,13 @@ class _VarlenAttention(torch.autograd.Function):
 
 
 def _attention_probs(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
-    """The softmax of the scores (K * n, G * QUERY_BLOCK, S)."""
+    """Softmax of the scores (K * n, G * QUERY_BLOCK, S)."""
     shape = len(q) // bias.shape[1], bias.shape[1], q.shape[1] // QUERY_BLOCK, *bias.shape[3:]
     scores = bias.new_empty(shape).copy_(bias).view(*q.shape[:2], -1)
     return scores.baddbmm_(q, k.transpose(1, 2), alpha=q.shape[2] ** -0.5).softmax(-1)
 
 
 def _scaled_product(grad_scores: Tensor, x: Tensor) -> Tensor:
-    """The product times 1 / sqrt(D), fused so that the scores are not read a second time."""
+    """The product times 1 / sqrt(D), fused so that scores are read only once."""
     none = grad_scores.new_empty(())
     return torch.baddbmm(none, grad_scores, x, beta=0, alpha=x.shape[2] ** -0.5)

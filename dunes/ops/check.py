@@ -1,7 +1,7 @@
-"""Everything that can be wrong with an operation, tried on some inputs and printed as a table.
+"""Checks of an operation against its reference: dtypes, gradients, layouts, sizes, compilation; printed as tables.
 
-The reference decides: what it refuses is not tried, and the operation may be as inexact as the reference is in the
-same dtype, both compared with the reference in float64 (on Apple's GPU, which has none, in float32).
+Cases that the reference refuses are skipped. The operation's error may be about as large as the reference's in the
+same dtype, both relative to the reference in float64 (in float32 on Apple's GPU, which has no float64).
 """
 
 import math
@@ -32,20 +32,19 @@ Form = Callable[..., Any]
 Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
-SLACK, ROUNDINGS, SMALL = 4, 4, 1 / 2
-"""An operation may be off by so many times the reference's error, or so many roundings of the largest number of a
-tensor, which counts as at least this part of that of all outputs, or of all gradients."""
+SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
+SMALL = 1 / 2  # errors are relative to a tensor's largest number, at least SMALL times the largest of all
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
 
 
 class NotTried(Exception):
-    """Why a check does not apply."""
+    """Raised, with the reason, by a check that does not apply."""
 
 
 class Report(NamedTuple):
-    """What `check` found."""
+    """Results and times of `check`."""
 
     checks: list[Check]
     times: list[Times]
@@ -62,13 +61,13 @@ def check(
     backend: str = "inductor",
     seconds: float = 0.2,
 ) -> Report:
-    """Try an operation on these arguments, print what was found as a table, and return it.
+    """Check an operation on these arguments against its reference, and print and return a report.
 
-    Those tensors that require a gradient are differentiated: mark them with `requires_grad_()`. `op` is an
-    `Operation`, an operator of `torch.library.custom_op`, or any function; the last two need a `reference`.
-    `backend` is torch.compile's; each time is measured for `seconds`, none with 0.
+    Gradients are checked for tensors that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
+    `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is torch.compile's; each
+    time is measured for `seconds`, or not at all if 0.
 
-    Raises ValueError that names the first thing that is wrong, after all was printed.
+    Raises ValueError, naming the first failure, after printing the table.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
@@ -83,7 +82,7 @@ def check(
     case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
     case = case.changed({name: x.detach().clone() for name, x in case.tensors.items()})
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # what falls back is tried on purpose
+        warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # fallbacks are checked on purpose
         for row in ROWS:
             report.checks.append(_attempt(row, case, [c.name for c in report.failures()]))
     report.times.extend(_times(case, seconds) if seconds and not report.failures() else ())
@@ -97,7 +96,7 @@ def check(
 
 
 def _attempt(row: str, given: "Case", wrong: Sequence[str]) -> Check:
-    """Try all cases of a row until one is wrong; in dtypes that were wrong as given nothing else is tried."""
+    """Check the cases of a row until one fails; dtypes in which the plain call failed (`wrong`) are skipped."""
     (cases, modes), case = ROWS[row], given
     found: list[Any] = ["there is no such input"]
     try:
@@ -106,7 +105,7 @@ def _attempt(row: str, given: "Case", wrong: Sequence[str]) -> Check:
                 found.append(_compare(case))
     except NotTried as reason:
         found.append(str(reason))
-    except Exception as error:  # whatever the operation raises is what is to be shown
+    except Exception as error:  # any error of the operation is the result to show
         return Check(row, "failed", f"{case.label}{_line(error)}" + f" ({case.mode})" * (row != case.mode))
     errors = [each for each in found if isinstance(each, tuple)]
     if not errors:
@@ -121,13 +120,13 @@ def _line(error: BaseException) -> str:
 
 
 def _incoming(y: Tensor) -> Tensor:
-    """A gradient that is exact in every dtype, and nowhere zero."""
+    """An incoming gradient for y that is exact in every dtype and nonzero everywhere."""
     return ((torch.arange(y.numel(), device=y.device) % 7 * 2 - 5) / 8).to(y.dtype).view(y.shape)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of operation and reference, the gradient that comes in and of which outputs, and the surroundings."""
+    """A call of operation and reference: inputs, incoming gradient and its outputs, dtype mode, and context."""
 
     op: Form
     reference: Form
@@ -139,7 +138,7 @@ class Case:
     outputs: str = ""
     context: Form = nullcontext
     may_refuse: bool = False
-    wild: bool = False  # numbers are not finite: gradients may be inf for NaN, and 0 times one of these NaN for 0
+    wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -158,7 +157,7 @@ class Case:
         return next(iter(self.tensors.values())).device
 
     def changed(self, tensors: dict[str, Tensor], **more: Any) -> "Case":
-        """With other tensors, which require a gradient where these do."""
+        """The case with other tensors, which require a gradient if the originals do."""
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
         return replace(self, inputs=self.inputs | like, **more)
 
@@ -168,7 +167,7 @@ class Case:
 
 
 def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tensor]:
-    """Outputs, and gradients of inputs that require one; raises ValueError if the form writes into anything."""
+    """Outputs and gradients by name. Raises ValueError if the form writes into an input, output or gradient."""
     kept = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
     with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
         outputs = tree_leaves(form(*c.inputs.values()))
@@ -191,7 +190,7 @@ def _described(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The errors of operation and reference, or which of them refuses what it may; raises what is wrong."""
+    """Errors of operation and reference, or the text of a permitted refusal. Raises an error on failure."""
     try:
         plain = _evaluate(c.reference, c)
     except Exception as error:
@@ -210,7 +209,7 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if other[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[other].untyped_storage()._cdata:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = plain
-    with suppress(Exception):  # a reference of one dtype
+    with suppress(Exception):  # the reference may not support float64
         exact = _evaluate(c.reference, c.in_mode("float64"))
     errors = [(0.0, 0.0, ""), *_errors(own, plain, exact, c.wild)]
     (off, _, name), theirs = max(errors), max(error for _, error, _ in errors)
@@ -225,7 +224,7 @@ def _compare(c: Case) -> tuple[float, float] | str:
 
 
 def _errors(own: Any, plain: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
-    """The largest errors of finite numbers in each tensor; raises ValueError if others are not the reference's."""
+    """Largest errors of finite numbers by tensor. Raises ValueError if non-finite ones differ."""
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
@@ -250,7 +249,7 @@ def _with(get: Form, put: Form, value: Any) -> ExitStack:
 
 
 def _choices(c: Case) -> Iterator[Case]:
-    """Each choice of inputs that require a gradient, of outputs that have one, and ways to call it."""
+    """Cases for each choice of inputs that require a gradient, of outputs that get one, and of contexts."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for some in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
@@ -262,7 +261,7 @@ def _choices(c: Case) -> Iterator[Case]:
 
 
 def _varied(kinds: Form, c: Case) -> Iterator[Case]:
-    """Each input, all of them, and the gradient of outputs, of these kinds."""
+    """Cases with each input, all inputs, or the incoming gradient varied by `kinds`."""
     c = replace(c, wild=kinds is _not_finite)
     made = {name: dict(kinds(x.detach())) for name, x in c.tensors.items() if x.numel()}
     for some in [(name,) for name in made] + [tuple(made)] * (kinds is _layouts and len(made) > 1):
@@ -271,13 +270,13 @@ def _varied(kinds: Form, c: Case) -> Iterator[Case]:
             yield c.changed(tensors, label=f"{kind} {' and '.join(some)}: ")
     kinds_of_gradient = max(made.values(), key=lambda kinds: len(kinds), default={})
     for outputs, kind in product(OUTPUTS, kinds_of_gradient) if c.leaves else ():
-        # A layout that the gradient has not, as it has fewer dimensions, is an error of the reference, too.
+        # A layout that does not exist for a gradient of fewer dimensions is an error of the reference, too.
         gradient = lambda y, kind=kind: dict(kinds(_incoming(y)))[kind]
         yield replace(c, gradient=gradient, outputs=outputs, label=f"{kind} the gradient{outputs}: ")
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The same numbers otherwise in memory, among NaN, or the first ones repeated."""
+    """Variants of x with other memory layouts, inside buffers of NaN, or with the first numbers expanded."""
     nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
     yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
     yield "one number repeated in", x.flatten()[0].expand(x.shape)
@@ -307,7 +306,7 @@ def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sizes(c: Case) -> Iterator[Case]:
-    """Dimensions of one length, in all inputs, are of another one; memory that is not written is NaN."""
+    """Cases with all dimensions of one size changed to another size; uninitialised memory is NaN."""
     if c.device.type != "cpu" and len(c.floats) < len(c.tensors):
         raise NotTried("an index out of bounds ends the process on this device")
     nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
@@ -327,7 +326,7 @@ def _resized(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
 
 
 def _gradcheck(c: Case) -> Iterator[Case]:
-    """Gradients are the derivatives by differences, which need float64 inside."""
+    """Compare gradients with finite differences; the operation must compute in float64."""
     found = _compare(c)
     if isinstance(found, str) or found[0] > 1e-9 or not c.leaves:
         raise NotTried(found if isinstance(found, str) else "no gradient, or computed in float32")
@@ -338,7 +337,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 
 
 def _backward(c: Case) -> Iterator[Case]:
-    """Gradients of a handwritten backward fit their inputs, before autograd sums or casts them."""
+    """Compare a custom backward's gradients with the inputs in shape and dtype, before autograd converts them."""
     yield c
     made = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
     function: Any = made[0].grad_fn if made else None
@@ -352,7 +351,7 @@ def _backward(c: Case) -> Iterator[Case]:
 
 
 def _repeated(c: Case) -> Iterator[Case]:
-    """Other calls between forward and backward, and calls in other threads."""
+    """Cases with another call between forward and backward, and in several threads."""
     halves = c.changed({name: x / 2 for name, x in c.floats.items()})
     between = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
     cases = [replace(case, op=between) for case in (c, halves)] * 4
@@ -362,12 +361,12 @@ def _repeated(c: Case) -> Iterator[Case]:
 
 
 def _second(c: Case) -> Iterator[Case]:
-    """Second derivatives are right or refused."""
+    """Check that second derivatives are correct or refused."""
 
     def derivative(form: Form, *arguments: Any) -> list[Tensor]:
         given = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
         results = _evaluate(form, given, create_graph=True)
-        # A term of its own, as a loss has others: what has lost its graph is not refused by autograd itself.
+        # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
         return [results[f"gradient of {name}"] + x * x for name, x in given.leaves.items()]
 
     if c.leaves:
@@ -375,14 +374,14 @@ def _second(c: Case) -> Iterator[Case]:
 
 
 def _batched(c: Case) -> Iterator[Case]:
-    """torch.func's vmap gives what it gives of the reference, or is refused."""
+    """Check that torch.func.vmap gives the same as for the reference, or is refused."""
     stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
     vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
     yield c.changed(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
-    """`torch.library.opcheck`, and fake tensors of each layout, where torch has an operator of it."""
+    """`torch.library.opcheck`, and fake tensors of each layout, for operations with a torch operator."""
     operator = getattr(c.op, "operator", c.op)
     missing = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
     if missing or not isinstance(operator, CustomOpDef):
@@ -394,7 +393,7 @@ def _opcheck(c: Case) -> Iterator[Case]:
 
 
 def _compiled(c: Case) -> Iterator[Case]:
-    """torch.compile gives one graph, and what eager calls give."""
+    """Check that torch.compile makes one graph with the results of eager calls."""
     if c.backend == "inductor" and c.device.type == "cpu" and (reason := missing_compiler()):
         raise NotTried(reason)
     torch.compiler.reset()
@@ -419,7 +418,7 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
 
 
 def _times(c: Case, seconds: float) -> Iterator[Times]:
-    """Calls of the two forms that take turns, without and with their backward."""
+    """Times of alternating calls of reference and operation, without and with their backward."""
     arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
 
     def with_backward(form: Form) -> None:

@@ -1,10 +1,10 @@
 """Cross entropy of a linear head, without materialising all logits.
 
 The plain form writes (N, V) logits, their log-softmax and both gradients to memory, 64 MB each for 4,096 tokens
-and as many words. The fused form goes through the tokens in chunks, and computes the gradients from each chunk's
-probabilities in the forward pass, since the gradient of a sum of losses depends on the backward pass only by one
-factor. A chunk fits the cache, unless that were too few tokens: each chunk reads the head and adds to its gradient
-(768 wide, 32,000 words, bfloat16, two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
+and a vocabulary of 4,096. The fused form processes tokens in chunks and computes gradients from each chunk's
+probabilities in the forward pass, as the backward pass only multiplies them by a scalar. A chunk fits the cache
+but has at least MIN_TOKENS, since each chunk reads the head and adds to its gradient (D=768, V=32,000, bfloat16,
+two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
 """
 
 # Shapes: N tokens, D width, V vocabulary.
@@ -20,7 +20,7 @@ from dunes.ops.operation import autocast_dtype, once_differentiable
 IGNORE = -100
 """The target of a position that has no loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
-MIN_TOKENS = 256  # per chunk, if the head is as wide: the more, the more memory
+MIN_TOKENS = 256  # per chunk, at most the head's width, which bounds the memory of logits
 LARGE_CHUNK = 1 << 28  # on devices where launching a kernel costs more than memory
 
 
@@ -30,9 +30,9 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed loss (nats, float32) of states x (N, D) under the head (V, D) for targets (N,).
+    """Summed loss (nats, float32) of hidden states x (N, D) with the head (V, D) for targets (N,) int64.
 
-    Targets equal to IGNORE are not counted, and their states are not used: they may be inf or NaN.
+    Targets equal to IGNORE are not counted, and their states, which may be inf or NaN, are not used.
     """
     wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     # The first call of a custom operator takes a second.
@@ -44,9 +44,9 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss and its float32 gradients with respect to `states` and `head`, empty where not requested."""
+    """The summed loss and its float32 gradients for hidden states and head, empty unless requested."""
     loss = x.new_zeros((), dtype=torch.float32)
-    # A frozen head, often the largest matrix, needs none.
+    # A frozen head, often the largest matrix, needs no gradient.
     dx, dw = (
         torch.zeros_like(t, dtype=torch.float32) if wanted else loss.new_empty(0)
         for t, wanted in ((x, states), (weight, head))
@@ -58,7 +58,7 @@ def _loss_and_gradients(
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
             counted = targets[rows] != IGNORE
-            # Infinity times zero is NaN: ignored states are masked before any product.
+            # Ignored states are masked before any product, as infinity times zero is NaN.
             part = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
             part_loss, grad_logits = _chunk(part, matrix, targets[rows], counted, states or head)
             loss += part_loss
@@ -69,7 +69,7 @@ def _loss_and_gradients(
     return loss, dx, dw
 
 
-# A compiled graph would unroll the chunks and be recompiled for every number of tokens.
+# An operator, since a compiled graph would unroll the chunks and recompile for each number of tokens.
 linear_cross_entropy = torch.library.custom_op("dunes::linear_cross_entropy", _loss_and_gradients, mutates_args=())
 
 
@@ -104,7 +104,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """The summed loss of the counted tokens, and the gradients of the logits if they are wanted."""
+    """Summed loss of the counted tokens, and gradients of the logits (chunk, V) if `wanted`."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(counted, 0)[:, None]

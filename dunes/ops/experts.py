@@ -1,8 +1,8 @@
-"""Experts: each token is routed to a few of many MLPs and gets their weighted sum.
+"""Mixture of experts: each token is routed to a few of many MLPs and gets their weighted sum.
 
-Two equivalent forms. `plain` calls each expert, which may be any module, with its tokens. `grouped` sorts the
-tokens by expert and uses one grouped product for each matrix, whose weights share a storage. Milliseconds, plain /
-grouped, on one thread with AMX (`benchmarks/experts.py`):
+Of two equivalent forms, `plain` calls each expert, which may be any module, with its tokens; `grouped` sorts
+tokens by expert and uses one grouped matrix product for each matrix, whose weights share a storage. Milliseconds,
+plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
 
     experts x dim x hidden, chosen       tokens      1          16         256        1024
     8 x 512 x 512, 2   inference float32     0.7 / 1.0   2.5 / 2.2   10 / 9.8   33 / 30
@@ -14,12 +14,12 @@ grouped, on one thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped form is faster from about two tokens per expert on. In training it is faster with
-many experts and up to a third slower with few wide ones; it is used anyway, since the memory of the plain form
-depends on the routing and so cannot be estimated.
+Without gradients the grouped form is faster from about two tokens per expert. In training it is faster with many
+experts and up to a third slower with few wide ones, but is used in any case, since the memory of the plain form
+depends on the routing and cannot be estimated.
 """
 
-# Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width.
+# Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,16 +35,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 FEW = 1
-"""Up to this many tokens per expert, on average, the plain form is faster without gradients."""
+"""Average tokens per expert up to which the plain form is faster without gradients."""
 
 _ONE_BY_ONE = ContextVar("one_by_one", default=False)
 
 Stack = Tensor | Sequence[Tensor]
-"""A matrix of equal shape for each expert: a view of their storage, or a sequence."""
+"""Matrices of equal shape, one for each expert: a view (E, ...) of their storage, or a sequence."""
 
 
 class Stacks(NamedTuple):
-    """The weights of gated experts: gate and up (E, H, D), down (E, D, H)."""
+    """Weights of gated experts: gate and up (E, H, D), down (E, D, H)."""
 
     gate: Stack
     up: Stack
@@ -52,9 +52,9 @@ class Stacks(NamedTuple):
 
 
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tensor, weights: Tensor) -> Tensor:
-    """Expert by expert: x (N, D), `chosen` experts and their `weights` (N, k) -> (N, D) in x's dtype.
+    """The plain form: x (N, D), `chosen` experts int64 and their `weights` (N, k) -> (N, D) in x's dtype.
 
-    While gradients are enabled every expert is called, even without tokens: all ranks of a sharded model must take
+    With gradients enabled, experts without tokens are called, too, since all ranks of a sharded model must take
     part in the same collectives.
     """
     y = torch.zeros_like(x)
@@ -68,7 +68,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tens
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Inside, the plain form is used: it calls the linear layers of experts, so that hooks see their tokens."""
+    """Use the plain form in the context: it calls the experts' linear layers, so that hooks see their tokens."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield
@@ -77,7 +77,7 @@ def one_by_one() -> Iterator[None]:
 
 
 def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """The tokens routed to the expert, and at which rank of their choices; for fake tensors, an average number."""
+    """Tokens routed to the expert, and their column in `chosen`; for fake tensors, an average number of them."""
     if isinstance(chosen, FakeTensor):
         if torch.compiler.is_exporting():
             raise ValueError("experts of this form run one by one, by the values of the router")
@@ -88,7 +88,7 @@ def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, T
 
 
 def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tensor:
-    """The same for experts `down(silu(gate(x)) * up(x))`, with one product for each matrix of all experts."""
+    """The grouped form for experts `down(silu(gate(x)) * up(x))`; arguments and result as in `plain`."""
     experts, k, dtype = len(stacks.gate), chosen.shape[1], autocast_dtype(x)
     order = chosen.flatten().argsort(stable=True)
     token = order // k
@@ -100,7 +100,7 @@ def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tenso
             return cast(Tensor, products(rows.to(dtype), weight, ends, False))
         weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
-            return F.grouped_mm(rows, weight.mT, offs=ends)  # the first call of a custom operator takes a second
+            return F.grouped_mm(rows, weight.mT, offs=ends)  # saves the second of a custom operator's first call
         y: Tensor = product(rows, weight, ends)
         return y
 
@@ -110,7 +110,7 @@ def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tenso
     return torch.zeros_like(x).index_add(0, token, outputs.to(x.dtype))
 
 
-# grouped_mm itself cannot be traced in float32: its fake implementation accepts only bfloat16.
+# grouped_mm cannot be traced in float32, since its fake implementation accepts bfloat16 only.
 @torch.library.custom_op("dunes::grouped_product", mutates_args=())
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows (S, I), sorted by expert and ending at `ends` (E,), times each expert's weight (E, O, I) -> (S, O)."""
@@ -123,11 +123,11 @@ def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(a.mT, b, offs=ends)
 
 
-# A compiled graph cannot make views of the experts' storage: this operator takes the separate matrices, of any
+# A compiled graph cannot make views of the experts' storage, so that this operator takes separate matrices, of any
 # dtype.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
-    """`product` with the experts' weights (O, I) one by one, or (I, O) if transposed, in the dtype of the rows."""
+    """`product` with separate expert weights (O, I), or (I, O) if transposed, in the dtype of the rows."""
     weight = (_view(weights) if adjacent(weights) else torch.stack(list(weights))).to(rows.dtype)
     return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
 
@@ -176,7 +176,7 @@ products.register_autograd(_backward_each, setup_context=_setup_context_each)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether grouped_mm accepts matrices of this shape: both sides multiples of 16 bytes."""
+    """True if grouped_mm accepts matrices of this shape, whose sides must be multiples of 16 bytes."""
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
@@ -189,7 +189,7 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 
 
 def adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether the weights lie side by side in one storage, in this order."""
+    """True if the weights are contiguous in one storage, in this order."""
     first = weights[0]
     storage, start = first.untyped_storage()._cdata, first.storage_offset()
     return all(
@@ -217,22 +217,22 @@ class _Stacked(torch.autograd.Function):
 
 
 def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool:
-    """Whether the grouped form applies to tokens x (N, D) and is faster.
+    """True if the grouped form applies to tokens x (N, D) and is faster.
 
-    `weights` are one expert's, which gets `tokens_per_expert` tokens on average. In a process group they may
-    belong to FSDP and must not be moved.
+    `weights` are one expert's, which gets `tokens_per_expert` tokens on average. In a process group they may be
+    sharded by FSDP, so that the plain form is used.
     """
     if not torch.compiler.is_compiling() and _ONE_BY_ONE.get():
         return False
     dtype = autocast_dtype(x)
     supported = dtype == torch.bfloat16 or (x.device.type == "cpu" and dtype != torch.float64)
-    # A model that is loaded one module at a time has the others on the meta device.
+    # A model that is loaded module by module has weights on the meta device.
     on_device = all(w.device == x.device for w in weights)
     if not supported or not on_device or not all(aligned(w, dtype) for w in weights):
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    # A graph of separate calls would be long and depend on the number of tokens of each.
+    # A graph of separate calls would be long and depend on each expert's number of tokens.
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()

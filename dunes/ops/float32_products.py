@@ -1,8 +1,7 @@
-"""Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, where that is faster.
+"""Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, where it is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
-weights, one thread: 84 and 154 GFLOP/s), and a matrix is converted in a fraction of the difference. Nothing gets
-less exact.
+weights, one thread: 84 and 154 GFLOP/s); converting a matrix takes less than that. Results are at least as exact.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,33 +16,33 @@ from torch.overrides import TorchFunctionMode
 from dunes import measure
 
 MIN_TOKENS = 128
-"""With 64, converting the weights takes about what is gained (10M and 124M parameters, one and two threads)."""
+"""Fewest tokens for which it pays; with 64, converting weights costs what is gained (10M and 124M parameters)."""
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
-    """A context in which a forward of so many tokens, by weights of this dtype and device, is fastest here."""
+    """The context in which a forward of `tokens` tokens is fastest on this machine, with weights like `weight`."""
     return Float32Products() if multiplies_in_float32(weight, tokens) else nullcontext()
 
 
 def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
-    """Whether a forward of so many tokens, by weights of this dtype and device, is faster so here."""
+    """True if a forward of `tokens` tokens, with weights like `weight`, is faster with float32 products."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
     return applies and float32_is_faster()
 
 
 _recorded: list[bool] = []
-"""The choice that a run recorded, while it is repeated."""
+"""The choice of a recorded run while it is repeated, else empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:
-    """Let `float32_is_faster` return this from now on: what a run recorded. None: this machine's own choice."""
+    """Let `float32_is_faster` return a run's recorded choice from now on, or with None this machine's own."""
     _recorded[:] = [] if faster is None else [faster]
 
 
 def float32_is_faster() -> bool:
-    """True if float32 products are faster here than bfloat16's by a margin that pays.
+    """True if float32 products are faster than bfloat16 ones on this machine, by a clear margin.
 
-    Results depend on it, so it follows from instruction sets, or else from rates that are kept for this machine.
+    Since results depend on it, it follows from the instruction set, or else from rates cached for this machine.
     """
     if _recorded:
         return _recorded[0]
@@ -54,7 +53,7 @@ def float32_is_faster() -> bool:
 
 
 class Float32Products(TorchFunctionMode):
-    """`F.linear` and attention of MIN_TOKENS bfloat16 rows or more: computed in float32, returned in bfloat16."""
+    """Computes `F.linear` and attention of MIN_TOKENS or more bfloat16 rows in float32; returns bfloat16."""
 
     def __torch_function__(
         self,

@@ -1,4 +1,4 @@
-"""silu(gate) * up. The fused form recomputes silu in the backward pass, and so saves two tensors, not three."""
+"""SwiGLU, silu(gate) * up. The fused form recomputes silu in the backward pass, to save two tensors, not three."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
-"""The Gram matrix of some inputs: the sum of x xT in float32.
+"""Gram matrix of inputs: the sum of x xT in float32.
 
-Only the upper triangle is computed, in panels of rows. The products of bfloat16 numbers are exact in float32 and
-summed there by AMX too, so the sum of bfloat16 inputs is that of float32 products to 1e-6, at a multiple of the
-rate (4,096 tokens, 5,632 inputs, two threads: 0.82 s plain, 0.47 s by panels, 0.24 s by panels in bfloat16).
+Only the upper triangle is computed, in panels of rows. Products of bfloat16 numbers are exact in float32, and AMX
+accumulates in float32, so that bfloat16 products give the same matrix to 1e-6 at a multiple of the rate (4,096
+tokens, 5,632 inputs, two threads: 0.82 s plain, 0.47 s by panels, 0.24 s by panels in bfloat16).
 """
 
 # Shapes: N tokens, I inputs.
@@ -20,7 +20,7 @@ PANELS, NARROWEST = 8, 256
 
 
 def plain_gram(x: Tensor) -> Tensor:
-    """The Gram matrix (I, I) in float32, also under autocast, of inputs (N, I)."""
+    """Gram matrix (I, I) of inputs (N, I), in float32 also under autocast."""
     with torch.autocast(x.device.type, enabled=False):
         return x.float().T @ x.float()
 
@@ -28,7 +28,7 @@ def plain_gram(x: Tensor) -> Tensor:
 def add_gram(matrix: Tensor, x: Tensor) -> None:
     """Add the Gram matrix of inputs (N, I) to the upper triangle of a matrix (I, I) in float32.
 
-    What is below the triangle is undefined until `mirror`.
+    Entries below the diagonal are undefined until `mirror`.
     """
     wide = x.float()
     with _exact_products(x):
@@ -50,7 +50,7 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Let float32 products be computed from bfloat16 numbers where the inputs are such and it is faster."""
+    """Let float32 products be computed in bfloat16 if the inputs are bfloat16 on a CPU and it is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
     if not cpu or float32_is_faster():
         yield

@@ -1,4 +1,4 @@
-"""What an operation's forward may need beside PyTorch: C++, Triton or Metal, and why it cannot be had here."""
+"""Kernels in C++, Triton and Metal, with checks that the toolchain exists."""
 
 import functools
 import hashlib
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 class Kernels(Protocol):
     def missing(self, device: str) -> str | None:
-        """Why these kernels do not run on tensors of this type of device, on one line; None if they do."""
+        """The reason, on one line, why these kernels do not run on this type of device; None if they do."""
 
 
 class Cpp:
-    """C++ functions over `torch::Tensor` on the CPU, compiled at the first call (half a minute) and kept by torch.
+    """C++ functions on `torch::Tensor` for the CPU, compiled in half a minute at the first call, cached by torch.
 
-    The functions are attributes: `Cpp(source, "square").square(x)`. Raises ValueError at that call if the source
+    Functions are attributes: `Cpp(source, "square").square(x)`. The first call raises ValueError if the source
     does not compile.
     """
 
@@ -71,8 +71,8 @@ class Triton:
 class Metal:
     """Kernels in Apple's Metal Shading Language, compiled at the first call by `torch.mps.compile_shader`.
 
-    They are attributes, called with tensors and numbers: `Metal(source).square(y, x)` runs one thread for each
-    element of the first.
+    Kernels are attributes, called with tensors and numbers: `Metal(source).square(y, x)` runs one thread for each
+    element of y.
     """
 
     def __init__(self, source: str) -> None:
@@ -92,7 +92,7 @@ class Metal:
 
 
 def why_not_compiled() -> str:
-    """Why Inductor cannot compile for the CPU here; empty if it can."""
+    """The reason why Inductor cannot compile for the CPU on this machine; "" if it can."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -1,10 +1,10 @@
-"""A frozen linear layer, alone or with a low-rank update: x W' + scale * (x A') B'.
+"""Frozen linear layer, alone or with a low-rank update: x W' + scale * (x A') B'.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
-W is computed by a function, again in the backward pass: in between, neither the dense form of a quantized weight
-nor autocast's copy is kept in memory. The fused form accumulates into one output, where the plain one allocates
-the update and the sum, and it rounds the sum once.
+W is computed by a function, and again in the backward pass, so that neither the dense form of a quantized weight
+nor autocast's copy stays in memory. The fused form accumulates into one output and rounds once, where the plain
+form allocates the update and the sum.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.
@@ -36,7 +36,7 @@ def fused(x: Tensor, a: Tensor, b: Tensor, dense: Dense, bias: Tensor | None, sc
 
 
 def frozen(x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-    """The linear layer alone, x (..., I) -> (..., O). Neither W nor the bias gets a gradient."""
+    """The frozen linear layer alone: x (..., I) -> (..., O). Neither W nor the bias gets a gradient."""
     y: Tensor = _Frozen.apply(x, dense, bias, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
@@ -99,5 +99,5 @@ def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """No autocast: the operands already have their dtype."""
+    """Disable autocast, as the operands have their dtype already."""
     return torch.autocast(x.device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""An operation with a forward and a backward of one's own, beside a plain reference.
+"""Differentiable operations from a custom forward and backward, with a plain reference.
 
     def exp_backward(grad: Tensor, output: Tensor) -> Tensor:
         return grad * output
@@ -7,9 +7,9 @@
     def exp(x: Tensor) -> Tensor:
         return x.exp()
 
-The reference says what the operation means: it gives shapes and dtypes to tracing, is what `ops.check` compares
-with, and is computed instead where the operation cannot run. `torch.library` makes an operator of it for compiled
-graphs and exports. Eager calls take a plain autograd.Function instead, which costs less.
+The reference defines the operation: it gives shapes and dtypes for tracing, `ops.check` compares with it, and it
+runs where the operation cannot. Compiled graphs and exports use an operator of `torch.library`, eager calls an
+autograd.Function, which has less overhead.
 """
 
 import inspect
@@ -25,10 +25,10 @@ from dunes.ops.kernels import Kernels, Triton
 from dunes.units import plural
 
 Autocast = Literal["low", "float32"]
-"""What autocast does to floating-point inputs: casts them to its own dtype, or to float32."""
+"""Dtype that autocast casts floating-point inputs to: its own ("low"), or float32."""
 
 Compiled = Literal["operation", "reference"]
-"""What torch.compile puts into its graph."""
+"""The form that torch.compile puts into its graph."""
 
 Getter = Callable[[Any, Any, Any, Any], Any]
 
@@ -36,7 +36,7 @@ GRADS, OUTPUTS, KEPT, NEEDED = ("grad", "grads"), ("output", "outputs"), "kept",
 
 
 class Operation:
-    """What `operation` returns: called like the forward, and differentiable by its backward."""
+    """The result of `operation`: called like the forward, and differentiable by the backward."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Operation:
         return f"<operation {self.name}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
-        """Itself, as functions are: models that hold one can be copied."""
+        """The operation itself, as for functions, so that models with an operation can be copied."""
         return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
@@ -91,7 +91,7 @@ class Operation:
                 self._announce(reason)
                 return self.reference(*args)
             if not _plain_tensors(args, self.tensors):
-                return self._call_operator(args)  # kernels cannot read a fake tensor, or one of another class
+                return self._call_operator(args)  # kernels cannot read fake tensors or tensor subclasses
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return self._differentiable()(*args)
         result = self.forward(*args)
@@ -119,7 +119,7 @@ class Operation:
         return [a.to(dtype) if _castable(a) else a for a in args]
 
     def fallback_reason(self, device: str) -> str | None:
-        """Why the reference is computed in eager calls on this type of device; None if it is not."""
+        """The reason why eager calls use the reference on this type of device; None if they do not."""
         if torch._C._are_functorch_transforms_active():
             return "it has no form for torch.func"
         return None if self.kernels is None else self.kernels.missing(device)
@@ -130,9 +130,9 @@ class Operation:
             warnings.warn(f"{self.name} is computed by its reference: {reason}", stacklevel=4)
 
     def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of all arguments by the backward, None where there is none.
+        """Gradients of all arguments from the backward, None for arguments without one.
 
-        Raises ValueError if the backward returns another number of them than the forward has tensors, or others.
+        Raises ValueError unless the backward returns a tensor or None for each tensor of the forward.
         """
         assert self.backward is not None
         assert self.saved is not None
@@ -155,19 +155,19 @@ class Operation:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a backward names, and where each of it is kept in between."""
+    """The arguments of a backward, and how they are saved from the forward."""
 
     wanted: list[str]
     tensors: list[int]
-    """The positions of the tensors among the forward's arguments that are kept."""
+    """Positions of the saved tensors among the forward's arguments."""
     values: list[int]
     outputs: slice
     getters: list[Getter]
-    """Each takes the context, the incoming gradients, the kept inputs and the kept outputs."""
+    """Functions of context, incoming gradients, saved inputs and saved outputs, one for each argument."""
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
-        """Raises ValueError if a parameter of the backward names nothing."""
+        """The arguments of an operation's backward. Raises ValueError for a parameter with an unknown name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         wanted = list(inspect.signature(backward).parameters)
@@ -203,7 +203,7 @@ class Saved:
             ctx.values = [inputs[i] for i in self.values]
 
     def restore(self, ctx: Any, grads: Sequence[Tensor]) -> list[Any]:
-        """The arguments of the backward."""
+        """Arguments of the backward."""
         saved, n = ctx.saved_tensors, len(self.tensors)
         return [get(ctx, grads, saved[:n], saved[n:]) for get in self.getters]
 
@@ -218,24 +218,23 @@ def operation(
     autocast: Autocast | None = None,
     compiled: Compiled = "operation",
 ) -> Callable[[Callable[..., Any]], Operation]:
-    """Make a forward into an operation that works with autograd, torch.compile, export, autocast and fake tensors.
+    """Make a forward an operation that supports autograd, torch.compile, export, autocast and fake tensors.
 
-    The forward is annotated as `torch.library.custom_op` wants it: tensors and numbers, no sequences of tensors;
-    it returns new tensors and writes into none of its arguments. Its name is `namespace::name`.
+    The forward is annotated as for `torch.library.custom_op`, with tensors and numbers, without sequences of
+    tensors; it returns new tensors and does not write into its arguments. `name` is `namespace::name`.
 
-    reference: the same in plain PyTorch, with the gradients of autograd.
-    backward: names what it needs, and only that is kept: `grad` (of several outputs `grads`), any of the forward's
-        parameters, `output` (or `outputs`), `needs_grad` (one bool for each tensor), or `kept`: then the forward
-        returns (output, *kept), of which callers see the output. It returns one gradient for each tensor of the
-        forward, None where there is none. It runs once: second derivatives are refused.
+    reference: the same function in plain PyTorch, differentiable by autograd.
+    backward: its parameters name what to save from the forward: `grad` (`grads` of several outputs), any parameter
+        of the forward, `output` (or `outputs`), `needs_grad` (one bool for each tensor), or `kept`, for which the
+        forward returns (output, *kept) and callers get the output. It returns one gradient or None for each tensor
+        of the forward. Second derivatives raise ValueError.
     fake: makes empty outputs of the right shape; by default the reference does.
-    kernels: what the forward needs, `Cpp`, `Triton` or `Metal`; where that is missing the reference is computed,
-        with one warning. A backward by kernels is an operation of its own.
-    autocast: what autocast makes of floating-point tensors; by default they come as they are. Inside, it is off.
-    compiled: "reference" where torch.compile fuses the reference better than it can call the operation, which is
-        then no operator of torch's.
+    kernels: `Cpp`, `Triton` or `Metal` kernels of the forward; where they cannot run, the reference is computed
+        with one warning. A backward with kernels is an operation of its own.
+    autocast: dtype to cast floating-point tensors to under autocast, by default none. Autocast is off inside.
+    compiled: "reference" if torch.compile should fuse the reference; no torch operator is then registered.
 
-    Raises ValueError if parameters of the backward name nothing, or types are none that torch.library knows.
+    Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """
 
     def make(forward: Callable[..., Any]) -> Operation:
@@ -271,9 +270,9 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
 
 
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward without a graph of its own, and with an error in place of a second derivative.
+    """A backward that records no graph, and raises ValueError for a second derivative.
 
-    With torch's own decorator second derivatives are silently wrong where the incoming gradient is a constant.
+    With torch's decorator, second derivatives are silently wrong if the incoming gradient is a constant.
     """
 
     def once(ctx: Any, *grads: Tensor) -> Any:
@@ -288,7 +287,7 @@ def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[...
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """The gradients, which depend on what they were computed from by an error."""
+    """Identity of the gradients, whose backward raises ValueError."""
 
     @staticmethod
     def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *of: Tensor) -> Any:
@@ -301,11 +300,11 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
-    """The operator of torch's for compiled graphs, exports and other classes of tensors."""
+    """The torch operator for compiled graphs, exports and tensor subclasses."""
     if op.keeps and fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
     try:
-        if isinstance(op.kernels, Triton):  # compiled graphs look inside: its outputs have their own strides
+        if isinstance(op.kernels, Triton):  # compiled graphs trace into it, so that outputs keep their strides
             operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
         else:
             schema = torch.library.infer_schema(op.forward, mutates_args=())
@@ -320,7 +319,7 @@ def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
 
 
 def _contiguous(form: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with contiguous outputs: compiled graphs read them by the strides that the reference tells."""
+    """The form with contiguous outputs, as compiled graphs assume the strides of the fake implementation."""
 
     def call(*args: Any) -> Any:
         result = form(*args)
@@ -346,12 +345,12 @@ def _usable(op: Operation, device: str) -> bool:
     return reason is None
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler first: two seconds.
+# Same as torch.compiler.assume_constant_result, which would import the compiler in two seconds.
 _usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
-    """Whether all are real tensors that no mode of dispatch looks at."""
+    """True if all are plain tensors or None, outside of any dispatch mode."""
     known = (Tensor, torch.nn.Parameter, type(None))
     return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in known for i in tensors)
 

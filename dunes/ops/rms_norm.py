@@ -1,7 +1,7 @@
-"""Root mean square norm: https://arxiv.org/abs/1910.07467
+"""Root mean square norm (RMSNorm): https://arxiv.org/abs/1910.07467
 
-Reduced in float32 and returned in the dtype of the next matrix product, which saves each of its readers a cast.
-The fused form saves one number per row for the backward pass.
+It is reduced in float32 and returned in the dtype of the next matrix product, which saves a cast in each layer
+that reads it. The fused form saves one number per row for the backward pass.
 """
 
 # Shapes: ... any, D width.
@@ -17,14 +17,14 @@ from torch.overrides import wrap_torch_function
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 
-@wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
+@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace it
 def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (y * weight.float()).to(autocast_dtype(x))
 
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension."""
+    """x / rms(x) * weight over the last dimension, (..., D) in autocast's dtype or x's."""
     if torch.compiler.is_compiling():
         return plain(x, weight, eps)
     if not torch.is_grad_enabled() and x.dtype == weight.dtype == autocast_dtype(x):

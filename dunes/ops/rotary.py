@@ -1,6 +1,6 @@
-"""Rotating pairs of dimensions: https://arxiv.org/abs/2104.09864
+"""Rotary position embedding (RoPE): https://arxiv.org/abs/2104.09864
 
-Half-split: dimension i pairs with i + D/2; adjacent: dimension 2i pairs with 2i + 1. The fused form writes
+In half-split layout dimension i pairs with i + D/2, in adjacent layout 2i pairs with 2i + 1. The fused form writes
 each half once and rotates the gradient back by the same angles; the plain form makes four full copies in each
 direction.
 """
@@ -14,7 +14,7 @@ from torch.overrides import wrap_torch_function
 from dunes.ops.operation import operation
 
 
-@wrap_torch_function(lambda x, *args: (x,))  # so that a TorchFunctionMode can give it another form
+@wrap_torch_function(lambda x, *args: (x,))  # lets a TorchFunctionMode replace it
 def plain(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
     a, b = _pairs(x, adjacent)
     rotated = a * cos - b * sin, b * cos + a * sin
@@ -40,7 +40,7 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
-    # Attention returns the layout of its queries, and the projection after it reads tokens first, as they come.
+    # Attention returns its queries' layout; x's layout, tokens first, suits the output projection.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if torch.is_grad_enabled() else torch.empty_like(x)
     (a, b), (first, second) = _pairs(x, adjacent), _pairs(y, adjacent)
     torch.mul(a, cos, out=first)

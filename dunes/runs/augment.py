@@ -1,4 +1,4 @@
-"""Change the model of a folder and write another: measured, verified, with a report."""
+"""Change the model in a folder and write the result to another, verified, with a report."""
 
 import shutil
 import warnings
@@ -37,12 +37,11 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""The shares of the work before and after the change, and before the result is written, compared with what was
-written, and measured."""
+"""Progress, from 0 to 1, at the start and end of the change, and at the start of the later phases."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of the files that a model is read from."""
+"""Suffixes of files that a model is read from."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
-"""Keys of a card that are not true of the model before its last change."""
+"""Keys of a card that do not describe the model before its last change."""
 
 
 def augment_folder(
@@ -55,17 +54,17 @@ def augment_folder(
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
-    """Make the change of this name to the model in a folder, and write the result to `out`; returns a report.
+    """Make the change `name` to the model in a folder, and write the result to `out`; returns a report.
 
-    `request` are arguments of the change's `decide`, which also gets the ids of the `calibration` sources, if that
-    is not None; without sources, of the model's training text. If `validation` is not None, the report compares
-    size, memory and speed before and after, and the loss on these sources, or without sources on the validation
-    text that the card records. The written model is loaded again and
-    compared with the one in memory. Raises ValueError if `out` exists, for a request that the change refuses, and,
-    with nothing written, if the comparison fails or the folder changes meanwhile.
+    `request` are options of the change. Unless `calibration` is None, the change also gets token ids of these
+    sources, or if empty of the model's training text. Unless `validation` is None, the report compares size,
+    memory and speed before and after, and the loss on these sources, or if empty on the validation text that the
+    card records. The written model is loaded again and compared with the model in memory. Raises ValueError if
+    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes
+    meanwhile.
 
-    Finished blocks of a change that is made block by block lie in `out` meanwhile, so that memory need not hold
-    them. A change that was killed is made anew by another call.
+    Finished blocks of a change that is made block by block are stored in `out` meanwhile to save memory. After a
+    change was killed, another call starts from the beginning.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
@@ -75,14 +74,14 @@ def augment_folder(
 
 
 def _mostly_changing(show: Show) -> Show:
-    """Progress of a change that calibrates, which takes nearly all of the time."""
+    """Progress for a change that calibrates, which takes nearly all of the time."""
     return lambda what, share: show(what, float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0))))
 
 
 @contextmanager
 def _spilling(folder: Path) -> Iterator[Spill]:
-    """A function that writes tensors to a file in a folder that is deleted afterwards; it returns views of it."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a change that was killed
+    """A function that writes tensors to a temporary folder and returns memory-mapped views of the files."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a change that was killed
     numbers = count()
 
     def spill(tensors: Tensors) -> Tensors:
@@ -98,7 +97,7 @@ def _spilling(folder: Path) -> Iterator[Spill]:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, time and number of each file that a model is read from, for an adapter also of its base."""
+    """Size, times and inode of each file of a model, including an adapter's base, by path."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
@@ -106,7 +105,7 @@ def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _require_source(source: Path, stamp: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a file of the source was written to since this stamp; it may be removed."""
+    """Raise ValueError if a file of the source was written to since this stamp; files may have been removed."""
     now = _source_stamp(source)
     if changed := [path for path in now if path in stamp and now[path] != stamp[path]]:
         raise ValueError(f"{changed[0]}: changed while it was being read; try again when nothing writes to it")
@@ -122,7 +121,7 @@ def _augment(
     spill: Spill,
     request: dict[str, Any],
 ) -> list[str]:
-    """`augment_folder` into a folder that nobody else writes to."""
+    """`augment_folder` into a locked folder."""
     stamp = _source_stamp(folder)
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
@@ -160,7 +159,7 @@ def _augment(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """The ids that a report scores; None without sources where the card records no text, or it is not there."""
+    """Token ids to score in the report; None without sources if the card's validation text is missing."""
     if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
         return None
     try:
@@ -168,7 +167,7 @@ def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
     except ValueError as error:
         if sources:
             raise
-        if not missing_source(loaded.card):  # of text that was moved, the report asks for it
+        if not missing_source(loaded.card):  # the report asks for missing text
             warnings.warn(f"not scored: {error}", stacklevel=2)
         return None
 
@@ -184,10 +183,11 @@ def quantize_folder(
     show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
-    """`augment_folder` for quantization; by default to nf4, with gptq for int4 and int3 with text, else rtn.
+    """`augment_folder` for quantization, by default to nf4.
 
-    That is text in the `calibration` sources, or else that of the model's training. Raises ValueError as that
-    does, and for sources together with a method that reads none.
+    The default method is gptq for int4 and int3 if there is calibration text, from the `calibration` sources or
+    the model's training, else rtn. Raises ValueError as `augment_folder`, and for sources with a method that reads
+    none.
     """
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
@@ -213,10 +213,10 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what, share: None) -> str:
-    """Undo the last change of a folder, which has this name, and write the model from before to `out`.
+    """Undo the last change of a folder, which must be `name`, and write the original model to `out`.
 
-    Returns a report. Raises ValueError, with nothing written, if the last change is another one, or the result is
-    not equal bit for bit to the model from before.
+    Returns a report. Raises ValueError, with nothing written, if the last change has another name, or the result
+    is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
@@ -229,7 +229,7 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
     with step(show, f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
-    # Training from a folder casts weights to float32, and saves them so.
+    # Training casts weights to float32 and saves them in it.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
     with step(show, "comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
@@ -259,7 +259,7 @@ def _write(
     show: Show,
     compare: Callable[[Path], Comparison | str] | None = None,
 ) -> Comparison | str | None:
-    """Save a model with these logits, and compare it. Raises ValueError, and leaves nothing, if it has others."""
+    """Save a model and compare its logits with `expected`. Raises ValueError, writing nothing, if not equal."""
     compared: Comparison | str | None = None
 
     def check(staged: Path) -> dict[str, Any]:
@@ -283,12 +283,12 @@ def _write(
 
 
 def records(loaded: LoadedModel) -> list[Any]:
-    """The records of all changes, in their order."""
+    """Records of all changes, in order."""
     return [*history(loaded), *(change.record() for change in loaded.architecture.changes)]
 
 
 def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
-    """The globs, with those of the parameters that the model's last change added in place of `new`.
+    """The globs, with `new` replaced by globs of the parameters that the model's last change added.
 
     Raises ValueError for `new` if it added none.
     """
@@ -299,7 +299,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """Whether the folder of a model is one of a Hugging Face family, or else why not."""
+    """Text on the form of a model's folder: plain Hugging Face, or the reason why it is not."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
@@ -307,7 +307,7 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
-    """Save a loaded model that was changed since; the card inherits what the change does not concern."""
+    """Save a loaded model after changes; the card inherits entries that stay true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
@@ -316,7 +316,7 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, ch
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """The records of the changes before those of the architecture; in a plain model's card, these are all."""
+    """Records of changes that preceded the architecture's; for a plain model, all changes in its card."""
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)
     return earlier

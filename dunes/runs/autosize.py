@@ -1,4 +1,4 @@
-"""Autosize: from the minutes, the corpus and this machine to a model size, a batch size and a sequence length.
+"""Autosize: choose model size, batch size and sequence length from the minutes, the corpus and this machine.
 
 The rules come from the sweep in docs/log/training.md ("The dial"), which `benchmarks/autosize.py` repeats. A
 model's speed follows from its FLOPs and memory traffic, its loss from parameters and training tokens (the form is
@@ -31,42 +31,42 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Of BPE with a few thousand tokens on code; `bytes` and `chars` have one."""
+"""Bytes per token of BPE with a few thousand tokens on code; `bytes` and `chars` have 1."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""The ratio of the sweep's best models."""
+"""Training tokens per parameter of the sweep's best models."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Above this ratio to the unique tokens, a model memorises the text."""
+"""Parameters per unique token above which a model memorises the text."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
-"""The fit of bits/byte: irreducible loss, then factor and exponent of parameters and of tokens."""
+"""The sweep's fit of bits/byte: irreducible loss, then (factor, exponent) of parameters and of tokens."""
 
 EPOCH_DECAY = 5.0
 """Epochs over which the value of repeated text decays (15 in the paper)."""
 
 ARITHMETIC, PASSES = 0.79, 24.1
-"""Factors of the counted arithmetic and of the activations' bytes, fitted to 16 timed models."""
+"""Factors of FLOPs and of activation bytes in the time of a step, fitted to 16 timed models."""
 
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
 BATCH = 16
 BIAS_RATE = 1e-3
-"""The step of the selection bias, that of https://arxiv.org/abs/2408.15664."""
-CONTEXT, COMPLETION_CONTEXT, COMPLETION_BATCH = 256, 512, 8
-"""Tokens; and tokens and sequences of a model that completes lines: more of the file is worth its time."""
-DROPOUT, WEIGHT_DECAY, FEW_EPOCHS = 0.2, 0.15, 3.0
-"""The dropout and the weight decay of a model for completion, and up to how many epochs it has the usual ones.
-Text that is read often needs far more decay: https://arxiv.org/abs/2509.14786."""
+"""Update rate of the selection bias, as in https://arxiv.org/abs/2408.15664."""
+CONTEXT = 256
+COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # seeing more of the file improves completion enough for its time
+DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs far more decay: https://arxiv.org/abs/2509.14786
+FEW_EPOCHS = 3.0
+"""Epochs above which a completion model gets this dropout and weight decay."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates: matrix products in FLOP/s in the dtype, memory reads in bytes/s."""
+    """Measured rates of a machine: `matmul` in FLOP/s in the dtype, `read` of memory in bytes/s."""
 
     threads: int
     dtype: Dtype
@@ -75,7 +75,7 @@ class Machine:
 
 
 def with_hardware(config: T) -> T:
-    """The config with threads, which are set, and dtype; both are this machine's unless configured."""
+    """The config with threads and dtype chosen for this machine unless configured; sets PyTorch's threads."""
     threads, cores = config.threads or measure.choose_threads(), os.cpu_count() or 1
     if threads > 4 * cores:
         raise ValueError(f"--threads is {threads}; this machine has {cores} processors, so at most {4 * cores}")
@@ -86,7 +86,7 @@ def with_hardware(config: T) -> T:
 
 
 def measure_machine(config: TrainConfig) -> Machine:
-    """The rates of this machine in the config's dtype; measured once, in a few seconds."""
+    """Rates of this machine in the config's dtype, measured once in a few seconds."""
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
@@ -95,7 +95,7 @@ def measure_machine(config: TrainConfig) -> Machine:
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
-    """The config with what was measured, and the default batch size and this context length where it has none."""
+    """The config with measured rates, and this context length and a default batch size unless configured."""
     config = with_hardware(config)
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
@@ -105,10 +105,10 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 
 
 def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
-    """Choose every open option for `size` bytes of training text; return the config and a few lines of reasons.
+    """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    Nothing is measured for a complete config. If that of a resumed run is not complete, since options are measured
-    again, what was once left open stays so.
+    Nothing is measured for a complete config. A resumed run's config may be incomplete, as options are measured
+    again; dropout and weight decay that were unset then stay unset.
     """
     given = config.dtype and config.threads and config.size and config.batch and config.context_length
     regular = not config.complete or None not in (config.dropout, config.weight_decay)
@@ -129,7 +129,7 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
 class Estimate:
     """Estimates for a model: parameters, tokens/s, training tokens, epochs, validation bits/byte.
 
-    `active` are the parameters that compute a token: of a mixture, fewer.
+    `active` is the number of parameters that compute a token, which is smaller in a mixture.
     """
 
     parameters: int
@@ -141,9 +141,9 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The config with the size of the lowest estimated validation loss, unless it has one.
+    """The config with the size that has the lowest estimated validation loss, unless a size is configured.
 
-    A run of fixed steps gains nothing from a faster model: its size follows from its number of tokens.
+    For a run with fixed steps, where speed does not count, the size follows from the number of tokens.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -164,13 +164,13 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
-    # A mixture is about as good as a dense model between its active and its total size: a rule of thumb.
+    # Rule of thumb: a mixture is about as good as a dense model of sqrt(total * active) parameters.
     bits = expected_bits(math.isqrt(parameters * active), tokens, unique)
     return Estimate(parameters, active, rate, tokens, tokens / unique, bits)
 
 
 def size_warning(config: TrainConfig) -> str:
-    """A warning if no model with this vocabulary is as small as --size; else empty."""
+    """A warning if --size is too small for the vocabulary, else "". Raises ValueError if it is for the experts."""
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
@@ -187,7 +187,7 @@ def size_warning(config: TrainConfig) -> str:
 
 
 def unique_tokens(config: TrainConfig, size: int) -> float:
-    """The approximate number of tokens in a text of this many bytes."""
+    """Approximate number of tokens in `size` bytes of text."""
     return max(1.0, size / (BYTES_PER_TOKEN if config.tokenizer == "bpe" else 1.0))
 
 
@@ -203,7 +203,7 @@ def build_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model; with shared experts or a selection bias, one that only dunes reads."""
+    """The architecture of a new model; shared experts and a selection bias are changes that only dunes reads."""
     plain = Architecture(config.family, config_for(config, vocab))
     if not config.has_own_form:
         return plain
@@ -213,7 +213,7 @@ def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """The number of parameters that compute a token: all but the experts that were not chosen for it."""
+    """Number of parameters that compute a token: all except unselected experts."""
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
 
@@ -224,15 +224,15 @@ def vocabulary(config: TrainConfig) -> int:
 
 
 def config_for(config: TrainConfig, vocab: int) -> Any:
-    """The family's config of the given shape, or with about the given number of parameters, embeddings included.
+    """The family's config of the configured shape, or with about the configured number of parameters.
 
-    Widths are 32 or multiples of 64; among those of about that size, the aim is one layer per 64 of width.
+    Embeddings count as parameters. Widths are 32 or multiples of 64, with about one layer for each 64 of width.
     """
     return _with_experts(_dense_config(config, vocab), config)
 
 
 def _with_experts(made: Any, config: TrainConfig) -> Any:
-    """A family's config with the run's number of experts, together as wide as those that it has."""
+    """A family's config with the run's number of experts, whose widths add up to the same total."""
     if not set(EXPERT_OPTIONS) & config.changed():
         return made
     count, balance = config.expert_count, {"balance": 0.0} if config.balancing == "bias" else {}
@@ -275,9 +275,9 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Training FLOPs per token, as if all were trained: six per weight of a matrix, and attention's.
+    """Training FLOPs per token, as if all weights were trained: 6 per weight of a matrix, plus attention.
 
-    Attention is counted without its mask, as it is computed; the optimizer is not counted.
+    Attention counts masked scores, too, as they are computed; the optimizer is not counted.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and model.head is None:
@@ -289,7 +289,7 @@ def flops(model: nn.Module, context: int) -> float:
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
     """Inputs and outputs of every matrix, and the fraction of tokens that it multiplies (below 1 for experts).
 
-    A wrapper of a linear layer names those that it adds as `added_products`.
+    Wrappers of linear layers list further matrices in `added_products`.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
@@ -301,14 +301,14 @@ def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
 
 
 def muon_flops(model: nn.Module) -> float:
-    """FLOPs per step of Muon's five iterations over all trained matrices of linear layers."""
+    """FLOPs per step of Muon's five Newton-Schulz iterations for all trainable matrices of linear layers."""
     trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
     sorted_sides = (sorted(p.shape) for p in trained)
     return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
 
 
 def activation_bytes(model: nn.Module, context: int) -> float:
-    """Bytes of activations per token in a forward pass, at two bytes each."""
+    """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
     vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
@@ -316,16 +316,16 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 
 def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
-    """A sentence with the estimated memory of a run, its largest parts, and how to reduce it.
+    """A sentence with the estimated memory of a run, its largest parts, and options that reduce it.
 
-    `build` makes the model of --from to train.
+    `build` makes the model to train, if it continues --from.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
     return f"{describe_memory(estimate_memory(config, build))}; reduce {options} to need less"
 
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
-    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model to train."""
+    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
     assert config.dtype, "chosen before"
     shape = Shape(config.batch, config.context_length, getattr(torch, config.dtype))
     return process_memory(build or partial(build_model, config), shape)
@@ -340,13 +340,13 @@ def describe_machine(machine: Machine) -> str:
 
 
 def format_parameters(total: int, active: int) -> str:
-    """Like "3.0m parameters", and how many are active in a mixture."""
+    """Text like "3.0m parameters", for a mixture with the number of active ones."""
     few = f", {format_count(active)} active" if active < total else ""
     return f"{format_count(total)} parameters{few}"
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
-    """The chosen options, and the reason for the size if it was chosen (`why`)."""
+    """Lines on the chosen options; `why` is the reason for the size, if it was chosen."""
     return [
         describe_machine(machine),
         f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "

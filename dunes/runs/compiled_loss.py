@@ -1,8 +1,8 @@
 """The loss of a run as one compiled graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-It is compiled in the first step. Whether that pays follows from the run's options alone, so that the same command
-has the same losses; the state of a run records it. Compiled code is deterministic: Inductor's own would add to
-gradients in the order of its threads.
+The loss is compiled in the first step. The choice depends on the run's options alone, so that the same command has
+the same losses; the run's state records it. Compiled code runs in deterministic mode, as Inductor would otherwise
+add to gradients in the order of its threads.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,25 @@ from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
 from dunes.train.loss import Loss
 
-GAIN, COMPILING, WORTH = 0.12, 45.0, 2.0
-"""Share of a step that a compiled loss saves, and seconds of compiling. A run is compiled where it saves `WORTH`
-times what it costs: from 12.5 minutes on."""
+GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
+WORTH = 2.0
+"""Ratio of time saved to time spent compiling above which a run is compiled: from 12.5 minutes on."""
 
 NOMINAL = 30e9
-"""FLOP/s of a thread by which the length of a run of so many steps is estimated."""
+"""Assumed FLOP/s of a thread, for the duration of a run with fixed steps."""
 
 COMPILER_BYTES = 0.7e9
-"""Memory of compiling, besides that of the run."""
+"""Memory of compiling, beside the run's."""
 
 SAMPLES = 10
-"""Batches whose shapes are compared."""
+"""Batches to compare shapes of."""
 
 
 def compile_loss(run: Run, line: Callable[[str], object], backend: str = "inductor") -> None:
-    """Give the trainer a compiled loss, if the run was asked for it or is long enough.
+    """Give the trainer a compiled loss, if configured or if the run is long enough.
 
-    A run that is resumed has the form that it had. `line` gets a line for each change. Raises ValueError where
-    `--compile on` cannot be.
+    A resumed run repeats its earlier choice. `line` gets a line for each change. Raises ValueError if `--compile
+    on` is impossible.
     """
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
@@ -55,8 +55,8 @@ def compile_loss(run: Run, line: Callable[[str], object], backend: str = "induct
 
 
 def pays(run: Run) -> bool:
-    """True if a compiled loss saves more than it costs. A function of the config, as if the machine had a nominal
-    speed: the clock would make each run another one."""
+    """True if a compiled loss saves more time than it costs, at the NOMINAL speed, so that the result depends on
+    the config alone and runs can be repeated."""
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length
     work = flops(run.model, config.context_length) * tokens
@@ -65,7 +65,7 @@ def pays(run: Run) -> bool:
 
 
 def why_eager(run: Run) -> str:
-    """Why the loss of this run is not compiled; empty if it can be."""
+    """The reason why the loss of this run cannot be compiled; "" if it can."""
     trainer = run.trainer
     if trainer.device.type != "cpu" or trainer.ranks > 1:
         return f"compiling it was not built for {trainer.device.type}, {trainer.ranks} ranks"
@@ -87,8 +87,8 @@ def _shapes(batch: Any) -> tuple[torch.Size, ...]:
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
-    Random numbers are the eager loss's, but for dropout in packed rows, whose padding that one leaves out.
-    It is compiled for the first batch; what needs another graph, such as another length, is computed eagerly.
+    Random numbers equal the eager loss's, except for dropout in packed rows, where the eager loss skips padding.
+    The graph is compiled for the first batch; batches that need another graph, as for another length, run eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     fast = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -102,7 +102,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 
 def _compiled_or_eager(run: Run, line: Callable[[str], object], backend: str) -> Loss:
-    """The compiled loss, or the eager one from the first call that fails on."""
+    """The compiled loss, replaced by the eager one after the first call that fails."""
     eager, compiled = run.trainer.loss, None
 
     def loss(model: nn.Module, batch: Any) -> Any:

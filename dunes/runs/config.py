@@ -1,6 +1,6 @@
-"""Options of every run.
+"""Options of every run, from which the command line derives its flags, their defaults and their help.
 
-These classes import no torch: the command line reads its flags, their defaults and their help from them.
+This module does not import torch.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -16,7 +16,7 @@ from dunes.units import plural
 
 MEASURED = ("dtype", "threads", "device")
 RECORDED = ("float32_products", "matmul", "rate")
-"""Fields that only record what was found on this machine when the run began."""
+"""Fields that only record measurements of the machine at the start of the run."""
 
 Compile = Literal["auto", "on", "off"]
 T = TypeVar("T", bound="RunConfig")
@@ -30,16 +30,16 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
     type(None): ("none", lambda v: v is None),
 }
-"""A description and a check for values of each type: a config may come from an edited file."""
+"""Description and check for values of each type, as a config may come from an edited file."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:  # options that are None or 0 are chosen when the run begins
+class Optimization:  # options that are None or 0 are chosen at the start of the run
     minutes: Annotated[float, flag("MINUTES")] = 15.0
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
     """Stop after this many optimizer steps instead."""
-    batch: int = 0  # which each verb describes, like the next two
+    batch: int = 0  # each verb describes this field and the next two
     context_length: int = 0
     lr: float | None = None
     seed: Annotated[int, flag("SEED")] = 0
@@ -48,8 +48,8 @@ class Optimization:  # options that are None or 0 are chosen when the run begins
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    # Options that are None are chosen for this machine. `float32_products` records which products of bfloat16
-    # weights are computed in float32, `matmul` FLOP/s, `rate` the estimated tokens/s.
+    # Options that are None are chosen for this machine. `float32_products` records if products of bfloat16 weights
+    # are computed in float32, `matmul` the FLOP/s of matrix products, `rate` the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
@@ -57,14 +57,14 @@ class Hardware:
     dtype: Annotated[Dtype | None, flag("float32|bfloat16|float16", "bfloat16 where it is fast")] = None
     """Dtype of matrix products; weights and optimizer are float32."""
     threads: Annotated[int | None, flag("THREADS", "OMP_NUM_THREADS, or the cores of this machine")] = None
-    """Threads that compute."""
+    """Number of threads."""
     float32_products: Annotated[bool | None, tyro.conf.Suppress] = None
     matmul: Annotated[float | None, tyro.conf.Suppress] = None
     rate: Annotated[float | None, tyro.conf.Suppress] = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:  # how the text was divided; a run from before there were versions has 0
+class Division:  # version of the train/validation split; 0 in runs from before versions existed
     split_version: Annotated[int, tyro.conf.Suppress] = 0
 
 
@@ -87,7 +87,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Optimization, Hardware, Division):
-    """The options of a run, saved in its folder. It ends after `steps` if set, else after `minutes`."""
+    """Options of a run, saved in its folder. The run ends after `steps` if set, else after `minutes`."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
@@ -95,11 +95,11 @@ class RunConfig(Optimization, Hardware, Division):
         "experts": 1, "experts_per_token": 1, "shared_experts": 0,
     }  # fmt: skip
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
-    """Fields in which 0 means that the value is chosen."""
+    """Fields whose value is chosen automatically if 0."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", *MEASURED)
-    """Fields that may change when resuming. All others determine the weights or the order of the data."""
+    """Fields that may change when resuming; all others affect the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
-    """Fields that hold paths."""
+    """Fields with paths."""
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class RunConfig(Optimization, Hardware, Division):
 
     @property
     def seconds(self) -> float:
-        """The time limit, if the run does not end after steps."""
+        """Time limit in seconds, for a run without `steps`."""
         return self.minutes * 60
 
     @property
@@ -129,7 +129,7 @@ class RunConfig(Optimization, Hardware, Division):
 
     @property
     def missing(self) -> str:
-        """A message about a required option that is missing; empty if there is none."""
+        """Message about a missing required option; empty if all are set."""
         return ""
 
     def with_absolute_paths(self: T) -> T:
@@ -137,15 +137,15 @@ class RunConfig(Optimization, Hardware, Division):
         return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
 
     def changed(self) -> set[str]:
-        """The fields that differ from their defaults."""
+        """Names of fields that differ from their defaults."""
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def names(self) -> set[str]:
-        """The names of all fields."""
+        """Names of all fields."""
         return {f.name for f in fields(self)}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Describe the differences to an earlier config, by field; only among the fields `asked`, if given."""
+        """Texts on differences from an earlier config, by field; if given, only among the fields `asked`."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -155,7 +155,7 @@ class RunConfig(Optimization, Hardware, Division):
 
     @classmethod
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
-        """The config from its JSON. Raises ValueError if that belongs to another kind of run."""
+        """The config from its JSON object. Raises ValueError for the config of another kind of run."""
         if not isinstance(stored, Mapping):
             raise ValueError(f"contains no run config, but a {type(stored).__name__}")
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
@@ -165,7 +165,7 @@ class RunConfig(Optimization, Hardware, Division):
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types that an annotation allows."""
+    """Types that an annotation allows."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -186,7 +186,7 @@ def _describe(value: Any) -> str:
 
 
 def _absolute(name: Any) -> Any:
-    """The absolute path of an existing file or folder; other names, such as those on the Hub, are unchanged."""
+    """The absolute path of an existing file or folder; other names, such as a Hub name, are unchanged."""
     if isinstance(name, tuple):
         return (*map(_absolute, name),)
     path = Path(name).expanduser()

@@ -1,4 +1,4 @@
-"""From a config's sources to training and validation tokens."""
+"""Training and validation tokens from a config's sources."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,18 +32,16 @@ from dunes.text import Tokenizer, library
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
-"""Bytes of text that a tokenizer is trained on; more hardly changes it."""
+"""Bytes of text to train a tokenizer on; more hardly changes it."""
 
-FEWEST, LONG = 5, 4_000
-"""Files for validation, at least: where fewer would be held out, the tails of all are for validation instead, if
-they have so many bytes on average."""
+FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
 LITTLE = 20_000
-"""Bytes of text for validation below which it is little: a loss on 5,000 tokens is uncertain by some percent."""
+"""Bytes of validation text below which a warning is given, as the loss is uncertain by some percent."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Training and validation token ids of one tokenizer; `fingerprints` identify all three."""
+    """A tokenizer with training and validation token ids; `fingerprints` identify all three."""
 
     tokenizer: Tokenizer
     train: TokenIds
@@ -52,7 +50,7 @@ class Tokens:
 
 
 def gather(config: TrainConfig) -> Corpus:
-    """The config's documents. Raises ValueError if nothing is left to train or to validate on."""
+    """The corpus of the config's sources. Raises ValueError if nothing is left to train or to validate on."""
     remember_sources(config.sources, config.follow_links)
     options: dict[str, Any] = {"follow_links": config.follow_links, "text_field": config.text_field}
     corpus = collect_corpus(config.sources, split_version=config.split_version, **options)
@@ -70,7 +68,7 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with whole files for validation, or with the tails of all, as asked or where there are few."""
+    """The corpus with validation files, or with tails of all files if configured or if there are few files."""
     few = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few = few and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few):
@@ -82,7 +80,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with files for a test, if the config trains completion and whole files are for validation."""
+    """The corpus with test files, if the config trains completion and the split is by files."""
     hold_out = config.complete and corpus.split == "files"
     return hold_out_test(corpus, split_version=config.split_version) if hold_out else corpus
 
@@ -90,7 +88,7 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    Raises ValueError if completion is asked for and that has no sentinels, and for --fim-rate where it is off.
+    Raises ValueError for completion if `base` has no sentinels, and for --fim-rate without completion.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -104,7 +102,7 @@ def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
-    """Whether to complete where nothing is asked for, and why."""
+    """True to train completion by default, and the reason."""
     fraction = code_fraction(corpus.documents)
     if fraction <= 0.5:
         return False, f"{fraction:.0%} of the text is source code (--complete turns it on)"
@@ -116,14 +114,14 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
-    """Tokenize the documents, with a tokenizer trained on them if none is given.
+    """Tokenize the documents; by default, a tokenizer is trained on them.
 
     Raises ValueError if there are too few tokens for one training window, or for validation.
     """
     tokenizer, headers = tokenizer or _tokenizer(config, corpus.train, display), config.with_headers
     sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
     shards = [_shard(documents, tokenizer, headers, display) for documents in sides_documents]
-    # A document begins with its BOS, or the EOS of the one before it.
+    # A document begins with its BOS, or with the EOS of the previous document.
     before = 0 if tokenizer.text_start else 1
     whole: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
     sides = _tails(shards[0], corpus.share) if corpus.split == "tails" else whole
@@ -139,7 +137,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
 
 
 def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
-    """A tokenizer trained on the documents, or the cached one of an earlier run."""
+    """A tokenizer trained on the documents, cached across runs."""
     request = f"2 {config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
     if config.tokenizer == "chars" and config.with_headers:
         request += repr([d.header for d in documents])
@@ -170,7 +168,7 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """About SAMPLE bytes of text from documents across the corpus; all text for characters."""
+    """About SAMPLE bytes of text from documents across the corpus; for a `chars` tokenizer, all text."""
     total = sum(d.size for d in documents)
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
@@ -196,7 +194,7 @@ def _shard(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool, d
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """The texts without their tails, and the tails."""
+    """Token ids and document starts of the texts without their tails, and of the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

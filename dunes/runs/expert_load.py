@@ -1,4 +1,4 @@
-"""The load of experts while a mixture trains: its violation of balance, and its picture."""
+"""The load of experts while a mixture trains: its maximal violation of balance, and plots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,20 +9,20 @@ from dunes.train import Step
 
 LOAD = "expert_load"
 LAST = 0.1
-"""The picture's loads are means over this part of the steps."""
+"""Fraction of the steps, at the end, over which the plot averages loads."""
 
 
 def max_violation(load: Sequence[float]) -> float:
-    """MaxVio: how far the largest load of a layer's experts is above their mean, relative to it.
+    """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    A load below 0 is that of no expert. https://arxiv.org/abs/2408.15664
+    Negative entries are no experts and are ignored.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def with_violation(step: Step) -> Step:
-    """The step with the metric `MaxVio`, the mean over its layers, if it has loads of experts."""
+    """The step with the metric `MaxVio`, averaged over layers, if it has loads of experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step
@@ -32,7 +32,7 @@ def with_violation(step: Step) -> Step:
 
 
 def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Loads of each layer's experts at the end, and the MaxVio of each layer over the steps, as a PNG.
+    """Plot the loads of each layer's experts at the end, and the MaxVio of each layer over steps, as a PNG.
 
     `records` are lines of metrics.jsonl. Returns False, and draws nothing, if no step has loads.
     """
@@ -49,7 +49,7 @@ def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
 
 
 def _draw_loads(figure: Any, loads: Sequence[Sequence[Sequence[float]]]) -> None:
-    """Layers by experts, relative to the layer's mean: 1 is even."""
+    """Heat map of layers by experts, relative to the layer's mean (1: balanced)."""
     last = loads[-max(1, round(LAST * len(loads))) :]
     sums = [[sum(values) for values in zip(*layers, strict=True)] for layers in zip(*last, strict=True)]
     means = [sum(v for v in layer if v >= 0) / sum(v >= 0 for v in layer) for layer in sums]

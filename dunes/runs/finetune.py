@@ -30,9 +30,9 @@ BASELINE = Path("state") / "baseline.json"
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
-    """Finetune into the folder, or resume the run there; `options` are fields of `RunOptions`.
+    """Finetune into the folder, or resume its run; `options` are fields of `RunOptions`.
 
-    This many `examples` are printed first, with trained tokens highlighted. Returns and raises what `train` does.
+    The first `examples` are printed, with trained tokens highlighted. Returns and raises as `train`.
     """
     run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
@@ -56,7 +56,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
-    """A run at step 0; `text` are token ids to measure forgetting on."""
+    """A run at step 0; `text` has the token ids for measuring forgetting."""
     config = data.config
     assert config.dtype, "set by `complete`"
     dtype, model = getattr(torch, config.dtype), data.base.model.to(measure.device())
@@ -74,7 +74,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change], dict[str, Any]]:
-    """Change the model into the one to train; returns the changes, and the identity of its base."""
+    """Change the base model for training; returns the changes, and the base's `base_identity`."""
     if METHODS[config.method].adapter is None:
         return prepare_model(model, config), checkpoint.base_identity(model)
     base = checkpoint.base_identity(model)
@@ -85,7 +85,7 @@ def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change],
 
 
 def _baseline(task: FinetuneTask, path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers: measured, or read from the file of a resumed run."""
+    """The base model's scores and answers, measured, or read from the file of a resumed run."""
     dtype = getattr(torch, task.config.dtype or "float32")
     before = _read_baseline(path, display)
     if before is None:
@@ -101,7 +101,7 @@ def _baseline(task: FinetuneTask, path: Path, display: Display) -> Baseline:
 
 
 def _read_baseline(path: Path, display: Display) -> Baseline | None:
-    """The file's contents, if it is undamaged and belongs to saved states."""
+    """The baseline in a file, or None if it is damaged or the run has no saved states."""
     if not (path.is_file() and any(path.parent.glob("step-*"))):
         return None
     try:
@@ -112,7 +112,7 @@ def _read_baseline(path: Path, display: Display) -> Baseline | None:
 
 
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids like the base model's training data; prints a message and returns None if there are none."""
+    """Token ids of text like the base model's training data; None, with a message, if there is no such text."""
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
         ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)

@@ -34,7 +34,7 @@ class ExampleData:
     val_data: Annotated[str, flag("FILE|FOLDER", "a part of --data")] = ""
     """Examples for validation."""
     val_fraction: Annotated[
-        float | None, flag("FRACTION", "a tenth, or what makes 20,000 tokens, at most a fifth")
+        float | None, flag("FRACTION", "a tenth, or enough for 20,000 tokens, at most a fifth")
     ] = None
     """Fraction of --data used for validation."""
     forgetting_data: Annotated[
@@ -42,7 +42,7 @@ class ExampleData:
     ] = ()
     """Files and folders of text like the base model was trained on, to measure forgetting."""
     max_truncated: Annotated[float, flag("FRACTION")] = 0.05
-    """Refuse data of which a larger fraction of the examples would be truncated."""
+    """Refuse data if a larger fraction of the examples would be truncated."""
     packing: Annotated[bool, flag("", "packed")] = True
     """Put one example into each row instead of packing several."""
 
@@ -54,7 +54,7 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Modules that get an adapter or, with full, are trained; new: what the last change added; ! excludes, the
+    """Modules that get an adapter or, with full, are trained; new: modules from the last change; ! excludes, the
     last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
@@ -65,12 +65,12 @@ class Adapter:
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
-    """With lora-experts: low-rank pairs beside each linear layer, each of --rank."""
+    """With lora-experts: low-rank experts at each linear layer, each of --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
-    """With lora-experts: how many of them compute a token."""
+    """With lora-experts: experts that compute each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """With lora-experts: a router for each linear layer; one shared by those of an attention or an MLP; or experts
-    that are whole MLPs (MixLoRA), with plain LoRA beside the other layers."""
+    """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
+    experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class FinetuneOptimization(Optimization):
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
     """Rows per optimizer step."""
     context_length: Annotated[
-        int, flag("TOKENS", "a power of two from 128 to 2048 that the longest example fits")
+        int, flag("TOKENS", "a power of two from 128 to 2048 that fits the longest example")
     ] = 0
     """Tokens in a row; longer examples are truncated."""
     lr: Annotated[float | None, flag("RATE", "chosen from the method and the model's width")] = None
@@ -95,11 +95,11 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
-    """Options of a finetuning run. It ends after `steps`, else after `minutes`, else after `epochs`."""
+    """Options of a finetuning run, which ends after `steps` if set, else after `minutes`, else after `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    # Paths may change: the contents of the base and the examples are compared.
+    # Paths may change, since the contents of base and examples are compared.
     OVERRIDABLE = (*RunConfig.OVERRIDABLE, *PATHS)
     VERB = "finetune"
 
@@ -120,7 +120,7 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
-        """`ranks` as globs and numbers. Raises ValueError for any other form."""
+        """`ranks` as pairs of glob and rank. Raises ValueError for anything but GLOB=RANK."""
         pairs = []
         for each in self.ranks:
             glob, _, rank = each.rpartition("=")

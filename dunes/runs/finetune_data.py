@@ -1,4 +1,4 @@
-"""The data of a finetune: the base model, tokenized examples, and the memory that training needs."""
+"""The data of a finetuning run: the base model, tokenized examples, and the memory that training needs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,10 +62,10 @@ from dunes.units import plural
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """The base model and the tokenized examples; `val_records` are the validation records, `leaked` counts those
-    of --val-data that are near-duplicates of training records.
+    """The base model and the tokenized training and validation examples.
 
-    `tokenizer` and `template` are those of the finetuned model.
+    `leaked` is the number of validation records from --val-data that are near-duplicates of training records.
+    `tokenizer` and `template` are the finetuned model's.
     """
 
     config: FinetuneConfig
@@ -80,7 +80,7 @@ class FinetuneData:
 
     @classmethod
     def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
-        """Raises ValueError for a base or examples that cannot be read, and examples that do not fit the base."""
+        """Load the base and tokenize the examples. Raises ValueError if they cannot be read or do not fit."""
         if is_adapter(folder := checkpoint.locate_model(config.model).folder):
             remedy = f"merge it first: dunes augment merge {folder} OUT"
             raise ValueError(f"{folder}: an adapter, not a base model; {remedy}")
@@ -124,9 +124,9 @@ class FinetuneData:
         return cls(config, base, folder, tokenizer, template, train, valid, val_records, leaked)
 
     def complete(self, display: Display) -> "FinetuneData":
-        """Report on the examples, and choose every option that the config leaves open.
+        """Report on the examples, and choose all unset options of the config.
 
-        Raises ValueError for examples that cannot be trained on as they are.
+        Raises ValueError for examples that cannot be trained on.
         """
         context = self.config.context_length
         if context > self.base.context_length:
@@ -150,20 +150,20 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """The name of the finetuned model's chat template, if it has one; plain text keeps the base model's."""
+        """Name of the finetuned model's chat template, or None; after plain text, the base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
     def loaded(self) -> checkpoint.LoadedModel:
-        """The finetuned model: the base's module, which finetuning changes in place."""
+        """The finetuned model; its module is the base's, which finetuning changes in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
 
 
 def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> None:
-    """Raise ValueError if the method leaves an adapter that PEFT's layout has no names for."""
+    """Raise ValueError if the method makes an adapter that PEFT's format cannot express."""
     if not METHODS[config.method].saves_model:
         with torch.device("meta"):
             model = base.architecture.build()
@@ -174,7 +174,7 @@ def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> N
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
-    """The tokenized rows; plain rows among `conversations` are written without a template."""
+    """The tokenized rows; with `conversations`, rows of plain text among them get no template."""
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
         row_template = templates.get_template("plain") if plain else template
@@ -190,8 +190,8 @@ def _split_examples(
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """The config with its context length, training and validation examples, and the validation records.
 
-    Records are split by their hash, and the ends of large texts are used for validation. Examples without a target
-    in the context are not for validation.
+    Records are split by hash; of large texts, the ends are for validation. Examples without a target in the
+    context are not for validation.
     """
     share = config.val_fraction
     if share is None:
@@ -208,7 +208,7 @@ def _split_examples(
     config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for candidates in (usable, rest) if config.split_version else (rest,):  # all if too few have: reported then
+    for candidates in (usable, rest) if config.split_version else (rest,):  # too few targets are reported later
         val_records = val_records or split_records(candidates, share, config.split_version)[1]
     valid_rows = {id(row) for row in val_records}
     pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]
@@ -217,14 +217,14 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows, of large texts and their near-duplicates one each: the others would have its tail in training."""
+    """The rows without near-duplicates of large texts, which would have the validation tail in training."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
 
 
 def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
-    """The sequence length: that of the longest conversation; for plain text at most the base model's."""
+    """The context length, which fits the longest conversation; for plain text it is at most the base model's."""
     lengths = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
     longest = max(lengths, default=0)
     context = choose_context_length(config, longest, base.model, base.context_length)
@@ -237,7 +237,7 @@ def _windows(example: Example, context: int) -> Iterable[Example]:
 
 
 def own_template_name(base: checkpoint.LoadedModel) -> str | None:
-    """The name of the base model's own chat template, if it has one."""
+    """Name of the base model's own chat template, or None."""
     tokenizer = base.require_tokenizer()
     own = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
@@ -282,7 +282,7 @@ def _full_batch(config: FinetuneConfig) -> Batch:
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
-    """The trained model on fake tensors."""
+    """The model to train, without values, for estimates on fake tensors."""
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
     model = build_with_dtype(dtype, data.base.architecture.build)
@@ -292,9 +292,9 @@ def _meta_model(data: FinetuneData) -> Decoder:
 
 
 def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
-    """Change the model into the one to train, and return the changes.
+    """Change the base model for training, and return the changes.
 
-    Full finetuning trains in float32: updates are smaller than bfloat16's precision.
+    Full finetuning trains in float32, as updates are smaller than bfloat16's precision.
     """
     if METHODS[config.method].adapter is None:
         model.float()
@@ -302,7 +302,7 @@ def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products, unless they are to be saved."""
+    """Cast frozen weights to the dtype of matrix products, unless the run saves them."""
     assert config.dtype, "chosen before"
     if not METHODS[config.method].saves_model:
         cast_frozen(model, getattr(torch, config.dtype))
@@ -316,11 +316,11 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 def read_dataset(
     source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
 ) -> tuple[list[Records], list[str]]:
-    """The records in a file, or in all files below a folder, and lines that report read and skipped files.
+    """Records in a file, or in all files below a folder, and lines that report read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError that names the file, and the line or row, for invalid records, and if there
-    are none.
+    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and if there are
+    none.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -347,16 +347,16 @@ def read_dataset(
 
 
 def _has_records(file: SourceFile) -> bool:
-    """Whether to read a file as records; a .json file that the user names must have records."""
+    """True to read a file as records; a .json file that the user names must have records."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 
 LEAST_TAIL = 16
-"""The minimum length of a tail in tokens."""
+"""Least length of a tail in tokens."""
 
 
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:
-    """Windows of up to `context_length` + 1 ids that overlap by one, so that no id is a target twice."""
+    """Split an example into windows of up to `context_length` + 1 ids that overlap by one id."""
     for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
         stop = start + context_length + 1
         place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
@@ -365,16 +365,16 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts that are each longer than this share of their total length."""
+    """Plain texts that are each longer than this fraction of their total length."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
 
 
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """The texts without their tails, about `share` of their tokens, and the tails; short texts have no tail.
+    """Split texts into heads and tails with about `share` of their tokens; short texts have no tail.
 
-    A tail begins with the last training token, which predicts its first target.
+    A tail starts with the last training token, which predicts its first target.
     """
     heads, tails = [], []
     for text in texts:

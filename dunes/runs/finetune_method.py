@@ -1,4 +1,4 @@
-"""Apply a finetuning config to a model: its changes, trainable weights and learning rate.
+"""Finetuning methods: changes to the model, trainable weights, and default options.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 """
@@ -22,28 +22,25 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.text import Tokenizer, templates
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Options of --method lora-experts, and their names in its change."""
+"""Names in the change lora-experts by option of --method lora-experts."""
 
-TOKENS, STEPS = 4096, 32
-"""Tokens per step, and minimum steps per epoch: LoRA learns less well with large batches
-(https://thinkingmachines.ai/blog/lora/)."""
+TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well with large batches
 
-MAX_CONTEXT, MIN_CONTEXT = 2048, 128
-"""Bounds of the default context length."""
+MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
 
 MAX_ADAPTER_LR = 0.005
-"""The largest default learning rate of adapters."""
+"""Largest default learning rate of adapters."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""The default template of each format; conversations use one whose tokens the tokenizer has."""
+"""Default template by format; conversations use a template whose special tokens the tokenizer has."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Formats whose rows are complete text: no chat template is applied."""
+"""Formats whose rows are complete text, without a chat template."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How the base weights are stored, and which adapter is trained, if any, by which change."""
+    """A finetuning method: options of the `change` that adds an adapter, and of quantizing the base, or None."""
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
@@ -51,7 +48,7 @@ class Method:
 
     @property
     def saves_model(self) -> bool:
-        """Whether a run leaves a whole model, and not an adapter in PEFT's layout."""
+        """True if a run saves the complete model instead of an adapter in PEFT's format."""
         return self.adapter is None or self.change != "lora"
 
 
@@ -70,20 +67,20 @@ METHODS = {
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """Options that were set although they belong to another method."""
+    """Options that the user set (`asked`) although they belong to another method."""
     method = METHODS[config.method]
     others = () if method.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     return [n for n in (*others, *(EXPERTS if method.change != "lora-experts" else ())) if n in asked]
 
 
 def main_records(files: Sequence[Records]) -> Records:
-    """The records that decide the template: conversations first, which a single-turn template cannot write, then
-    single answers, then plain text."""
+    """The records that determine the template: conversations if any, as a single-turn template cannot express
+    them, else single answers, else plain text."""
     return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
 
 
 def _single_tasks(records: Records) -> bool:
-    """True for Alpaca's records without a system prompt and without a history, which its template can write."""
+    """True for Alpaca records without system prompt or history, which Alpaca's template can express."""
     return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
@@ -105,8 +102,8 @@ def choose_template(
 def apply_method(model: nn.Module, config: FinetuneConfig, fill: bool = True) -> list[Change]:
     """Make the changes of the method, freeze all other weights, and return the changes.
 
-    Without `fill` no values are read or initialised, for a model on fake tensors. Raises ValueError for a model
-    that the method cannot change.
+    Without `fill`, for a model on fake tensors, no values are read or initialised. Raises ValueError for a model
+    that the method does not apply to.
     """
     method, changes = METHODS[config.method], list[Change]()
     if method.adapter is None:
@@ -130,14 +127,14 @@ def _request(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
-    """The config with the parameters that the base's last change added in place of `new` in its target modules."""
+    """The config with `new` in its target modules replaced by the parameters that the base's last change added."""
     return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make the parameters trainable whose own or module's names match the globs.
+    """Make the parameters trainable whose own or module's names match the globs, and freeze the others.
 
-    Raises ValueError that lists the names if none match, and if all are to be trained and some are quantized.
+    Raises ValueError if none matches, listing the names, and for "**" if some weights are quantized.
     """
     if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
         raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
@@ -149,7 +146,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def selects(globs: Iterable[str], name: str) -> bool:
-    """Whether the last of the globs that matches the name of a parameter, or of its module, has no !."""
+    """True if the last glob that matches a parameter's name, or its module's, has no !."""
     names, selected = (name, name.rpartition(".")[0]), False
     for glob in globs:
         if any(tree.matches(glob.removeprefix("!"), n) for n in names):
@@ -160,11 +157,11 @@ def selects(globs: Iterable[str], name: str) -> bool:
 def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
-    The default of full finetuning is a power of the width through two points: Alpaca's 2e-5 at 4,096
+    For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
-    "LoRA against full"). That of adapters has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
-    its rate, above which the validation loss rises during training; it is at most MAX_ADAPTER_LR, divided by
-    `_adapter_scale`. The same file, "Learning rates of finetuning", has results from 100 to 5,000 steps, and the
+    "LoRA against full"). For adapters, it has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
+    its rate, above which the validation loss rises during training, at most MAX_ADAPTER_LR, all divided by
+    `_adapter_scale`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps, and the
     limits of these defaults.
     """
     if config.lr is not None:
@@ -177,15 +174,15 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
 
 def _adapter_scale(config: FinetuneConfig) -> float:
-    """The adapter's scale relative to LoRA with alpha 32, by which updates of B are multiplied."""
+    """The adapter's scale relative to LoRA with alpha 32, which multiplies updates of B."""
     adapter = METHODS[config.method].adapter or {}
     return config.alpha / 32 * (config.rank**0.5 if adapter.get("rslora") else 1.0)
 
 
 def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, trained_length: int) -> int:
-    """The configured context length, or one that fits the longest example.
+    """The configured context length, or a power of two that fits the longest example.
 
-    Learned position embeddings limit it to the model's own; rotary embeddings do not.
+    Learned position embeddings limit it to `trained_length`; rotary embeddings do not. Raises ValueError above.
     """
     limit = trained_length if model.embed.place is not None else max(trained_length, MAX_CONTEXT)
     if config.context_length > limit:

@@ -1,4 +1,4 @@
-"""The finetuning task: batches, validation, forgetting, and answers beside the base model's."""
+"""The finetuning task: batches, validation, forgetting, and answers before and after."""
 
 import json
 import shlex
@@ -39,34 +39,33 @@ from dunes.text.templates import Conversation
 from dunes.units import format_count, plural
 
 ANSWERED = 3
-"""Validation examples that are answered before and after."""
+"""Validation examples to answer before and after finetuning."""
 
 ANSWER_TOKENS = 160
-"""Maximum number of tokens of such an answer."""
+"""Most tokens of an answer."""
 
 FORGETTING_TOKENS = 65_536
-"""Tokens of the forgetting data that are scored before and after."""
+"""Tokens of the forgetting data to score before and after finetuning."""
 
-LINES, LINE = 5, 200
-"""Lines of an answer in the report, and characters of each."""
+LINES, LINE = 5, 200  # of an answer in the report; characters of a line
 
 VAL_BATCH = 16
 """Batch size of validation."""
 
 PROBED = 2_048
-"""Tokens whose score tells how many more can be scored in the time that there is."""
+"""Tokens to score first, in order to estimate how many fit the time budget."""
 
 BUDGET = 0.05
-"""The share of a run that ends after its minutes that each measurement of the base model takes: of validation, of
-forgetting, of answers. The finetuned model is measured on the same tokens."""
+"""Fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers). The
+finetuned model is measured on the same tokens."""
 
 
 @dataclass(frozen=True)
 class Baseline:
     """A model's validation score, its score on the forgetting data, and its answers.
 
-    `text` is the fingerprint of the forgetting data, `limits` are how many tokens the two scores are of at most,
-    and `seconds` the time that it took to measure forgetting and answers.
+    `text` is the fingerprint of the forgetting data, `limits` are the token limits of the two scores, and
+    `seconds` is the time taken by forgetting and answers.
     """
 
     score: Score
@@ -78,7 +77,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """Raises ValueError for a file with other contents."""
+        """The baseline in a file that `write` wrote. Raises ValueError for other contents."""
         stored = json_file.read(path)
         try:
             score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
@@ -101,7 +100,7 @@ class Baseline:
 class FinetuneTask:
     """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
-    `base` identifies the base model's weights, `changes` were made to it.
+    `base` is the `base_identity` of the base model, `changes` are the changes made to it.
     """
 
     data: FinetuneData
@@ -157,7 +156,7 @@ class FinetuneTask:
         return "\n".join(f"{_question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, dtype: torch.dtype, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers; it is validated unless `score` is given."""
+        """Score the model and generate its answers; `score` is its validation score if known already."""
         most, start = (FINAL_TOKENS, FORGETTING_TOKENS) if self.before is None else self.before.limits, monotonic()
         ids = () if self.forgetting_ids is None else self.forgetting_ids
         forgetting, kept = _score_within(self._budget, partial(self.score_forgetting, dtype), most[1], len(ids))
@@ -172,11 +171,11 @@ class FinetuneTask:
 
     @property
     def _budget(self) -> float:
-        """Seconds that each measurement of the base model may take. What is compared with it is the same again."""
+        """Seconds that each measurement of the base model may take; unlimited when its limits are repeated."""
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is None else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model gave, or as there is time for."""
+        """Answers to the first validation examples, as many as the base model's, or as the budget permits."""
         answers, end = list[str](), monotonic() + self._budget
         for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
             answers.append(self._answer(record))
@@ -186,7 +185,7 @@ class FinetuneTask:
 
     @property
     def text(self) -> str:
-        """The fingerprint of the forgetting data; empty without any."""
+        """Fingerprint of the forgetting data; empty without any."""
         return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
     def score_forgetting(self, dtype: torch.dtype, limit: int) -> Score | None:
@@ -225,7 +224,7 @@ class FinetuneTask:
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         if METHODS[self.config.method].adapter is None and self.stored != torch.float32:
-            run.model.to(self.stored)  # score the weights as saved
+            run.model.to(self.stored)  # to score the weights as saved
             score = self.score(run.trainer.dtype, FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(run.trainer.dtype, score)
         self._save(run, self._facts(run, score, after))
@@ -286,7 +285,7 @@ class FinetuneTask:
         return [f"adapter: {run}", f"try: dunes chat {run}   or: dunes augment merge {run} {run}-merged"]
 
     def _page(self, after: Baseline) -> str:
-        """The answers side by side, as a Markdown table."""
+        """Answers before and after, as a Markdown table."""
         assert self.before is not None, "measured at the start"
         rows = ["## Validation examples, before and after", ""]
         rows += ["| prompt | expected | before | after |", "|---|---|---|---|"]
@@ -299,7 +298,7 @@ class FinetuneTask:
 def _score_within(
     seconds: float, score: Callable[[int], Score | None], most: int, available: int
 ) -> tuple[Score | None, int]:
-    """The score on as many tokens as there is time for, at most `most`; and the limit that gives it again."""
+    """The score on as many tokens as fit into `seconds`, at most `most`, and this number of tokens."""
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
@@ -308,7 +307,7 @@ def _score_within(
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Append text to a file, unless it is there already, as after resuming a finished run."""
+    """Append text to a file unless the file has it already, as after resuming a finished run."""
     if not (path.is_file() and text in path.read_text(errors="replace")):
         append_text(path, text)
 
@@ -329,7 +328,7 @@ def _first_examples(examples: Sequence[Example], context: int, limit: int) -> Se
 
 
 def _short(text: str) -> str:
-    """A few lines for the report; samples.md has the full text."""
+    """The first lines of an answer for the report; samples.md has the full text."""
     lines = [line[:LINE] for line in text.split("\n") if line.strip()]
     cut = len(lines) > LINES or len(text) > LINE * LINES
     return "\n          ".join([*lines[:LINES], *["..."] * cut])

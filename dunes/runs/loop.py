@@ -1,4 +1,4 @@
-"""The training loop: steps, and between them validation, samples, saves and progress."""
+"""The training loop: steps, with validation, samples, saves and progress between them."""
 
 import os
 import shlex
@@ -49,29 +49,28 @@ CHECK_TOKENS = 16_384
 SAVE_SECONDS = 60.0
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
-PATIENCE, WORSE = 3, 1.01
-"""Warn after this many validations without improvement, if the loss is this many times the best."""
+PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the best loss, for a warning
+# A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
+# early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
+# MEMORISED times validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
-"""End a run by the clock after this many times the steps of its best validation, if validation loss is so many
-times the best, and the loss in training so many times that: it only memorises a small text (docs/log/training.md,
-"A small text is learned by heart")."""
 
 NOT_SAVED = 3
 DIVERGED = 4
 
 
 def begin_run(config: T, folder: Path, display: Display, options: RunOptions) -> T | None:
-    """The config to run with, of a new run or of the one in the folder; nothing is written.
+    """The config of a new run, or of the run in the folder to resume; nothing is written.
 
-    None if a dry run has nothing to report but the run in the folder. Raises ValueError for invalid options, and
-    for a folder that cannot be used.
+    None if a dry run only reports on the run in the folder. Raises ValueError for invalid options, and for a
+    folder that cannot be used.
     """
     TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     config = config.with_absolute_paths()
     with _warn_in_dry_run(display, options.dry_run):
         config = resolve_config(config, folder, options.resume, options.asked, options.override)
     if (folder / "state" / "lock").exists():
-        with _warn_in_dry_run(display, options.dry_run), run_lock(folder):  # fail now, not after reading the data
+        with _warn_in_dry_run(display, options.dry_run), run_lock(folder):  # fail before reading the data
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
@@ -89,11 +88,11 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
-    """Train, after restoring the last state if the run is resumed. The caller holds the run's lock.
+    """Train, after restoring the last state of a resumed run. The caller has acquired `run_lock`.
 
-    `timings` are of the preparation, which counts as elapsed time. Returns an exit status: 0, 128 + the signal
-    that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from NaN or
-    infinity.
+    `timings` are the preparation's, which counts as elapsed time. Returns an exit status: 0, 128 + the number of
+    the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from
+    NaN or infinity.
     """
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
@@ -115,7 +114,7 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
 
 @contextmanager
 def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
-    """In a dry run, only warn that the folder already contains a run."""
+    """Turn FolderInUse into a warning in a dry run."""
     try:
         yield
     except FolderInUse as error:
@@ -126,7 +125,7 @@ def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
 
 @dataclass
 class StopRequest:
-    """The signal that asked the run to stop, or 0; and whether a signal asked for a save."""
+    """Number of the signal that requested a stop, or 0; `save` is True if a signal requested a save."""
 
     signal: int = 0
     save: bool = False
@@ -134,10 +133,10 @@ class StopRequest:
 
 @dataclass
 class Saver:
-    """`saver.start(run)` between steps saves the run in the thread of a pool; at most one save is in progress.
+    """Saves the run in a thread of `pool` while training continues, one save at a time.
 
-    A failed save is reported in one line, earlier states are kept, and the next save tries again. With `strict`,
-    it raises OSError at the next call instead.
+    A failed save is reported by `warn` in one line, earlier states stay, and the next save tries again. With
+    `strict`, the next call raises OSError instead.
     """
 
     pool: ThreadPoolExecutor
@@ -147,11 +146,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in progress."""
+        """True if a save is in progress."""
         return self._pending is not None and not self._pending.done()
 
     def start(self, run: Run) -> bool:
-        """Start saving the run as it is now; False if the previous save is still in progress."""
+        """Start saving the current state; False if the previous save is still in progress."""
         if self.busy:
             return False
         self.wait()
@@ -160,18 +159,18 @@ class Saver:
         return True
 
     def report_failure(self) -> None:
-        """Report a failed save, if there was one."""
+        """Report the previous save if it failed."""
         if not self.busy:
             self.wait()
 
     def last(self, run: Run) -> bool:
-        """Save the run as it is now, and wait; False if that failed."""
+        """Save the current state and wait; False if saving failed."""
         self.wait()
         self.start(run)
         return self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save in progress, if any; False if it failed."""
+        """Wait for a save in progress; False if it failed."""
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
@@ -196,7 +195,7 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
         except OSError as error:
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # an error in the data, not in the weights
+        except ValueError:  # from the data, so that the weights are worth saving
             saver.last(run)
             raise
         except (RuntimeError, MemoryError) as error:
@@ -209,9 +208,9 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
 
 @contextmanager
 def _signals() -> Iterator[StopRequest]:
-    """The first SIGINT or SIGTERM asks the run to stop after the current step; the second exits at once.
+    """Let the first SIGINT or SIGTERM request a stop after the current step, and the second exit immediately.
 
-    SIGUSR1 asks for a save.
+    SIGUSR1 requests a save.
     """
     request = StopRequest()
 
@@ -233,10 +232,10 @@ def _signals() -> Iterator[StopRequest]:
 
 
 def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> None:
-    """Train, and between steps validate, sample and save, until the schedule ends or a stop is requested.
+    """Train, with validation, samples and saves between steps, until the schedule ends or a stop is requested.
 
-    Raises Diverged if training does not recover, ValueError if the tokens changed on disk, and OSError if a
-    strict save fails.
+    Raises Diverged if training does not recover from NaN or infinity, ValueError if the tokens changed on disk,
+    and OSError if a strict save fails.
     """
     config = run.config
     run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
@@ -274,7 +273,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # it is over, also when it is resumed
+            run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
         if request.signal:
             display.line("stopping after this step and saving; interrupt again to exit at once")
@@ -286,7 +285,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
 
 
 def _add_step_time(run: Run, step: Step) -> None:
-    """Add the step's time: the first one of a process also loads kernels or compiles."""
+    """Add the step's time; the first step of a process, which loads kernels or compiles, is a phase of its own."""
     data, run.data = run.timings.seconds["data"] - run.data, run.timings.seconds["data"]
     run.timings.add("steps" if run.warm else "first step", step.seconds - data)
     run.warm = True
@@ -294,9 +293,9 @@ def _add_step_time(run: Run, step: Step) -> None:
 
 @dataclass
 class NonFatal:
-    """`with non_fatal("sampling"):` continues training when this work fails.
+    """Continues training when the work in `with non_fatal("sampling"):` fails.
 
-    A full disk or too little memory is reported once per kind of work.
+    OSError and lack of memory are reported once for each kind of work; other errors are raised.
     """
 
     display: Display
@@ -320,7 +319,7 @@ def _check_due(step: int) -> bool:
 
 
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
-    """Log a step to metrics.jsonl, its loss also as an exact hex float."""
+    """Append a step to metrics.jsonl, with its loss also as an exact hex float."""
     record: dict[str, Any] = asdict(step)
     metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
@@ -357,7 +356,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 def _sample(run: Run, display: Display, weights_step: int) -> str:
-    """Generate a sample with the weights of `weights_step`, to the screen and to samples.md."""
+    """Generate a sample with the weights of step `weights_step`, show it and append it to samples.md."""
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
@@ -370,7 +369,7 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save state and results, plot the loss, and print the final report."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    interrupted = bool(request.signal)  # a signal from here on is too late: what is begun is finished
+    interrupted = bool(request.signal)  # later signals do not cut the report short
     status = 128 + request.signal if interrupted else 0
     try:
         with run.timings("saves"):
@@ -413,7 +412,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
 
 
 def _final_score(run: Run, interrupted: bool) -> Score:
-    """Load the best weights and score them; after an interrupt return their last score."""
+    """Load the best weights and score them; after an interrupt, return their earlier score."""
     if run.best_weights:
         load_trainable_state(run.model, run.best_weights)
     if interrupted and run.best:
@@ -422,7 +421,7 @@ def _final_score(run: Run, interrupted: bool) -> Score:
 
 
 def rising_loss_warning(run: Run) -> str:
-    """A warning if the validation loss has been above its best for several validations; else empty."""
+    """A warning if the validation loss has been above its best for several validations; else ""."""
     if not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     if run.last.bits_per_byte < run.best.bits_per_byte * WORSE:
@@ -436,8 +435,8 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def early_end(run: Run, loss: float) -> str:
-    """The reason to end a run by the clock early, after a step of this loss; empty where there is none. Validation
-    loss that rises with the learning rate is none: then the loss in training rises, too."""
+    """The reason to end a time-limited run early, after a step with this training loss; "" to continue."""
+    # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     rises = run.last.bits_per_byte > RISEN * run.best.bits_per_byte
@@ -452,7 +451,7 @@ def early_end(run: Run, loss: float) -> str:
 
 
 def overfitting_note(run: Run) -> str:
-    """A note on which weights were saved if the validation loss has risen since its best; else empty."""
+    """A note on the saved weights if the validation loss has risen since its best; else ""."""
     if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
         return ""
     return (
@@ -464,5 +463,5 @@ def overfitting_note(run: Run) -> str:
 
 def _write(folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
     if (folder / METRICS).exists():
-        fsync_path(folder / METRICS)  # a state includes the losses up to it
+        fsync_path(folder / METRICS)  # resuming needs the metrics up to the state
     return checkpoint.save_state(folder, step, snapshot)

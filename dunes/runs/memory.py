@@ -1,4 +1,4 @@
-"""The memory of training and inference: measured while running, or estimated on fake tensors."""
+"""Memory of training and inference, measured on real tensors or estimated on fake ones."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,15 +20,15 @@ from dunes.train.loss import Loss, next_token_loss
 Build = Callable[[], Decoder]
 
 PROCESS = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident now, plus code and workspaces loaded in the first steps."""
+"""Bytes of Python and torch: resident memory at import, plus code and workspaces loaded in the first steps."""
 
 FRAGMENTATION = 0.45
-"""Fragmentation of glibc's heap after some steps, as a fraction of the allocations of training."""
+"""Fragmentation of glibc's heap, as a fraction of the allocations of training."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The batch of a step, which determines its memory together with the model; `dtype` is for autocast."""
+    """Shape of a training batch; `dtype` is autocast's, `checkpointing` of activations applies to all blocks."""
 
     batch: int
     context: int
@@ -37,7 +37,7 @@ class Shape:
 
 
 def zero_batch(shape: Shape) -> Tensor:
-    """A batch of this shape for `next_token_loss`."""
+    """A batch of zeros (batch, context + 1) int64 for `next_token_loss`."""
     return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
 
 
@@ -56,9 +56,9 @@ TRAINING = TrainSetup()
 def train_allocations(
     build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING
 ) -> Allocations:
-    """The allocations of the second training step, when the optimizer state exists.
+    """Allocations of the second training step, when the optimizer state exists.
 
-    `estimated` uses fake tensors: the result is the same, in a fraction of a second and without memory.
+    `estimated` uses fake tensors, which give the same result in a fraction of a second and without memory.
     """
     with _tensors(estimated):
         model = build()
@@ -73,7 +73,7 @@ def train_allocations(
 
 
 def inference_allocations(build: Build, shape: Shape, estimated: bool = True) -> Allocations:
-    """The allocations of a prompt and one generated token, with the KV cache."""
+    """Allocations of a prompt and one generated token, with the KV cache."""
     with _tensors(estimated):
         model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
@@ -85,7 +85,7 @@ def inference_allocations(build: Build, shape: Shape, estimated: bool = True) ->
 
 
 def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
-    """Build the model in this dtype; fake weights cannot be converted."""
+    """Build the model in this dtype, as fake weights cannot be cast afterwards."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -97,8 +97,8 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
 def process_memory(
     build: Build, shape: Shape, setup: TrainSetup = TRAINING, trainable: int | None = None
 ) -> dict[str, float]:
-    """Bytes of a training process, by purpose, estimated on fake tensors; `trainable` is the size of the trainable
-    weights, by default of all."""
+    """Bytes of a training process, by purpose, estimated on fake tensors; `trainable` are the bytes of the
+    trainable weights, by default all weights."""
     log = train_allocations(build, shape, True, setup)
     parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
@@ -118,7 +118,7 @@ def describe_memory(parts: Mapping[str, float]) -> str:
 
 
 def _step(trainer: Trainer, batch: Any) -> None:
-    """A training step without the check for finite values, which fake tensors do not have."""
+    """A training step without the check for finite values, which fake tensors do not support."""
     trainer.gradients([batch])
     trainer.update()
     trainer.clear_gradients()
@@ -126,12 +126,12 @@ def _step(trainer: Trainer, batch: Any) -> None:
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeMode":
-        return self  # a copied tensor would have a mode of its own, and not mix with others
+        return self  # tensors of different modes cannot be mixed
 
 
 @contextmanager
 def _tensors(estimated: bool) -> Iterator[None]:
     mode = _FakeMode() if estimated else nullcontext()
     with warnings.catch_warnings(), mode, torch.device(measure.device()):
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copying one
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # from deepcopy
         yield

@@ -1,4 +1,4 @@
-"""A run that is far slower than estimated says so once, and why."""
+"""A single warning, with the reason, for a run that is far slower than estimated."""
 
 import math
 import os
@@ -10,15 +10,15 @@ from dunes.train import Step
 from dunes.units import format_count, plural
 
 SLOW = 0.5
-"""A run is slow below this share of its estimated rate, or of the processor time of its threads."""
+"""Fraction of the estimated rate, or of the threads' processor time, below which a run is slow."""
 WATCHED = 10
-"""Steps after which it is known."""
+"""Steps to time before a warning."""
 SMALL_STEP = 1_000
-"""Tokens of a step below which its fixed cost, which is not estimated, may be most of it."""
+"""Tokens per step below which fixed costs, which are not estimated, may dominate."""
 
 
 class PaceCheck:
-    """`check.warning(step)` after each step: a warning the first time that the run is slow, else empty."""
+    """Call `check.warning(step)` after each step: it returns a warning once if the run is slow, else ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -42,14 +42,14 @@ class PaceCheck:
         return f"warning: {format_count(rate)} tokens/s{estimate}: {self._reason(share)}; the run {ends}"
 
     def _processor_share(self) -> float:
-        """The share of the time that its threads could have that this process computed, since the first step."""
+        """Processor time since the first step, as a fraction of the time available to the run's threads."""
         assert self._start is not None, "set by the first step"
         wall, own = (now - then for now, then in zip((perf_counter(), process_time()), self._start, strict=True))
         return own / (wall * self._usable)
 
     @property
     def _usable(self) -> int:
-        """The processors that its threads can use."""
+        """Processors that the run's threads can use."""
         return min(self.run.config.threads or 1, _cores())
 
     def _reason(self, share: float) -> str:
@@ -65,5 +65,5 @@ def _cores() -> int:
 
 
 def _load() -> float:
-    """Processes that ran in the last minute, on average."""
+    """Average number of running processes in the last minute."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf

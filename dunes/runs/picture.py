@@ -1,4 +1,4 @@
-"""The plot of a run's loss."""
+"""Plots of a run's loss, and of a comparison before and after a change."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,9 +13,9 @@ TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
-    """Training and validation loss in nats/token over the steps, with bits/byte on the right, as a PNG.
+    """Plot training and validation loss in nats/token over steps, with bits/byte on the right, as a PNG.
 
-    `records` are lines of metrics.jsonl. `score` is that of the saved weights, those of `step`.
+    `records` are lines of metrics.jsonl. `score` is the validation score of the saved weights, from step `step`.
     """
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Bars of what a model takes and does after a change, relative to before, as a PNG."""
+    """Plot size, memory and speed of a model after a change, relative to before, as bars in a PNG."""
     from matplotlib.figure import Figure
 
     a, b = comparison.before, comparison.after
@@ -66,7 +66,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Steps and validation losses in nats/token; some records have them in bits/byte only."""
+    """Steps and validation losses in nats/token, converted from bits/byte if a record has only these."""
     points = []
     for record in records:
         loss = record.get("validation_loss")
@@ -78,19 +78,19 @@ def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, f
 
 
 def is_drawable(loss: float) -> bool:
-    """Whether a loss can be plotted: finite, and not absurdly large."""
+    """True if a loss can be plotted: it is finite and below 1e30."""
     return abs(loss) < 1e30
 
 
 def centered_mean(values: Sequence[float], reach: int = 10) -> list[float]:
-    """A centered moving mean of up to `reach` values on either side."""
+    """Centered moving mean over up to `reach` values on either side."""
     sums = [0.0, *accumulate(values)]
     near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
 
 
 def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """An exponential moving average, bias-corrected."""
+    """Bias-corrected exponential moving average with decay `keep`."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)

@@ -1,4 +1,4 @@
-"""Reading and checking a training state before resuming from it: digests detect damage, not edits."""
+"""Validation of a training state before resuming from it, since digests detect damage but not edits."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from dunes.train import Record
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """The state in a folder `step-000123`, with config (of class `config_class`), scores and schedule as objects.
 
-    Raises ValueError that names the folder and the first invalid entry.
+    Raises ValueError, naming the folder and the first invalid entry.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -43,7 +43,7 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
 
 @contextmanager
 def invalid_state(folder: Path) -> Iterator[None]:
-    """Turn an error about a state's content into a ValueError that names the folder and the remedy."""
+    """Turn errors from a state's content into a ValueError that names the folder and the remedy."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The score in [loss_sum, tokens, bytes] or None. The loss of a diverged model may be NaN.
+    """The score stored as [loss_sum, tokens, bytes], or None. The loss of a diverged model may be NaN.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -85,7 +85,7 @@ def read_score(values: Any) -> Score | None:
 def first_difference(was: Any, now: Any) -> str:
     """The first difference of two JSON values, like "config.rms_norm_eps was 1e-05, now 0.1"; empty if equal.
 
-    A value that is missing is None.
+    A missing value counts as None.
     """
     before, after = _leaves(was), _leaves(now)
     path = next((path for path in before | after if before.get(path) != after.get(path)), None)
@@ -93,7 +93,7 @@ def first_difference(was: Any, now: Any) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """The numbers, strings and other leaves of a JSON value, by their dotted paths."""
+    """Numbers, strings and other leaves of a JSON value, by dotted path."""
     if not isinstance(value, (Mapping, list, tuple)):
         return {path: value}
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -120,14 +120,14 @@ def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dty
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise an error that `invalid_state` words unless the state is valid for this optimizer."""
+    """Raise an error that `invalid_state` translates, unless the state is valid for this optimizer."""
     if parts := getattr(optimizer, "optimizers", None):
         for number, part in enumerate(parts):
             check_optimizer(part, state[str(number)])
         return
     for fresh, group in zip(optimizer.state_dict()["param_groups"], state["param_groups"], strict=True):
         if group["params"] != fresh["params"]:
-            raise ValueError("the optimizer's groups are not those of this run")
+            raise ValueError("the optimizer's groups differ from this run's")
         for name, value in fresh.items():
             if isinstance(value, (float, tuple)) and not torch.tensor(group[name]).isfinite().all():
                 raise ValueError(f"the optimizer's {name} is {group[name]}")

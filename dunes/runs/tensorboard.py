@@ -1,7 +1,7 @@
 """A run's metrics and samples for TensorBoard, in RUN/tensorboard.
 
-The file is written directly in TensorBoard's record format: the thread of SummaryWriter prints a traceback and
-dies when the disk is full, and its purge_step purges scalars but not text.
+The file is written directly in TensorBoard's record format, as the thread of SummaryWriter dies with a traceback
+when the disk is full, and its purge_step purges scalars but not text.
 """
 
 import os
@@ -22,11 +22,11 @@ SAMPLES = "samples.md"
 
 
 class TensorBoard:
-    """`with TensorBoard(run, non_fatal) as board:` then `board.step(...)` and `board.sample(...)` between steps.
+    """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
     All earlier metrics and samples of the run are written again at the start, so that a resumed run has no gaps or
-    duplicates. An OSError is reported by `non_fatal` and ends the logging, not the run. With None for the run's
-    folder it does nothing. Raises ValueError if tensorboard is needed and not installed.
+    duplicates. An OSError is reported by `non_fatal` and ends the logging, not the run. Does nothing if the run's
+    folder is None. Raises ValueError if tensorboard is needed and not installed.
     """
 
     def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -50,7 +50,7 @@ class TensorBoard:
                 file.close()
 
     def step(self, step: Step, bits_per_byte: float | None) -> None:
-        """Write the metrics of a step, with the validation bits/byte if measured after it."""
+        """Write the metrics of a step, with the validation bits/byte if measured."""
         if self._file is not None:
             with self._until_error():
                 self._scalars(asdict(step) | {"step": step.number, "bits_per_byte": bits_per_byte}, time())
@@ -66,10 +66,10 @@ class TensorBoard:
     def _begin(self, run: Path) -> None:
         (run / FOLDER).mkdir(exist_ok=True)
         for old in (run / FOLDER).glob("events.out.tfevents.*"):
-            os.truncate(old, 0)  # an open TensorBoard would never skip a deleted file
+            os.truncate(old, 0)  # an open TensorBoard would not skip a deleted file
         self._file = (run / FOLDER / f"events.out.tfevents.{time_ns()}.dunes").open("wb")
         self._put(file_version="brain.Event:2")
-        # Such a TensorBoard forgets here what it has read.
+        # An open TensorBoard discards earlier records here.
         self._put(session_log=self._event.SessionLog(status=self._event.SessionLog.START))
         noted = [r for r in read_metrics(run / METRICS) if "loss" in r]
         clock = time() - sum(r["seconds"] for r in noted)
@@ -107,14 +107,14 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s, metrics."""
+    """Scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s, metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     values["tokens_per_second"] = record["count"] / record["seconds"]
     return {name: value for name, value in values.items() if value is not None} | scalar_metrics(record)
 
 
 def read_samples(path: Path) -> dict[int, str]:
-    """The samples in a samples.md by step; the last one if a step was repeated."""
+    """Samples in a samples.md by step; of a repeated step, the last sample."""
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

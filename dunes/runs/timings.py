@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 @dataclass
 class Timings:
-    """`with timings("saves"):` adds the elapsed seconds to that phase. Costs a microsecond per use."""
+    """Seconds by phase: `with timings("saves"):` adds the elapsed time to a phase, at a microsecond per use."""
 
     seconds: Counter[str] = field(default_factory=Counter)
     start: float = field(default_factory=lambda: monotonic())
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this object was made."""
+        """Seconds since this object was created."""
         return monotonic() - self.start
 
     @contextmanager
@@ -35,7 +35,7 @@ class Timings:
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, timing how long each takes to arrive."""
+        """The items, with the time to fetch each added to the phase."""
         stream = iter(items)
         while True:
             with self(phase):

@@ -57,19 +57,19 @@ from dunes.train.loss import next_token_loss
 from dunes.units import format_count, plural
 
 TYPICAL_RATE = 10_000
-"""Tokens a second that a run of so many steps is taken to have, where its time must not depend on the machine."""
+"""Assumed tokens/s of a run with fixed steps, whose duration must not depend on the machine."""
 
 LR = 0.006
-"""The default peak learning rate of matrices: a third of that from scratch (docs/log/training.md, "Training
-on")."""
+"""Default peak learning rate of matrices with --from, a third of the rate from scratch (docs/log/training.md,
+"Training on")."""
 BASE_TOKENS = 16_384
-"""Validation tokens that the model is scored on before the first step."""
+"""Validation tokens to score before the first step."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
-    """Train into the folder, or resume the run there; `options` are fields of `RunOptions`.
+    """Train into the folder, or resume its run; `options` are fields of `RunOptions`.
 
-    Returns what `execute_run` does. Raises ValueError, before anything is written, for invalid options or data.
+    Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
     config = config.with_family(run_options.asked)
@@ -79,7 +79,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     with display:
         with timings("reading data"):
             base, corpus, reasons = load_base(ready) if ready.base else None, gather(ready), []
-            if not run_options.resume:  # then it is chosen; also None, of a run from before there was a choice
+            if not run_options.resume:  # resumed runs have chosen; older ones have None
                 ready, reason = choose_completion(ready, corpus, base.tokenizer if base else None)
                 reasons.append(reason)
             corpus = with_test_files(ready, corpus)
@@ -105,7 +105,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def _choose_options(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
 ) -> TrainConfig:
-    """The config with every open option chosen, and the reasons shown."""
+    """The config with all unset options chosen; shows the reasons."""
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, resumed)
     else:
@@ -139,7 +139,7 @@ def load_base(config: TrainConfig) -> LoadedModel:
 
 
 def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
-    """The config with every open option chosen, and a few lines about them; that of a resumed run is complete."""
+    """The config with all unset options chosen, and lines with the reasons; a resumed run's config is complete."""
     if config.dtype and config.threads and config.batch and config.context_length and config.lr:
         return config if resumed else with_hardware(config), []
     config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
@@ -148,24 +148,24 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
-    """The model of --from without its weights, of which the parameters to train are trainable."""
+    """The model of --from without its weights, with the selected parameters trainable."""
     model = base.architecture.build()
     select_trainable(model, config.trainable, base)
     return model
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
-    """Train the parameters that match the globs; `new` is those of the base's last change, `all` is every one.
+    """Make the parameters that match the globs trainable; `new` are the parameters of the base's last change.
 
-    Raises ValueError if nothing matches, or `new` is asked for and the last change added no parameters.
+    Raises ValueError if nothing matches, or for `new` if the last change added no parameters.
     """
     set_trainable(model, _resolve_globs(trainable or ("all",), base))
 
 
 def rate_factors(model: nn.Module, factors: Sequence[str], base: LoadedModel | None) -> dict[Tensor, float]:
-    """The factor of each trainable parameter in the last GLOB=FACTOR that matches it.
+    """The learning-rate factor of each trainable parameter, from the last GLOB=FACTOR that matches it.
 
-    Raises ValueError for a glob that matches none, and for `new` as `select_trainable` does.
+    Raises ValueError for a glob that matches none, and for `new` as `select_trainable`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     chosen: dict[Tensor, float] = {}
@@ -185,7 +185,7 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
 
 
 def score_base(run: Run, display: Display) -> None:
-    """Validate the model before its first step; if training makes it worse, these weights are saved."""
+    """Validate the model before its first step, so that its weights are saved if training makes it worse."""
     score = run.check(BASE_TOKENS)
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
@@ -193,7 +193,7 @@ def score_base(run: Run, display: Display) -> None:
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
-    """The model with this context length, also in the config that a form of its own is saved with."""
+    """The model with this context length, also in its architecture's config."""
     architecture = base.architecture
     if hasattr(architecture.config, "context_length"):
         architecture = replace(architecture, config=replace(architecture.config, context_length=length))
@@ -207,7 +207,7 @@ def prepare(
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
 ) -> Run:
-    """A run at step 0, for a complete config: of a new model, or of the base's."""
+    """A run at step 0 for a complete config, with a new model or the base's."""
     assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
@@ -236,7 +236,7 @@ def prepare(
 def _completion_files(
     config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
 ) -> CompletionFiles | None:
-    """The files that lines will be completed by; None if the run does not train completion."""
+    """Files for completing lines in the run's folder; None if the run does not train completion."""
     if not config.complete:
         return None
     files = FileTokenizer(tokenizer, config.with_headers)
@@ -244,9 +244,9 @@ def _completion_files(
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run, with the learning rate and the weight decay of its options, where it has them.
+    """The optimizer of a run, with the configured learning rate and weight decay, if any.
 
-    Muon computes in the run's dtype, so that a resumed run does on any machine.
+    Muon computes in the run's dtype, so that a resumed run repeats it on any machine.
     """
     options: dict[str, Any] = {"products": getattr(torch, config.dtype or "float32")}
     if config.lr is not None:
@@ -258,7 +258,7 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text. `dropout` are the probabilities that the model was built with."""
+    """Next-token prediction on text. `dropout` are the dropout probabilities from before training."""
 
     config: TrainConfig
     text: Tokens
@@ -280,7 +280,7 @@ class TrainTask:
 
     @property
     def _seconds(self) -> float:
-        """The time of the run that the gate's is a share of: a function of the config, so that it is exact."""
+        """Duration of the run for the completion gate's time budget; it depends on the config alone."""
         config = self.config
         tokens = (config.steps or 0) * config.batch * config.context_length
         return tokens / TYPICAL_RATE if config.steps else config.seconds
@@ -324,7 +324,7 @@ class TrainTask:
         return f"{share}{format_parameters(total, active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        set_dropout(run.model, self.dropout)  # a folder says what computes, not how it was trained
+        set_dropout(run.model, self.dropout)  # a saved model has no trace of the training's dropout
         facts = card_facts(run, score, "trained")
         save_changed(self.loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
@@ -336,11 +336,11 @@ class TrainTask:
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
-    """The dropout of each block's outputs, which acts in training only."""
+    """Dropout modules of each block's outputs."""
     return [block.dropout for block in model.modules() if isinstance(block, Block)]
 
 
 def set_dropout(model: nn.Module, probabilities: Sequence[float]) -> None:
-    """Set the dropout of each block's outputs."""
+    """Set the dropout probability of each block's outputs."""
     for dropout, p in zip(dropouts(model), probabilities, strict=True):
         dropout.p = p

@@ -12,16 +12,15 @@ from dunes.flags import REQUIRED, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
-"""The smallest valid --size: for smaller numbers the unit was probably forgotten."""
+"""Smallest valid --size; below it the unit was probably forgotten."""
 
 WIDTH_STEP = 32
-"""Widths are multiples of this, the smallest head."""
+"""Divisor of all widths, the smallest head dim."""
 
 Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 MIXTURES = ("mixtral", "qwen3_moe")
-"""The families with experts."""
-EXPERTS, MAX_EXPERTS = 8, 4096
-"""The default number of experts, and the largest."""
+"""Families with experts."""
+EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
@@ -47,7 +46,7 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, or a name on the Hub."""
     trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
-    """With --from, the parameters to train: all, those that the last change added, or globs of their names."""
+    """With --from, the parameters to train: all, new ones from the last change, or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
@@ -57,7 +56,7 @@ class ModelShape:
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
     """Further experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
-    """Balance the load of experts by a loss, or by a bias of the router's choice (loss-free)."""
+    """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
     size: Annotated[
         str, flag("SIZE|LAYERSxWIDTH", "chosen from --minutes or --steps, the text and this machine")
     ] = ""
@@ -73,7 +72,7 @@ class TrainOptimization(Optimization):
     batch: Annotated[int, flag("SEQUENCES", "8 with --complete, else 16")] = 0
     """Sequences per optimizer step."""
     context_length: Annotated[
-        int, flag("TOKENS", "512 with --complete, else 256; with --from 256, or all that the model has")
+        int, flag("TOKENS", "512 with --complete, else 256; with --from 256, at most the model's")
     ] = 0
     """Maximum sequence length of the model, in tokens."""
     lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
@@ -83,31 +82,31 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # without `file_headers`, files do not begin with their paths: to compare
+class Completion:  # `file_headers` False: files do not begin with their paths, for ablations
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
-    """Train to complete lines between the text before and after them, in a stream of files with their paths."""
+    """Train to complete lines from the text before and after them, in a stream of files with their paths."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
-    """With --complete, the share of windows that are cut into prefix, suffix and middle."""
+    """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
-        float | None, flag("P", "0.2 with --complete, where the text is read often; that of --from; else 0")
+        float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
     ] = None
-    """Probability of a block's outputs to be zero in training."""
+    """Dropout probability of a block's outputs in training."""
     weight_decay: Annotated[
         float | None,
         flag(
             "RATE",
-            "0.15 of a new model with --complete, where text is read often; else 0.01, of embeddings and head 0",
+            "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices, as a part of the learning rate."""
+    """Weight decay of all matrices, as a fraction of the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
-    """Options of training from scratch (`runs/autosize.py` chooses open ones)."""
+    """Options of training on text; `runs/autosize.py` chooses unset ones."""
 
     OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
     PATHS = ("sources", "base")
@@ -150,23 +149,23 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def expert_count(self) -> int:
-        """The number of experts, if it is a mixture."""
+        """Number of experts, if the model is a mixture."""
         return self.experts or EXPERTS
 
     @property
     def top_k(self) -> int:
-        """The experts of each token, if it is a mixture."""
+        """Experts per token, if the model is a mixture."""
         return self.experts_per_token or min(2, self.expert_count)
 
     @property
     def has_own_form(self) -> bool:
-        """Whether the model has parts that no Hugging Face config names."""
+        """True if the model has parts that no Hugging Face config describes."""
         return bool(self.shared_experts) or self.balancing == "bias"
 
     def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
-        """The config with mixtral as the family if it has options of experts, and no family was `asked` for.
+        """The config with family mixtral if it has options of experts and the user (`asked`) set no family.
 
-        Raises ValueError for such options and a family without experts.
+        Raises ValueError for options of experts with a family without experts.
         """
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
         if not options or self.family in MIXTURES:
@@ -178,7 +177,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def with_headers(self) -> bool:
-        """Whether each file begins with its path."""
+        """True if each file begins with its path."""
         return bool(self.complete) and self.file_headers
 
     @property
@@ -193,7 +192,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
 
 def _check_factor(text: str) -> None:
-    """Raises ValueError for text that is not GLOB=FACTOR with a positive factor."""
+    """Raise ValueError unless the text is GLOB=FACTOR with a positive factor."""
     glob, _, factor = text.rpartition("=")
     try:
         valid = bool(glob) and 0 < float(factor) < math.inf
@@ -204,7 +203,7 @@ def _check_factor(text: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """The number of parameters in text like '3m', with the units k, m and b.
+    """The number of parameters from text like '3m', with units k, m and b.
 
     Raises ValueError for any other text, and below SMALLEST.
     """
@@ -223,7 +222,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_shape(text: str) -> tuple[int, int] | None:
-    """The depth and width of text like '4x256'; None for other text.
+    """Depth and width from text like '4x256'; None for other text.
 
     Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
     """

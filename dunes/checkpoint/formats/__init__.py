@@ -1,1 +1,1 @@
-"""One file for each form on disk: Hugging Face's, PEFT's, GGUF, native, packed, ONNX, C++."""
+"""Formats on disk, one file each: PEFT adapters, GGUF, Meta's native, quantized weights, ONNX, C++."""

@@ -1,4 +1,4 @@
-"""Adapters on disk, in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters on disk in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -63,14 +63,14 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 ANY_CONTEXT_LENGTH = 2048
-"""A context length: names of weights do not depend on it."""
+"""Any context length, as names of weights do not depend on it."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The parts of a model that its adapters refer to. `modules` are its linear layers and embeddings by name.
+    """The base of a model's adapters. `modules` are its linear layers and embeddings by name.
 
-    `plain` is the model without adapters; quantized layers are replaced by linear layers on the meta device.
+    `plain` is the model without adapters, with quantized layers replaced by linear layers on the meta device.
     """
 
     family: str
@@ -87,7 +87,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module) -> AdapterBase:
-    """Raises ValueError for a model that no Hugging Face config describes: its modules have no PEFT names."""
+    """The base of a model's adapters. Raises ValueError for a model without a Hugging Face config."""
     plain = lora.base_model(model)
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
@@ -102,7 +102,7 @@ def adapter_base_of(model: nn.Module) -> AdapterBase:
 
 
 def _dense_module(module: nn.Module) -> nn.Module:
-    """The module itself, or for a quantized layer an empty linear layer of the same shape."""
+    """The module itself, or for a quantized layer a linear layer of the same shape on the meta device."""
     if not isinstance(module, Quantized):
         return module
     with torch.device("meta"):
@@ -110,10 +110,10 @@ def _dense_module(module: nn.Module) -> nn.Module:
 
 
 def structure_digest(base: "AdapterBase", change: Change) -> str:
-    """SHA-256 of the structure (everything but the weights) of the dense base with this adapter alone.
+    """SHA-256 of the structure, without weights and dtypes, of the dense base with this adapter alone.
 
-    Two adapters with the same shapes may differ in alpha, two bases in their rotary angles. Dtypes are left out:
-    they may change while the adapter is trained.
+    It differs for adapters of equal shapes but different alpha, and for bases with different rotary settings.
+    Dtypes are left out since they may change during training.
     """
     model = lora.base_model(base.plain)
     lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
@@ -131,14 +131,14 @@ def save_adapter(
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the named adapter; `base` is the folder or Hub name of the model it was trained on.
+    """Write the named adapter; `base` is the folder or Hub name of the model that it was trained on.
 
-    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
-    `base_identity` before | `base_identity` after, and the dense base is checked first. The tokenizer and the
-    context length are those to use with the adapter. `facts` go into the card; its "changes" are records of
-    earlier changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the
-    original base. The save is atomic, like `save`. Raises ValueError that names the module for what PEFT's format
-    cannot express, and for a folder with a foreign model, which would hide the adapter.
+    `identity` is the model's `base_identity` before its weights were rounded, or for quantized weights
+    `base_identity` before | `base_identity` after. Tokenizer and context length are saved for use with the
+    adapter. `facts` go into the card; its "changes" are records of earlier changes to the base, which loading
+    repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. The save is atomic, as in
+    `save`. Raises ValueError, naming the module, for adapters that PEFT's format cannot express, and for a folder
+    with a model from elsewhere, which would hide the adapter.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
     read_consistently(folder, _refuse_foreign_model)
@@ -173,9 +173,9 @@ def _refuse_foreign_model(folder: Path) -> None:
 
 
 def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
-    """An adapter's factors in PEFT's layout, with the target of each.
+    """An adapter's targets and factors in PEFT's layout.
 
-    Raises ValueError for what `save_adapter` could not write; call it before training.
+    Raises ValueError for an adapter that `save_adapter` cannot write; call it before training.
     """
     base = adapter_base_of(model)
     modules = lora.adapted_modules(model, name)
@@ -188,8 +188,8 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The absolute path of a base's folder, or its name on the Hub; and for the card, its path from the adapter's
-    folder, so that both can be moved together."""
+    """The base's absolute path or Hub name; and for the card, its path relative to the adapter's folder, which
+    stays valid if both folders are relocated together."""
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
@@ -210,7 +210,7 @@ def _factors(outer: Adapted, name: str) -> Factors:
 
 
 def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
-    """The targets that contain these modules, as recent PEFT versions write them: experts stacked."""
+    """Targets that contain these modules, with stacked experts as in recent PEFT versions."""
     target_of: dict[str, Target] = {}
     for target in base.targets.values():
         for module in target.modules:
@@ -223,8 +223,8 @@ def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
 
 
 def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the file by name."""
-    # PEFT nests the parameters of a module: the last is the outermost.
+    """Names and tensors of the file."""
+    # PEFT nests the wrappers of a module's parameters: the last parameter is outermost.
     stacked = {target for target, _ in factors if target.stacked}
     outermost = {t.parent: t for t in base.targets.values() if t in stacked}
     for target, f in factors:
@@ -240,7 +240,7 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
 
 
 def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
-    """The adapter_config.json; modules are named by their last part where all modules of that name are adapted."""
+    """The adapter_config.json, with modules listed by the last part of their names if all such are adapted."""
     paths = {t.path for t in targets if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
@@ -261,11 +261,11 @@ def _leaf(path: str) -> str:
 
 
 def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
-    """The most common rank and alpha, and patterns for the others."""
+    """The most common rank and alpha, and patterns for modules with others."""
     settings: dict[str, tuple[int, float]] = {}
     for target, f in factors:
         rank = f.rank // len(target.rows)
-        # Rounded to restore the alpha that the scale was computed from.
+        # Rounding restores the alpha that the scale was computed from.
         settings[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
     most_common = Counter(settings.values()).most_common(1)[0][0]
     # Older versions match a pattern only after a dot.
@@ -281,12 +281,12 @@ def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> d
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """Load an adapter from a folder under this name and make it active; returns the change.
+    """Load an adapter from a folder, activate it under this name, and return the change.
 
-    Raises ValueError, before the model is touched, for a damaged file, an unsupported method, an unexpected
-    tensor, a shape or rank that does not fit, an adapter without effect, and, unless `any_base` is set, one that
-    was trained on other weights or on a base that cannot be compared with these. Warns if the adapter has no
-    digests of its base: PEFT writes none.
+    Raises ValueError, before the model is changed, for a damaged file, an unsupported method, an unexpected
+    tensor, a shape or rank that does not fit, an adapter without effect and, unless `any_base` is set, an adapter
+    of another base, or of one that cannot be compared. Warns if the adapter has no digests of its base, as from
+    PEFT.
     """
     folder = saved_folder(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
@@ -295,7 +295,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
 
 
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """`load_adapter` without comparing the base's weights, which the caller has verified."""
+    """`load_adapter` for a base whose weights the caller has verified."""
     card = verified_card(folder)
     peft = PeftConfig.read(folder / ADAPTER)
     base = adapter_base_of(model)
@@ -311,7 +311,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The settings of the adapter_config.json at `path` that are used here."""
+    """Settings from the adapter_config.json at `path`."""
 
     path: Path
     rank: int
@@ -325,12 +325,12 @@ class PeftConfig:
 
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
-        """Raises ValueError for anything but LoRA, and for unsupported settings."""
+        """The settings in a file. Raises ValueError for other methods than LoRA and for unsupported settings."""
         return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
 
     @classmethod
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """The same from the file's contents."""
+        """The settings from the file's contents. Raises ValueError as `read`."""
         _refuse_unsupported(path, config)
         dropout = config.get("lora_dropout") or 0.0
         is_rate = type(dropout) is float and 0 <= dropout < 1
@@ -347,7 +347,7 @@ class PeftConfig:
         )
 
     def of(self, target: Target) -> tuple[int, float]:
-        """The rank and the scale of a target."""
+        """Rank and scale of a target."""
         rank = next((r for key, r in self.ranks.items() if _matches(key, target.path)), self.rank)
         alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
         return rank, alpha / (rank**0.5 if self.rslora else rank)
@@ -368,19 +368,19 @@ IGNORED_SETTINGS = {
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "target_modules", "target_parameters", "task_type"),
 }
-"""Training settings, and those that follow from the names and shapes of the tensors."""
+"""Settings of training, and settings that names and shapes of the tensors imply."""
 MAX_NUMBER = 1e9
-"""The limit for a rank or an alpha: in JSON they may be infinite, or have a thousand digits."""
+"""Limit of rank and alpha, as numbers in JSON may be infinite or have a thousand digits."""
 READ_SETTINGS = {
     *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "lora_dropout"),
 }
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
-"""Initialisations that do not change the base."""
+"""Values of `init_lora_weights` that do not change the base."""
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first setting that changes what the adapter computes and is not supported."""
+    """Raise ValueError for the first unsupported setting that affects the adapter's outputs."""
     if (peft_type := config.get("peft_type")) != "LORA":
         raise ValueError(
             f"{path}: peft_type is {quote(peft_type)}; only 'LORA' is supported; merge this adapter with PEFT"
@@ -399,7 +399,7 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _require(valid: bool, path: Path, key: str, value: Any, expected: str) -> Any:
-    """The value of a setting. Raises ValueError unless it is valid."""
+    """The value of a setting, unchanged. Raises ValueError unless `valid`."""
     if not valid:
         raise ValueError(f"{path}: {key} is {quote(value)}; expected {expected}")
     return value
@@ -433,7 +433,7 @@ def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The suffixes in target_modules; none if other settings exclude some of those modules."""
+    """Suffixes in target_modules; empty if other settings exclude some of these modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -448,7 +448,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for a model of another structure."""
-    if card.get("format") in (1, 2):  # whose digests are of other classes and attributes
+    if card.get("format") in (1, 2):  # digests over other classes and attributes
         warnings.warn(
             f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
             stacklevel=2,
@@ -477,7 +477,7 @@ PARTS = {
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
-    """The tensors of the file by module and part. Raises ValueError for names that are not an adapter's."""
+    """Tensors of the file by module and part. Raises ValueError for names that do not belong to an adapter."""
     path = next(filter(None, (find_file(folder, name) for name in WEIGHTS)), None)
     if path is None:
         raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
@@ -498,7 +498,7 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """The factors of each module. Raises ValueError that names the tensor which does not fit."""
+    """Factors of each module. Raises ValueError, naming the tensor, if one does not fit."""
     targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
     groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in targets]
     prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
@@ -528,7 +528,7 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
 
 def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
     """Raise ValueError if the file has no tensors for modules that the config names."""
-    experts = {m for t in named.values() if t.stacked for m in t.modules}  # stored in one of several ways
+    experts = {m for t in named.values() if t.stacked for m in t.modules}  # stacked or separate
     named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
     if missing := [
         t for t in named_targets if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)
@@ -542,7 +542,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Ma
 def _find_target(
     folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: AdapterBase
 ) -> Target:
-    """The target of a module in the file; stacked experts by shape, since nesting depends on the writer."""
+    """The target of a module in the file; for stacked experts by shape, as their nesting varies by writer."""
     path = module.removeprefix(PREFIX)
     if (plain := named.get(f"{path}.weight")) is not None:
         return plain
@@ -561,7 +561,7 @@ def _find_target(
 def _expected_shapes(
     target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
 ) -> dict[str, tuple[int, ...]]:
-    """The expected shapes, given the rank of A."""
+    """Expected shapes of the parts, given the rank of A."""
     inputs = base.sizes[target.modules[0]][0]
     outputs = sum(base.sizes[module][1] for module in target.rows[0])
     ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
@@ -572,7 +572,7 @@ def _expected_shapes(
 def _read_target(
     module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
 ) -> Factors:
-    """Read the factors of a target. Raises ValueError for a wrong shape or rank, and for non-finite values."""
+    """Factors of a target, in float32. Raises ValueError for a wrong shape or rank, and for non-finite values."""
     rank, scale = peft.of(target)
     expected = _expected_shapes(target, group, base)
     if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
@@ -604,8 +604,7 @@ def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Mod
 def _check_effect(folder: Path, factors: Mapping[str, Factors], base: AdapterBase) -> None:
     """Raise ValueError if the adapter has no effect on the model."""
     for module, f in factors.items():
-        # The squared norm of B @ A without computing the product; in float64, since PiSSA subtracts large values
-        # that nearly cancel.
+        # The squared norm of B @ A without computing the product, in float64, as PiSSA's factors nearly cancel.
         a, b = f.A.double(), f.B.double()
         if ((b.T @ b) * (a @ a.T)).sum() > 0:
             return

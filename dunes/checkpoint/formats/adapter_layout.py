@@ -1,7 +1,7 @@
 """The layout of adapters in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
-One tensor of a checkpoint may be several modules here: GPT-2's c_attn is q, k and v concatenated, and recent files
-have all experts of a layer in one pair of matrices. A *target* is such a tensor of the base with its modules.
+One tensor of a checkpoint may correspond to several modules: GPT-2's c_attn is q, k and v concatenated, and recent
+files stack all experts of a layer. A *target* is such a tensor of the base model with its modules.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -17,7 +17,7 @@ from dunes.models.names import Names, fields, match_indices, substitute
 
 @dataclass(frozen=True)
 class Factors:
-    """scale * B @ A, with A (R, I) and B (O, R); `magnitude` (O,) with DoRA."""
+    """Factors of the update scale * B @ A, with A (R, I) and B (O, R); with DoRA, `magnitude` (O,)."""
 
     A: Tensor
     B: Tensor
@@ -31,7 +31,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A weight of the base by its Hugging Face name; `rows` are its modules, one row per expert if `stacked`."""
+    """A base weight by its Hugging Face name; `rows` are its modules, one row for each expert if `stacked`."""
 
     weight: str
     rows: tuple[tuple[str, ...], ...]
@@ -40,12 +40,12 @@ class Target:
 
     @property
     def path(self) -> str:
-        """Its name in PEFT: that of the module, or for stacked experts that of the parameter."""
+        """The target's name in PEFT: the module's name, or for stacked experts the parameter's."""
         return self.weight.removesuffix(".weight")
 
     @property
     def parent(self) -> str:
-        """The name of the module that has this parameter, of stacked experts."""
+        """Name of the module that has the stacked parameter."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -54,7 +54,7 @@ class Target:
 
 
 def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
-    """All tensors that may contain these modules, by their name, in the order of the table."""
+    """All targets that may contain these modules, by the weight's name, in the order of the table."""
     keys = [f"{module}.weight" for module in modules]
     targets: dict[str, Target] = {}
     for rule in names:
@@ -70,9 +70,9 @@ def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
 
 
 def join_factors(target: Target, factors: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
-    """The factors of a target, joined from those of its modules; a module without an adapter gets zeros.
+    """Factors of a target, joined from its modules' factors; modules without an adapter get rank 0.
 
-    `sizes` are (I, O) of every module. Raises ValueError for what PEFT's format cannot express.
+    `sizes` are (I, O) of each module. Raises ValueError for DoRA that PEFT does not support.
     """
     adapted = [factors[m] for m in target.modules if m in factors]
     if len(target.modules) == 1:
@@ -92,7 +92,7 @@ def join_factors(target: Target, factors: Mapping[str, Factors], sizes: Mapping[
 
 
 def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
-    """Raise ValueError for DoRA where PEFT does not support it: on stacked experts and on part of a matrix."""
+    """Raise ValueError for DoRA on stacked experts or on part of a matrix, which PEFT does not support."""
     if all(factors[m].magnitude is None for m in target.modules if m in factors):
         return
     if target.stacked:
@@ -106,12 +106,12 @@ def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
 
 
 def _zero_factors(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
-    """Factors of rank zero."""
+    """Factors of rank 0 for a module of `size` (I, O)."""
     return Factors(like.new_zeros(0, size[0]), like.new_zeros(size[1], 0), scale)
 
 
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
-    """A and B of concatenated matrices: one A if all share it, else block-diagonal. On meta, A has no values."""
+    """A and B for concatenated modules: the shared A if all are equal, else a block-diagonal B."""
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if not parts[0].A.is_meta and all(torch.equal(p.A, parts[0].A) for p in parts):
         return parts[0].A, torch.cat(b)
@@ -123,9 +123,9 @@ def _pad_columns(matrix: Tensor, columns: int) -> Tensor:
 
 
 def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
-    """The factors of each module, without columns of B that are zero for it and their rows of A.
+    """Factors of each module of a target, without zero columns of B and their rows of A.
 
-    Modules with no columns left are omitted.
+    Modules without any nonzero column are omitted.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: joined}
@@ -145,7 +145,7 @@ def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
 
 
 def limit_rank(f: Factors) -> Factors:
-    """The same update with at most the rank of the matrix: a router of eight experts may come with rank 16."""
+    """The same update with a rank of at most min(I, O); a router of 8 experts may have an adapter of rank 16."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):
         return f

@@ -1,12 +1,12 @@
-"""Weights in four bits as transformers writes them with bitsandbytes, read as dense ones.
+"""4-bit weights of transformers with bitsandbytes, read as dense weights.
 
-Beside the packed codes of `X.weight`, two in a byte, stand `X.weight.absmax` (a scale for each block),
-`X.weight.quant_map` (the 16 levels) and, as JSON in bytes, `X.weight.quant_state.bitsandbytes__nf4`. With double
-quantization the scales are bytes, too, with `nested_absmax`, `nested_quant_map` and an offset.
+`X.weight` has packed codes, two in a byte, with `X.weight.absmax` (a scale for each block), `X.weight.quant_map`
+(the 16 levels) and, as JSON in bytes, `X.weight.quant_state.bitsandbytes__nf4`. With double quantization the
+scales are bytes, too, with `nested_absmax`, `nested_quant_map` and an offset.
 https://github.com/bitsandbytes-foundation/bitsandbytes
 """
 
-# Shapes: B blocks.
+# Shapes: N codes, B blocks.
 
 import json
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ MAX_STATE = 1 << 16
 
 
 def is_four_bits(quantization: Any) -> bool:
-    """Whether the `quantization_config` of a config.json is of weights in this form."""
+    """True if the `quantization_config` of a config.json describes this format."""
     return isinstance(quantization, Mapping) and (
         quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_4bit") is True
     )
 
 
 def dense_weights(files: Weights) -> dict[str, LazyTensor]:
-    """The tensors with dense ones in place of the parts of each quantized one, dequantized when they are read.
+    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
 
-    Raises ValueError for parts that are missing or do not fit.
+    Raises ValueError for parts that are missing or do not fit together.
     """
     tensors = dict(files)
     for key in [key for key in files if STATE in key]:
@@ -91,6 +91,6 @@ def _dense(parts: Weights, state: Mapping[str, Any], origin: str) -> LazyTensor:
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
-    """The levels of codes (N,), each block of them times its scale (B,), in float32."""
+    """Levels of codes (N,), multiplied by the scale (B,) of each block of `block` codes, in float32."""
     blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
     return (blocks * scale.float()[:, None]).flatten()[: len(codes)]

@@ -1,9 +1,9 @@
-"""Quantized layers as compressed-tensors stores them, which transformers, vLLM and others open.
+"""Quantized layers in the format of compressed-tensors, which transformers, vLLM and others read.
 
-In `pack-quantized`, beside `X.weight_packed` (int32: the codes of a row, from the lowest bit up) stand
-`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, if codes are not
-symmetric) and `X.weight_shape`. In `int-quantized`, which is only read, it is `X.weight` (int8) and
-`X.weight_scale` (one for each row). The `quantization_config` of config.json lists the layers of each kind.
+`pack-quantized` stores `X.weight_packed` (int32: the codes of a row, lowest bit first), `X.weight_scale` (one for
+each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and `X.weight_shape`.
+`int-quantized`, which is only read, stores `X.weight` (int8) and `X.weight_scale` (one for each row). The
+`quantization_config` in config.json lists the layers of each kind.
 https://github.com/vllm-project/compressed-tensors
 """
 
@@ -25,13 +25,13 @@ NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
-"""What its readers have kernels for."""
+"""Bits that its readers have kernels for."""
 
 
 def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
-    """The tensors of a layer by their last names, from which `dense_weights` gives its weight.
+    """Tensors of a layer by the last part of their names, the inverse of `dense_weights`.
 
-    Raises ValueError for a layer that this form cannot hold.
+    Raises ValueError for a layer that the format cannot express.
     """
     grid, inputs = grid_of(layer, place), layer.in_features
     if inputs % grid.width(inputs):
@@ -48,7 +48,7 @@ def layer_tensors(layer: Quantized, place: str) -> dict[str, Tensor]:
 
 
 def grid_of(layer: Quantized, place: str) -> Grid:
-    """The grid of a layer's weight. Raises ValueError for one that this form cannot hold."""
+    """The quantization grid of a layer. Raises ValueError for a layer that the format cannot express."""
     grid = Grid(8, symmetric=True) if isinstance(layer, Int8) else getattr(layer, "grid", None)
     if not isinstance(grid, Grid) or grid.real_zero or grid.bits not in BITS:
         raise ValueError(
@@ -59,7 +59,7 @@ def grid_of(layer: Quantized, place: str) -> Grid:
 
 
 def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """The codes (O, I) from 0, scales and zero points (O, G)."""
+    """Unsigned codes (O, I), scales and zero points (O, G)."""
     if isinstance(layer, GroupInt):
         return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.steps()
     assert isinstance(layer, Int8)
@@ -67,12 +67,12 @@ def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _int32(packed: Tensor) -> Tensor:
-    """Rows of bytes (O, N), with zeros at their ends, as int32 (O, N / 4 and more)."""
+    """Rows of bytes (O, N), padded with zeros, as int32 (O, ceil(N / 4))."""
     return F.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
 
 
 def quantization_config(layers: Mapping[str, Quantized]) -> dict[str, Any]:
-    """The entry of config.json, for layers by their names in the files."""
+    """The `quantization_config` of config.json, for layers by their names in the files."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, layer in layers.items():
         grid = grid_of(layer, name)
@@ -97,7 +97,7 @@ def _scheme(bits: int, group: int, symmetric: bool) -> dict[str, Any]:
 
 
 def is_packed(quantization: Any) -> bool:
-    """Whether the `quantization_config` of a config.json is of weights in this form."""
+    """True if the `quantization_config` of a config.json describes this format."""
     return (
         isinstance(quantization, Mapping)
         and quantization.get("quant_method") == NAME
@@ -106,10 +106,10 @@ def is_packed(quantization: Any) -> bool:
 
 
 def dense_weights(files: Weights) -> dict[str, LazyTensor]:
-    """The tensors with dense ones in place of the parts of each quantized one, dequantized when they are read.
+    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
 
-    Inputs are not rounded then. Raises ValueError for parts that are missing or do not fit, and for other numbers
-    of bits.
+    Quantization of activations is ignored. Raises ValueError for parts that are missing or do not fit together,
+    and for other numbers of bits than 4 and 8.
     """
     tensors = dict(files)
     for key in [key for key, tensor in files.items() if tensor.dtype == torch.int8]:
@@ -123,7 +123,7 @@ def dense_weights(files: Weights) -> dict[str, LazyTensor]:
 
 
 def _dense_rows(codes: LazyTensor, scale: LazyTensor | None) -> LazyTensor:
-    """Codes (O, I) int8 times the scales (O, 1) of their rows."""
+    """Int8 codes (O, I) times the scales (O, 1) of their rows, as a lazy tensor."""
     if scale is None or len(codes.shape) != 2 or scale.shape != (codes.shape[0], 1):
         raise ValueError(f"{codes.origin}: its scales do not fit int8 by row; download the file again")
 

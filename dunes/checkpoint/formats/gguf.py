@@ -1,6 +1,6 @@
 """GGUF, llama.cpp's format: metadata, vocabulary and weights in one file, by the `gguf` package.
 
-Its table of names says how llama.cpp calls Hugging Face's tensors; `KEYS` is the same for a config.json.
+The package maps names of tensors from Hugging Face to llama.cpp; `KEYS` maps the keys of a config.json.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -36,19 +36,19 @@ ARCHITECTURES = {
     **{family: family for family in ("arcee", "qwen2", "qwen3", "gpt2")},
     "qwen3_moe": "qwen3moe",
 }
-"""llama.cpp's architecture of each family."""
+"""llama.cpp's architecture by family."""
 PAIRED = ("llama", "arcee")
-"""Architectures that rotate adjacent dimensions, as Meta's own code does."""
+"""Architectures whose rotary embedding rotates adjacent dimensions, as in Meta's code."""
 UNBIASED = ("arcee", "qwen3", "qwen3moe")
 """Architectures without biases."""
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 EXACT = ("ffn_gate_inp", "position_embd")
-"""Matrices that llama.cpp wants in float32."""
+"""Matrices that llama.cpp needs in float32."""
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
 """Elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
-"""What llama.cpp divides each rotary frequency by: LLaMA 3's scaling."""
+"""Tensor of the divisors of rotary frequencies, for LLaMA 3's scaling."""
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -65,7 +65,7 @@ KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""The keys of a config.json, and what follows the architecture's name in a GGUF file."""
+"""GGUF's metadata keys, without the architecture's prefix, by the keys of a config.json."""
 GPT2_KEYS = {
     "n_layer": "block_count",
     "n_embd": "embedding_length",
@@ -79,12 +79,12 @@ GPT2_KEYS = {
 def write(
     path: Path, model: Architecture, weights: Weights, tokenizer: Tokenizer | None, dtype: str
 ) -> Counter[str]:
-    """Write a model's `weights`, by its own names, in one of TYPES; returns the number of tensors of each type.
+    """Write `weights`, by the model's names, in `dtype` (one of TYPES); returns the number of tensors by type.
 
-    Vectors, routers and learned positions stay in float32. In quantized files, a matrix whose rows are not made of
-    blocks of 32 is float16, and in q4_0, embedding and head are q8_0. The file is read again and compared, one
-    tensor in memory at a time. Raises ValueError for what llama.cpp cannot express, before the file is opened, for
-    values that the dtype cannot hold, and if the file has other weights.
+    Vectors, routers and learned positions stay in float32. In quantized files, matrices whose rows are no multiple
+    of 32 are float16; in q4_0, embedding and head are q8_0. The file is read back and compared, one tensor in
+    memory at a time. Raises ValueError for models that llama.cpp does not support, before the file is opened, for
+    values that overflow the dtype, and if the file reads back with other weights.
     """
     package, kind = extra("gguf", "gguf"), TYPES[dtype]
     fields, weights = _fields(model, tokenizer), {**weights, **_frequencies(model)}
@@ -124,9 +124,9 @@ def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
-    """A tensor's bytes in one of the package's types, and the values that these stand for.
+    """A tensor's bytes in one of the package's types, and their dequantized values.
 
-    Raises ValueError for values that the type cannot hold.
+    Raises ValueError for values that overflow the type.
     """
     values = tensor.read().float().numpy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -139,7 +139,7 @@ def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
 
 
 def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file has this metadata, whose vocabulary was compared with the tokenizer."""
+    """Raise ValueError unless a file has this metadata."""
     stored = read_header(path).fields
     for key, value in fields.items():
         found, expected = stored.get(key), value
@@ -155,7 +155,7 @@ def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
 def _verify(
     path: Path, fields: Mapping[str, Any], names: Names, weights: Weights, numbers: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless a file has this metadata, and these weights, rounded to its types."""
+    """Raise ValueError unless a file has this metadata and these weights, rounded to the file's types."""
     _verify_fields(path, fields)
     files = tensors(path)
     for key, number in numbers.items():
@@ -168,7 +168,7 @@ def _verify(
 
 
 def weight_names(model: Architecture) -> Names:
-    """The tensors' names in a GGUF file, with the experts stacked."""
+    """The table of GGUF names of a model's tensors, with stacked experts."""
     package, architecture = extra("gguf", "gguf"), ARCHITECTURES[model.family]
     number = {text: number for number, text in package.MODEL_ARCH_NAMES.items()}[architecture]
     table, names = package.get_tensor_name_map(number, 1), []
@@ -186,7 +186,7 @@ def weight_names(model: Architecture) -> Names:
 
 
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_halves`: dimensions i, i + D/2 of a head become 2i, 2i+1."""
+    """The inverse of `to_halves`: dimensions i, i + D/2 of each head become 2i, 2i+1."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
@@ -195,7 +195,7 @@ def _stack(weight: Tensor, count: int) -> Tensor:
 
 
 def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The metadata of a model. Raises ValueError for what llama.cpp cannot express."""
+    """The metadata of a model. Raises ValueError for models that llama.cpp does not support."""
     hf, architecture = FAMILIES[model.family].to_hf(model.config), ARCHITECTURES[model.family]
     if architecture in UNBIASED and (hf.get("attention_bias") or hf.get("mlp_bias")):
         raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
@@ -216,12 +216,12 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _context_length(hf: Mapping[str, Any]) -> int:
-    """llama.cpp ignores the window; up to there the model is the same."""
+    """The context length, cut to the sliding window, which llama.cpp ignores."""
     return int(min(hf["sliding_window"] or hf["max_position_embeddings"], hf["max_position_embeddings"]))
 
 
 def window_note(model: Architecture) -> str:
-    """What to print of a file whose context length is less than the model's; empty if it is not."""
+    """Note for users on a context length that is cut to the sliding window; empty if it is not."""
     hf = FAMILIES[model.family].to_hf(model.config)
     if not hf.get("sliding_window") or (cut := _context_length(hf)) == (length := hf["max_position_embeddings"]):
         return ""
@@ -248,7 +248,7 @@ def _rope_fields(scaling: Scaling) -> dict[str, Any]:
 
 
 def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
-    """The divisors of LLaMA 3's rotary frequencies; none for other scalings."""
+    """The tensor of rotary divisors for LLaMA 3's scaling; empty for other scalings."""
     scaling = getattr(model.config, "scaling", None)
     if not isinstance(scaling, Llama3):
         return {}
@@ -261,10 +261,9 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a GGUF file and of its other parts, quantized ones as float32 when they are read.
+    """Tensors of a GGUF file and its further parts; quantized ones are dequantized to float32 when read.
 
-    Raises ValueError for a name that is unsafe or occurs twice, a type that the package does not know, and a
-    tensor that is not within the file.
+    Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that is not within the file.
     """
     files, infos = dict[str, LazyTensor](), read_header(path).tensors
     mapped = {part: MappedFile(part) for part in {info.path for info in infos}}
@@ -301,9 +300,9 @@ def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
 
 
 def hf_config(path: Path, files: Weights) -> dict[str, Any]:
-    """The config.json that is equivalent to a file's metadata and its tensors.
+    """The config.json equivalent to a file's metadata and tensors.
 
-    Raises ValueError for an architecture that no family here has, KeyError for a missing key.
+    Raises ValueError for an unsupported architecture, KeyError for a missing key.
     """
     fields = read_header(path).fields
     architecture = fields["general.architecture"]
@@ -340,7 +339,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     length = known.get("rope.scaling.original_context_length")
     if FREQUENCIES in files:
         return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
-    # As in llama.cpp: without a type it is linear, without a factor (or under its old key) it changes nothing.
+    # As in llama.cpp: the default type is linear, the default factor (also under its old key) is 1.
     kind = known.get("rope.scaling.type", "linear")
     given = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
     factor = config_values.number({"rope.scaling.factor": given}, "rope.scaling.factor")
@@ -354,7 +353,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with its customary bounds, if it gives these divisors; raises ValueError otherwise."""
+    """LLaMA 3's scaling, with its usual bounds 1 and 4. Raises ValueError unless it gives these divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

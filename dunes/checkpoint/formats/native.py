@@ -1,6 +1,6 @@
-"""Meta's and Mistral's native format: params.json, consolidated.*, rotary dimensions as adjacent pairs.
+"""Meta's and Mistral's native format: params.json, consolidated.*, rotary embedding on adjacent pairs.
 
-Its params are translated into the keys of a config.json, which the families read.
+params.json is translated into an equivalent config.json, which the families read.
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
 """
 
@@ -23,19 +23,19 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys, and `max_batch_size`, which does not affect the model. Any other key might."""
+"""Supported keys, and `max_batch_size`, which does not affect the model. Others are refused, as they might."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
-"""Other keys, accepted only with this value."""
+"""Keys that are accepted with this value only."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 LLAMA_3_2_DIMS = (2048, 3072)
-"""Widths of LLaMA 3.2, whose scaling factor is not that of LLaMA 3.1."""
+"""Widths of LLaMA 3.2, which has another rotary scaling factor than LLaMA 3.1."""
 
 
 def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
     """The config.json equivalent to a params.json, and a note for each assumed value.
 
-    `vocab` is the number of rows in the files, since params.json may say -1. Raises ValueError for keys that are
-    unknown or invalid, KeyError for one that is missing. Values that are only passed on are checked by the family.
+    `vocab` is the number of embedding rows in the files, since params.json may have -1. Raises ValueError for
+    unknown keys and invalid values, KeyError for missing keys. The family checks values that are only passed on.
     """
     p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
     _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")
@@ -63,7 +63,7 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
 
 
 def _refuse_unknown(params: Mapping[str, Any], known: Collection[str], prefix: str) -> None:
-    """Raise ValueError for an unknown key that is set."""
+    """Raise ValueError for an unknown key with a truthy value."""
     if unknown := [k for k, v in params.items() if k not in known and v]:
         raise ValueError(f"{prefix}{unknown[0]} is {str(params[unknown[0]])[:60]}, which is not supported")
 
@@ -94,13 +94,13 @@ def _rope_scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _hidden(p: Mapping[str, Any]) -> int:
-    """Two thirds of four times the width, times a factor, up to the next multiple."""
+    """Hidden neurons: 8/3 times the width, times `ffn_dim_multiplier`, rounded up to a `multiple_of`."""
     hidden = int(number(p, "ffn_dim_multiplier", 1.0) * int(8 * size(p, "dim") / 3))
     return -(-hidden // size(p, "multiple_of")) * size(p, "multiple_of")
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """A number, a list with one number for all layers, or a number in a string."""
+    """The sliding window, given as a number, a string, or a list of equal numbers for the layers; or None."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
@@ -135,10 +135,10 @@ def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> in
 
 
 def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
-    """The native names of the weights.
+    """The table of native names of the weights.
 
-    With `permuted`, the rows of queries and keys are reordered from adjacent pairs to halves. Without it they are
-    kept, for a model whose rotary positions rotate adjacent pairs.
+    With `permuted`, rows of the query and key projections are reordered from adjacent pairs to halves. Without it
+    they stay, for a model whose rotary embedding rotates adjacent pairs.
     """
 
     def permute(heads: int) -> Layout:
@@ -160,7 +160,7 @@ def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
 
 
 IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
-"""Tables of rotary angles that old files contain; they are computed here."""
+"""Rotary tables in old files, ignored since they are computed."""
 
 
 def _mlp() -> Names:
@@ -172,7 +172,7 @@ def _mlp() -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Separate experts, as in mistral-inference, and stacked ones, as in the first release, with w2 transposed."""
+    """Names of separate experts (mistral-inference) and stacked ones (Mixtral's first release, w2 transposed)."""
     parts = {"w1": "gate", "w3": "up", "w2": "down"}
     router = "blocks.{i}.mlp.router.weight"
     separate = [
@@ -203,15 +203,15 @@ def _transpose_each(weight: Tensor, count: int) -> Tensor:
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows (heads x D, ...) of a query or key projection: dimensions 2i, 2i+1 of a head become i, i + D/2."""
+    """Reorder rows (heads x D, ...) of a query or key projection: dimensions 2i, 2i+1 become i, i + D/2."""
     return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """One set of tensors from tensor-parallel shards; `shapes` are the expected shapes.
+    """Join tensor-parallel shards; `shapes` are the expected shapes by name.
 
-    A replicated tensor is taken from the first shard, others are concatenated along the dimension in which their
-    sizes sum to the expected one.
+    A replicated tensor is taken from the first shard; others are concatenated along the dimension that gives the
+    expected shape.
     """
     keys = dict.fromkeys(key for shard in shards for key in shard)
     return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}
@@ -222,7 +222,7 @@ def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> Lazy
     if len(parts) == 1 or expected in (None, first.shape) or len({part.dtype for part in parts}) > 1:
         return first
     for dim in range(len(first.shape)):
-        with suppress(RuntimeError, IndexError):  # they do not fit along this dimension
+        with suppress(RuntimeError, IndexError):  # sizes differ in another dimension
             if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
                 return joined
     return first

@@ -1,4 +1,4 @@
-"""Write a quantized model as a Hugging Face folder whose weights stay packed, in compressed-tensors' form."""
+"""Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dunes.parts import Decoder
 from dunes.units import format_bytes, plural
 
 ROUNDED = 0.05
-"""How far logits may move in a narrower dtype than float32, to which scales are rounded, too (relative norm)."""
+"""Largest relative distance of logits in dtypes narrower than float32, to which scales are rounded, too."""
 ZERO_POINTS = (
     "; it has zero points, with which transformers 5.23 and compressed-tensors 0.20 do not open a folder: "
     "quantize with --symmetric for these"
@@ -36,10 +36,10 @@ ZERO_POINTS = (
 
 
 def export_packed(folder: Path, out: Path) -> str:
-    """Write the quantized model of `folder` to `out` with its codes; returns a line on what was written.
+    """Write the quantized model in `folder` to `out` with packed codes; returns a line on its contents.
 
-    Raises ValueError if `out` exists, for a model without quantized layers, with adapters, or with layers that
-    the form cannot hold, and, with nothing written, if what was written reads back as another model.
+    Raises ValueError if `out` exists, for a model without quantized layers, with adapters, or with layers that the
+    format cannot express, and, with nothing written, if the result reads back with other logits.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
@@ -78,7 +78,7 @@ def export_packed(folder: Path, out: Path) -> str:
 
 
 def _their_names(model: Decoder, described: Architecture, packed: Any) -> dict[str, str]:
-    """The names in the files of these places' weights. Raises ValueError where a file has another matrix."""
+    """Names of the places' weights in Hugging Face's files. Raises ValueError for a weight in another layout."""
     names = {}
     for name in packed:
         weight = model.get_parameter(f"{name}.weight")
@@ -92,7 +92,7 @@ def _their_names(model: Decoder, described: Architecture, packed: Any) -> dict[s
 
 
 def _files(weights: dict[str, LazyTensor], names: dict[str, str], packed: dict[str, Any]) -> dict[str, LazyTensor]:
-    """The tensors of the folder, with the parts of packed ones in place of these."""
+    """Tensors of the folder, with the packed parts in place of quantized weights."""
     files = {name: tensor for name, tensor in weights.items() if name not in names.values()}
     for place, tensors in packed.items():
         prefix = names[place].removesuffix("weight")

@@ -1,1 +1,1 @@
-"""Files of weights: their bytes, headers and tensors, read without executing anything and written atomically."""
+"""Weight files: safetensors and pickles, read without executing anything, and written tensor by tensor."""

@@ -1,8 +1,8 @@
-"""The tensors of a safetensors file, known from its header.
+"""Lazy tensors of a safetensors file, from its header.
 
-The safetensors library checks the header; the offsets of the tensors are read here, so that a file larger than
-memory can be mapped. In addition, names must be unique and printable, and the memory that a header takes is
-bounded before it is parsed. The format: <https://huggingface.co/docs/safetensors>
+The safetensors library checks the header; offsets are read here, so that a file larger than memory can be mapped.
+In addition, names must be unique and printable, and the memory that a header takes is limited before it is parsed.
+The format: <https://huggingface.co/docs/safetensors>
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from dunes.files import json_file
 from dunes.files.model_file import require_content
 
 MAX_HEADER_BYTES = 32_000_000
-"""The most bytes of a header."""
+"""Largest size of a header."""
 MAX_TENSORS = 100_000
 MAX_NAME_BYTES = 512
 
@@ -39,15 +39,15 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The supported dtypes, by their names in a header."""
+"""Supported dtypes by their names in a header."""
 
 
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """The tensors of a safetensors file by name, in the file's order; their values are mapped when they are read.
+    """Tensors of a safetensors file by name, in the file's order; values are memory-mapped when read.
 
-    To stream a file larger than memory, pass a `MappedFile` and call its `release` between tensors.
-    Raises ValueError, on one line, if the safetensors library refuses the header, a name is duplicate or unsafe
-    (see `check_name`), or there are more than 8 dimensions or 100,000 tensors.
+    To stream a file larger than memory, pass a `MappedFile` and call its `release` between tensors. Raises
+    ValueError, on one line, if the safetensors library refuses the header, for a duplicate or unsafe name (see
+    `check_name`), and for more than 8 dimensions or 100,000 tensors.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     with mapped.open() as file:
@@ -56,21 +56,21 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
         begin, header = _header(mapped)
         return {name: _lazy_tensor(mapped, begin, check_name(name), entry) for name, entry in header.items()}
     except (SafetensorError, OSError) as error:
-        reason = ValueError(ascii(str(error))[1:-1][:300])  # it may quote names
+        reason = ValueError(ascii(str(error))[1:-1][:300])  # the message may quote names
     except ValueError as error:
         reason = error
     raise refusal(mapped.path, reason, "fetch the file again or write it anew with the safetensors library")
 
 
 def refusal(path: Path, error: Exception, remedy: str) -> ValueError:
-    """The error on one line for a user."""
+    """ValueError with a one-line message for users."""
     return ValueError(f"{path}: refused: {str(error).removeprefix(f'{path}: ')}; {remedy}")
 
 
 def check_name(name: str) -> str:
-    """The name of a tensor, if it is safe as a key, in a path and on a terminal. Raises ValueError otherwise.
+    """The name of a tensor, unchanged. Raises ValueError unless it is safe as a key, in a path and on a terminal.
 
-    It must have 1 to 512 bytes of UTF-8, printable, without "/", "\\\\" or "..", and not be `__metadata__`.
+    Safe names have 1 to 512 bytes of printable UTF-8 without "/", "\\\\" or "..", and are not `__metadata__`.
     """
     if not name or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_name(name: str) -> str:
 
 
 def quote(value: object) -> str:
-    """A value of an untrusted file for a message: short, on one line, and never a container's content."""
+    """Text for an error message of a value from an untrusted file: one short line; containers by type only."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
     if isinstance(value, int) and abs(value) >> 70:
@@ -93,7 +93,7 @@ def quote(value: object) -> str:
 
 
 def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
-    """The offset of the tensors' bytes, and the header without its metadata, checked by the library."""
+    """Offset of the tensors' bytes, and the header without its metadata, checked by the library."""
     with mapped.open() as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
@@ -101,9 +101,9 @@ def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
         text = file.read(length)
     if text.count(b"{") > MAX_TENSORS + 2:
         raise ValueError(f"the header has {text.count(b'{')} '{{'; at most {MAX_TENSORS} tensors are read")
-    # Parsed here first to bound the memory that the library's parser takes.
+    # Parsed here first to limit the memory of the library's parser.
     header = json_file.parse(text, mapped.path)
-    with safe_open(mapped.path, "np"):  # raises; torch's mapping would reserve memory for all of the file
+    with safe_open(mapped.path, "np"):  # raises if invalid; "pt" would reserve memory for the complete file
         pass
     header.pop("__metadata__", None)
     if len(header) > MAX_TENSORS:
@@ -112,7 +112,7 @@ def _header(mapped: MappedFile) -> tuple[int, dict[str, Any]]:
 
 
 def _lazy_tensor(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyTensor:
-    if not isinstance(entry, dict):  # the library accepts a list of the three values, too
+    if not isinstance(entry, dict):  # the library also accepts a list of the three values
         raise ValueError(f"tensor {quote(name)} is described by {quote(entry)}; expected an object")
     if entry["dtype"] not in DTYPES:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tensors whose shape and dtype are known before their values are read, such as those of a file with a header."""
+"""Lazy tensors: shape and dtype are known before the values are read, as from the header of a file."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +13,9 @@ from dunes.models.names import Conversion, Names, to_theirs
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor in a file. `origin` names its file for error messages; `read` returns its values.
+    """A tensor that is read on demand. `origin` describes it in error messages; `read` returns its values.
 
-    `release` frees the memory of a mapped file after reading; the tensor must not be used afterwards.
+    `release` frees the memory of a mapped file; tensors from `read` must not be used afterwards.
     """
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the values take."""
+        """Size of the values in bytes."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
 
 
@@ -42,19 +42,19 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors under other names and, if a conversion changes it, in another layout, converted when read."""
+    """The tensors under the names and in the layouts of the conversions, converted when read."""
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
 def hf_weights(names: Names, weights: Weights) -> dict[str, LazyTensor]:
-    """A model's tensors by their names and in their layout in the files of others, by a table with all of them."""
+    """A model's tensors under the names and in the layouts of another format, whose table has all of them."""
     conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     return renamed(conversions, weights)
 
 
 def combine(make: Callable[[list[Tensor]], Tensor], sources: Sequence[LazyTensor]) -> LazyTensor:
-    """The tensor that `make` computes from these when it is read."""
+    """A lazy tensor that `make` computes from the values of the sources."""
     shape = tuple(make([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources]).shape)
     origin, dtype = ", ".join(s.origin for s in sources), sources[0].dtype
     return computed(shape, dtype, origin, lambda: make([s.read() for s in sources]).contiguous(), sources)
@@ -67,7 +67,7 @@ def computed(
     read: Callable[[], Tensor],
     sources: Collection[LazyTensor],
 ) -> LazyTensor:
-    """The tensor that `read` computes from these, which are released together."""
+    """A lazy tensor that `read` computes from the sources; releasing it releases them all."""
 
     def release() -> None:
         for source in sources:
@@ -77,7 +77,7 @@ def computed(
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
-    """The same tensors; `tick` is called with the bytes of each when it is released."""
+    """The same tensors, except that `tick` is called with a tensor's bytes when it is released."""
 
     def release(tensor: LazyTensor) -> None:
         tensor.release()

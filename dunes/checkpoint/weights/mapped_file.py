@@ -1,6 +1,6 @@
-"""A memory-mapped file: its pages are read when a tensor's values are used.
+"""A memory-mapped file, whose pages are read when a tensor's values are used.
 
-The mapping is copy on write: torch needs writable tensors, and changes to them stay in this process.
+The mapping is copy on write, as torch needs writable tensors; changes to them stay in this process.
 """
 
 import mmap
@@ -21,14 +21,14 @@ from dunes.units import plural
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
 _NORESERVE = 0x4000
 MAX_DIMS = 8
-"""The largest number of dimensions of a tensor."""
+"""Most dimensions of a tensor."""
 
 
 class MappedFile:
-    """A regular file of which tensors are views. Raises ValueError for anything else at its path.
+    """A regular file that tensors are views of. Raises ValueError for anything else at its path.
 
-    It is mapped once, for the first tensor. A change of the file before that is a ValueError; if it is truncated
-    afterwards, the process is killed (SIGBUS), as with every mapped file.
+    The file is mapped once, for the first tensor. ValueError is raised if it changed before that; if it is
+    truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,11 +48,11 @@ class MappedFile:
     def tensor(
         self, offset: int, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> Tensor:
-        """A tensor that begins `offset` bytes into the file, as a view of the mapping.
+        """A tensor at `offset` bytes in the file, as a view of the mapping.
 
-        `stride` counts elements, not bytes; the default is contiguous. Only tensors that are not aligned to their
-        item size are copied, and bool: a byte other than 0 and 1 is no bool for C++. Raises ValueError if the
-        tensor is not within the file.
+        `stride` counts elements and is contiguous by default. Tensors that are not aligned to their item size are
+        copied, as are bool tensors, since a byte other than 0 and 1 is no valid bool in C++. Raises ValueError if
+        the tensor is not within the file.
         """
         shape = tuple(shape)
         reason = shape_error(shape)
@@ -79,10 +79,10 @@ class MappedFile:
         return flat.view(dtype).as_strided(shape, steps)
 
     def release(self) -> None:
-        """Return the pages to the system, so that a file larger than memory can be streamed.
+        """Return the pages to the operating system, so that a file larger than memory can be streamed.
 
-        Tensors stay valid and read their values from the file again, but changes to them are lost. Does nothing on
-        a system without `madvise`.
+        Tensors stay valid and read their values from the file again; changes to them are lost. Does nothing on
+        systems without `madvise`.
         """
         if "_map" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -104,14 +104,14 @@ def shape_error(shape: Sequence[int]) -> str:
         return f"has {len(shape)} dimensions; at most {MAX_DIMS} are read"
     if min(shape, default=0) < 0:
         return "has a negative size"
-    # Also where one size is 0: torch multiplies the others into strides of 64 bits.
+    # Sizes of 0 count as 1, since torch multiplies the other sizes into 64-bit strides.
     if prod(max(size, 1) for size in shape) >= 1 << 59:
         return "has more elements than can be addressed"
     return ""
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of storage elements from a tensor's first to its last; 0 if it is empty."""
+    """Number of storage elements from a tensor's first element to its last; 0 if it is empty."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))

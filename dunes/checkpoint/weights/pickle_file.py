@@ -1,9 +1,9 @@
-"""Tensors of files that torch.save wrote, read without executing anything.
+"""Tensors of `torch.save` files, read without executing anything.
 
 A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
 call any function. The standard library's pure-Python unpickler is restricted here to the opcodes and names that
-torch writes for tensors. The names resolve to inert stand-ins: nothing that a file names is imported or called;
-everything else is refused by name. Storage sizes are checked against the file; values are mapped when read.
+torch writes for tensors. These names resolve to inert stand-ins, so that nothing is imported or called; any other
+name raises ValueError. Storage sizes are checked against the file; values are memory-mapped when read.
 """
 
 import io
@@ -25,8 +25,8 @@ from dunes.checkpoint.weights.mapped_file import MAX_DIMS, MappedFile, extent, s
 from dunes.files.model_file import require_content
 from dunes.units import plural
 
-# A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The number of reads is bounded by that of
-# storages in the archive, so that a small file is refused soon; the older format lists them after the pickle.
+# A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The limit on reads grows with the number
+# of storages in the archive, so that a small file fails early; the older format lists storages after the pickle.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -38,20 +38,20 @@ _TRUNCATED = "its pickle is truncated"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 
 Name = tuple[str, str]
-"""A module and a name in it."""
+"""A module's name and an object's name in it."""
 
 # The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
 # calls.
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
-_FLAGS = 0x0808  # sizes that follow the data, and names in UTF-8; the other flags change the format
+_FLAGS = 0x0808  # sizes after the data, UTF-8 names; any other flag changes the format
 _DIRECTORY = 32 << 20
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """Values that tensors may share."""
+    """A storage, which several tensors may share."""
 
     key: str
     dtype: torch.dtype
@@ -83,12 +83,12 @@ _STORAGES: dict[Name, torch.dtype] = {
 
 
 def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """The tensors of a file of torch.save by name, in the file's order, in either of torch's two formats.
+    """Tensors of a `torch.save` file by name, in the file's order, in either of torch's two formats.
 
-    The keys of nested dicts are joined with dots. If there is a dict under "state_dict" or "model", only its
-    tensors are returned, not those beside it (an optimizer's). Other values and tensors in lists are omitted.
-    Tensors may share storages: their `nbytes` may sum to more than the file. Raises ValueError, on one line, that
-    names what is refused.
+    Keys of nested dicts are joined with dots. If a dict "state_dict" or "model" exists, only its tensors are
+    returned, without an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may share
+    storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line, for a
+    damaged file and for any opcode or name that is not a tensor's.
     """
     mapped = source if isinstance(source, MappedFile) else MappedFile(source)
     with mapped.open() as file:
@@ -111,7 +111,7 @@ def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
 
 
 def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
-    """The function that reads a tensor. Raises ValueError if its storage is not in the file."""
+    """A function that reads the tensor. Raises ValueError if its storage is not in the file."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
     begin, available = places.get(storage.key, (0, -1))
     if storage.count * size > available:
@@ -124,7 +124,7 @@ def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int,
 
 
 def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """The content of a file of torch 1.6 or later, and the offset and size of each storage."""
+    """The content of a file from torch 1.6 or later, and offset and size in bytes of each storage."""
     files = entries(file, size)
     (prefix, *others) = {name.split("/")[0] for name in files} or {""}
     pickle = files.get(f"{prefix}/data.pkl")
@@ -148,7 +148,7 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """The same for a file of earlier torch: four or five pickles, then the size and values of each storage."""
+    """`_read_zip` for files from before torch 1.6: five pickles, then the size and values of each storage."""
     file.seek(0)
     unpickler = _Unpickler(file, _MAX_READS_LEGACY)
     if file.read(1) != b"\x80":
@@ -174,7 +174,7 @@ def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int
 
 
 class _Dict(dict[object, object]):
-    """A dict of a pickle. Keys must be strings or integers: hashing a tuple of a few bytes may take 2^n steps."""
+    """A dict of a pickle, with unique string or integer keys: hashing a nested tuple can take exponential time."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
@@ -185,7 +185,7 @@ class _Dict(dict[object, object]):
 
 
 class _BoundedFile:
-    """A file of pickles whose reads are bounded, in number and in bytes."""
+    """A file of pickles that limits the number of reads and of bytes."""
 
     def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
         self.file, self.left, self.reads = file, MAX_BYTES, reads
@@ -211,9 +211,9 @@ class _BoundedFile:
 
 
 class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
-    """Reads the pickles of one file in order; `storages` are those that they refer to.
+    """Reads the pickles of one file in order; `storages` are the storages that they refer to, by key.
 
-    Only numbers and strings are compared, hashed or printed: a few steps can build a value of 2^n parts.
+    Only numbers and strings are compared, hashed or printed, as a few opcodes can build a value of 2^n parts.
     """
 
     stack: list[Any]
@@ -225,7 +225,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         self.storages: dict[str, _Storage] = {}
 
     def run(self) -> object:
-        """The value of the next pickle, with the file positioned after it."""
+        """The value of the next pickle; the file is then positioned after it."""
         self.memo: dict[int, object] = {}
         try:
             value: object = self.load()
@@ -238,7 +238,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """The stand-in for a name."""
+        """The stand-in for a name. Raises ValueError for any name without one."""
         if (module, name) not in _STAND_INS:
             raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
         return _STAND_INS[module, name]
@@ -257,19 +257,19 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         return storage
 
     def load_frame(self) -> None:
-        """The size of a frame, which is read like everything else."""
+        """Skip the size of a frame, whose opcodes are read like others."""
         self.read(8)
 
     def load_dict(self) -> None:
         self.stack.append(_Dict())
 
     def load_text(self) -> None:
-        """A string with its length in four bytes; the library accepts lone surrogates."""
+        """Read a string with a length of four bytes. Raises UnicodeEncodeError for lone surrogates."""
         super().load_binunicode()  # type: ignore[misc]
         self.stack[-1].encode()
 
     def load_build(self) -> None:
-        """The only known state, a state dict's `_metadata`, is dropped."""
+        """Drop a state dict's `_metadata`, the only state that an object may have."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
             raise ValueError("its pickle sets attributes of an object")
@@ -300,7 +300,7 @@ def _parameter(tensor: object, grad: object, hooks: object) -> _Tensor:
 def _tensor(
     storage: object, offset: object, size: object, step: object, grad: object, hooks: object, *more: object
 ) -> _Tensor:
-    """A tensor from the arguments that torch writes; `more` is its metadata."""
+    """The tensor for the arguments of `torch._utils._rebuild_tensor_v2`; `more` is its metadata."""
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise ValueError("a tensor has no storage, an invalid offset, or not one stride for each size")
@@ -317,7 +317,7 @@ def _tensor(
 
 
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two indices may be the same element: a stride must exceed the extent of the smaller ones."""
+    """True if two indices may refer to the same element, as a stride is within the extent of smaller ones."""
     reach = 0
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step <= reach and 0 not in shape:
@@ -327,7 +327,7 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _tensors_by_name(content: object) -> dict[str, _Tensor]:
-    """The tensors of nested dicts, by names joined with dots."""
+    """Tensors of nested dicts, by names joined with dots."""
     if type(content) is not _Dict:
         raise ValueError("it is not a dict of tensors")
     inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
@@ -347,7 +347,7 @@ def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], l
     if not depth or left[0] < 0:
         raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
     for key, value in values.items():
-        # Truncated, since a dict with a long key, which is no valid name, may occur many times.
+        # Truncated, since a dict with a long, invalid key may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
         if type(value) is _Dict:
             _collect(value, f"{name}.", depth - 1, into, left)
@@ -359,7 +359,7 @@ def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], l
 
 _STAND_INS: dict[Name, object] = {
     **_STORAGES,
-    ("collections", "OrderedDict"): lambda: _Dict(),  # and not with the pairs that a dict accepts
+    ("collections", "OrderedDict"): lambda: _Dict(),  # takes no pairs
     ("torch", "Size"): _sizes,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _parameter,
@@ -367,7 +367,7 @@ _STAND_INS: dict[Name, object] = {
 
 
 class _Bounded:
-    """A file whose reads are bounded: zipfile trusts the size of the directory in the archive."""
+    """A file that limits the size of a read, as zipfile trusts the archive's directory size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
@@ -379,10 +379,10 @@ class _Bounded:
 
 
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
-    """The offset and the length of each file of an archive of `size` bytes, by name.
+    """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
-    Raises ValueError unless every file is stored (neither compressed nor encrypted), before the directory and
-    without overlap; names must be unique and relative.
+    Raises ValueError unless all files are stored (neither compressed nor encrypted) before the directory, without
+    overlap, and under unique relative names.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":
@@ -411,7 +411,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """The offset of a file's data. Raises ValueError unless its own header agrees with the directory."""
+    """Offset of a file's data. Raises ValueError unless the local header agrees with the directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):

@@ -17,13 +17,13 @@ from dunes.files import atomic
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = 5_000_000_000
-"""Bytes in a shard: the default of Hugging Face's tools."""
+"""Largest size of a shard in bytes, as in Hugging Face's tools."""
 
 CODES = {dtype: code for code, dtype in header.DTYPES.items()}
 
 
 def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
-    """Write the tensors into one file, or into several with an index if they have more than `shard` bytes.
+    """Write the tensors into one file, or into shards of at most `shard` bytes with an index.
 
     Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
     """
