@@ -22,7 +22,8 @@ from dunes import measure, ops
 from dunes.generate import generate
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.ops import attention, cross_entropy, gated, rms_norm, rotary
+from dunes.ops import cross_entropy, gated, rms_norm, rotary
+from dunes.ops import scaled_dot_product as attention
 from dunes.progress import print_table
 from dunes.train import Trainer, adamw, next_token
 from dunes.units import format_count

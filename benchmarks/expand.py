@@ -18,7 +18,7 @@ from dunes import tree
 from dunes.augment import apply_change, undo_change
 from dunes.checkpoint import LoadedModel
 from dunes.data import Windows
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.finetune_method import set_trainable

@@ -4,7 +4,7 @@
     python benchmarks/experts.py --layer [--threads 2] [--seconds 60]   # 4,096 tokens, and litgpt's mixture beside
 
 Implementations are timed in alternation, for inference and for training; the minimum of several rounds counts.
-Freed memory stays with the process, as in training. The last line is JSON. Figures: dunes/ops/experts.py,
+Freed memory stays with the process, as in training. The last line is JSON. Figures: dunes/ops/expert_products.py,
 docs/log/mixtures.md.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dunes import measure
 from dunes.models.mixture import mixture
-from dunes.ops import experts as forms
+from dunes.ops import expert_products as forms
 from dunes.parts import GatedMLP, MoE
 
 import environments

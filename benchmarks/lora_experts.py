@@ -18,7 +18,7 @@ from typing import Any
 from dunes import tree
 from dunes.augment import apply_change
 from dunes.checkpoint import LoadedModel
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.finetune_method import set_trainable

@@ -26,7 +26,7 @@ from dunes.bench import plot
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
 from dunes.evaluate import score
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.extra import extra
 from dunes.files.json_file import append_record, read_records
 from dunes.parts import Decoder

@@ -20,17 +20,9 @@ from time import perf_counter
 from typing import Any
 
 from dunes import measure
-from dunes.ops import (
-    attention,
-    cross_entropy,
-    experts,
-    gated,
-    gram,
-    int8_linear,
-    low_rank,
-    rms_norm,
-    rotary,
-)
+from dunes.ops import cross_entropy, gated, gram, int8_linear, low_rank, rms_norm, rotary
+from dunes.ops import expert_products as experts
+from dunes.ops import scaled_dot_product as attention
 from dunes.parts import GatedMLP, MoE
 from dunes.progress import print_table
 from dunes.units import format_seconds

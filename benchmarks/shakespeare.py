@@ -59,7 +59,7 @@ def our_side(file: str, steps: int = 170, seed: int = 0) -> dict[str, float]:
     from dunes import measure
     from dunes.checkpoint import LoadedModel
     from dunes.data import Windows
-    from dunes.evaluate.loss import evaluate
+    from dunes.evaluate.text_loss import evaluate
     from dunes.models import arcee
     from dunes.models.initialise import initialise
     from dunes.train import Schedule, Trainer, muon

@@ -11,7 +11,7 @@ from dunes.augment import apply_change
 from dunes.checkpoint import Architecture, LoadedModel
 from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import mixtral
 from dunes.models.initialise import initialise
 from dunes.runs.expert_load import max_violation

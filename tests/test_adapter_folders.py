@@ -17,10 +17,10 @@ from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source
 from dunes.checkpoint.loading import describe_adapter
-from dunes.cli import augment, verbs
+from dunes.cli import augment_verb, verbs
 from dunes.files import atomic
 from dunes.inference.chat import load_chat_engine
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native
@@ -331,7 +331,7 @@ ANOTHER = {
         str(folder.parent / "base"), "ab", ONE, adapter=(folder,), any_base=any_base
     ),
     "eval": lambda folder, any_base: verbs.evaluate(str(folder), (str(folder / "x.txt"),), any_base=any_base),
-    "merge": lambda folder, any_base: augment.merge(str(folder), folder.parent / "m", any_base=any_base),
+    "merge": lambda folder, any_base: augment_verb.merge(str(folder), folder.parent / "m", any_base=any_base),
 }
 
 

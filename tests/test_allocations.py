@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dunes import measure, tree
-from dunes.bench import memory as checked
-from dunes.bench.memory import estimate_memory
+from dunes.bench import step_memory as checked
+from dunes.bench.step_memory import estimate_memory
 from dunes.bench.subject import Setting, of_shape
 from dunes.generate import PrefixCache, generate
 from dunes.measure import allocations

@@ -15,7 +15,7 @@ from conftest import refuses
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
 from dunes.models import arcee, llama, mixtral
-from dunes.ops import attention
+from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Checkpointed
 from dunes.runs import autosize
 from dunes.runs.autosize import (

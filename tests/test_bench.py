@@ -19,14 +19,14 @@ from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantization import NF4
-from dunes.bench import benchmarks, plot, rows, run, table
+from dunes.bench import benchmarks, plot, rows, runner, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work
 from dunes.bench.race import Lap, Work, race
 from dunes.bench.subject import Setting, of_folder, of_shape
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
-from dunes.ops import attention
+from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder
 from dunes.runs import timings
 from dunes.runs.train import train
@@ -35,7 +35,7 @@ from dunes.train import Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
 
-TINY = run.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
+TINY = runner.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
 
 class Clock:
@@ -89,11 +89,11 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
 
 
 def test_rates_and_shares_are_what_they_are_called(monkeypatch):
-    c = run.cases("train", TINY)[0]
+    c = runner.cases("train", TINY)[0]
     work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
     monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 1e11)
     monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: 6e9)
-    found = [run._row("train", c, work, Lap("0", i, s, 1), run.Ceilings()) for i, s in enumerate((2, 1, 4))]
+    found = [runner._row("train", c, work, Lap("0", i, s, 1), runner.Ceilings()) for i, s in enumerate((2, 1, 4))]
     assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02])
     assert [r["byte_share"] for r in found] == pytest.approx([0.25, 0.5, 0.125])
     summed = rows.summarize(found)
@@ -104,13 +104,13 @@ def test_rates_and_shares_are_what_they_are_called(monkeypatch):
 
 
 def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
-    c = run.cases("train", TINY)[0]
+    c = runner.cases("train", TINY)[0]
     reads = iter([2e9, 6e9, 3e9])
     monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: next(reads))
     monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: {torch.float32: 1e11}.get(dtype, 1e9))
-    half, ceilings = replace(c, setting=replace(c.setting, dtype="float16")), run.Ceilings()
+    half, ceilings = replace(c, setting=replace(c.setting, dtype="float16")), runner.Ceilings()
     work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
-    laps = [run._row("train", half, work, Lap("0", i, 2.0, 1), ceilings) for i in range(3)]
+    laps = [runner._row("train", half, work, Lap("0", i, 2.0, 1), ceilings) for i in range(3)]
     assert [lap["byte_share"] for lap in laps] == pytest.approx([0.75, 0.25, 0.25])
     assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
     summed = rows.summarize(laps)
@@ -204,7 +204,7 @@ def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
 
     setting = Setting(1, 32, "bfloat16", 1)
     plain, few = (
-        run._case(benchmarks.BENCHMARKS["save"], replace(dense, outline=o), setting)
+        runner._case(benchmarks.BENCHMARKS["save"], replace(dense, outline=o), setting)
         for o in (dense.outline, outline)
     )
     linears = [p.module for p in find(outline(), "blocks.**", linear)]
@@ -215,8 +215,8 @@ def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
 
 
 def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
-    request = run.Request(**{**vars(TINY), **changes})
-    return run.bench(name, request, 2, out, least=0.0)
+    request = runner.Request(**{**vars(TINY), **changes})
+    return runner.bench(name, request, 2, out, least=0.0)
 
 
 @pytest.mark.slow
@@ -266,16 +266,16 @@ def model_folder(tmp_path_factory):
 def test_several_values_race_in_one_run(tmp_path):
     kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     assert len(kept) == 2 * 2 * 2
-    assert len(run.summaries(kept)) == 4
+    assert len(runner.summaries(kept)) == 4
 
 
 def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):
     made, shown = [], []
     monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype: made.append(dtype))
     for compile in (False, True):
-        request = run.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
+        request = runner.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
         show = lambda *args: shown.append(args)
-        kept = run.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", show, 0.0)
+        kept = runner.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", show, 0.0)
         assert {row["form"] for row in kept} == {None}, "this make_step makes none"
     assert len(made) == 2, "where it was asked for"
     first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
@@ -313,7 +313,7 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.bench("prefill", TINY, 4, tmp_path / "out.jsonl", told, least=0.0)
+        runner.bench("prefill", TINY, 4, tmp_path / "out.jsonl", told, least=0.0)
     assert len(rows.read_rows(tmp_path / "out.jsonl")) == 2
 
 
@@ -321,7 +321,9 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
 def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)
     with pytest.raises(ValueError, match=r"this needs about \S+ GB and 1 MB are free"):
-        run.bench("train", run.Request(sizes=["300m"], dtypes=["float32"], threads=[1]), 1, tmp_path / "out.jsonl")
+        runner.bench(
+            "train", runner.Request(sizes=["300m"], dtypes=["float32"], threads=[1]), 1, tmp_path / "out.jsonl"
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -356,9 +358,9 @@ def test_files_that_are_none_are_refused(tmp_path):
     for text, words in (("", "has no measurements"), ('{"a": 1}\n', "has no measurements"), ("\0\n", "has no")):
         bad.write_text(text)
         refuses(words, rows.read_rows, bad)
-    refuses("already exists", run.bench, "train", TINY, 1, bad)
+    refuses("already exists", runner.bench, "train", TINY, 1, bad)
     with pytest.raises(ValueError, match=r"x\.parquet: expected a file name that ends in \.jsonl"):
-        run.bench("train", TINY, 1, tmp_path / "x.parquet")
+        runner.bench("train", TINY, 1, tmp_path / "x.parquet")
 
 
 def test_a_benchmark_of_ones_own_is_registered_once():
@@ -548,7 +550,7 @@ def test_where_time_and_memory_go_can_be_drawn(tmp_path):
     setting = Setting(2, 32, "float32", 1)
     report, _ = profile_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
     plot.save_plot(plot.module_bars(report), tmp_path / "modules.svg")
-    from dunes.bench.memory import estimate_memory
+    from dunes.bench.step_memory import estimate_memory
 
     plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))

@@ -15,7 +15,7 @@ from dunes.cli import main as command
 from dunes.cli import verbs
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.inference.text_generator import TextGenerator
 from dunes.measure import DEVICES
 from dunes.models import FAMILIES

@@ -13,12 +13,12 @@ from conftest import change_json, display, refuses, write_programs
 from dunes import checkpoint
 from dunes.augment.options import Quantize
 from dunes.child_process import python_command
-from dunes.cli import augment
+from dunes.cli import augment_verb
 from dunes.data import PackedText
 from dunes.evaluate import comparison
 from dunes.evaluate.comparison import Comparison, Measurement, measure_folder
-from dunes.evaluate.loss import evaluate
 from dunes.evaluate.score import calibration_ids, evaluation_tokens, require_separate
+from dunes.evaluate.text_loss import evaluate
 from dunes.runs.augment import augment_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
@@ -43,7 +43,7 @@ def run(programs, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
-    augment.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
+    augment_verb.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
     printed = capsys.readouterr().out
     card = json.loads((tmp_path / "int8" / "dunes.json").read_text())
     compared = card["comparison"]
@@ -82,13 +82,13 @@ def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsy
     shutil.copytree(run, tmp_path / "copy")
     trained = checkpoint.load(run).card["trained"] | {"sources": [str(tmp_path / "moved")]}
     change_json(tmp_path / "copy" / "dunes.json", trained=trained)
-    augment.COMMANDS["quantize"](str(tmp_path / "copy"), tmp_path / "int8", quantize=Quantize(kind="int8"))
+    augment_verb.COMMANDS["quantize"](str(tmp_path / "copy"), tmp_path / "int8", quantize=Quantize(kind="int8"))
     assert "pass --validation FILE" in capsys.readouterr().out
 
 
 def test_a_result_is_written_where_measuring_fails(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(comparison.sys, "executable", "false")
-    augment.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
+    augment_verb.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
     assert f"not measured: {run}: exit status 1" in capsys.readouterr().out
     assert checkpoint.load(tmp_path / "int8").architecture.changes
     assert not (tmp_path / "int8" / "comparison.png").exists()
@@ -164,7 +164,9 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
-    augment.COMMANDS["quantize"](str(run), tmp_path / "in 4 bits", quantize=Quantize(kind="int4", method="rtn"))
+    augment_verb.COMMANDS["quantize"](
+        str(run), tmp_path / "in 4 bits", quantize=Quantize(kind="int4", method="rtn")
+    )
     printed = capsys.readouterr()
     assert calls == ["threads"]
     assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())
@@ -177,7 +179,7 @@ EXPERTS = ("upcycle", "experts", "lora-experts")
 @pytest.mark.parametrize("verb", ["prune", "narrow", "expand", *EXPERTS])
 def test_the_next_command_quotes_a_folder_with_spaces(run, tmp_path, monkeypatch, capsys, verb):
     monkeypatch.setattr("dunes.runs.augment.augment_folder", lambda *arguments, **options: [])
-    augment.COMMANDS[verb](str(run), tmp_path / "a model")
+    augment_verb.COMMANDS[verb](str(run), tmp_path / "a model")
     assert f"--from '{tmp_path}/a model'" in capsys.readouterr().out
 
 

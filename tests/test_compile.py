@@ -8,7 +8,7 @@ import torch
 
 from dunes.augment import apply_change, attach, quantize
 from dunes.models import FAMILIES
-from dunes.ops import cross_entropy, experts
+from dunes.ops import cross_entropy, expert_products
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, muon
 from dunes.train.loss import next_token_loss as loss
@@ -243,4 +243,4 @@ def test_what_stands_for_them_in_a_graph_is_an_operator():
     apart = [torch.randn(12, 8, requires_grad=True) for _ in range(3)]
     together = [w.detach().requires_grad_() for w in torch.randn(3, 12, 8)]
     for weights in (apart, together):
-        check(experts.products, (rows, weights, ends, False))
+        check(expert_products.products, (rows, weights, ends, False))

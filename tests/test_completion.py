@@ -27,11 +27,19 @@ from dunes.completion.completer import (
     name_in_sources,
     training_sources,
 )
+from dunes.completion.copy_gate import (
+    Places,
+    _chunks,
+    even_share,
+    fit_gate,
+    places_of,
+    scored_places,
+    text_logprobs,
+)
+from dunes.completion.copy_mixture import Mixture
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import fit_mixture, right_by_line, typed_files
-from dunes.completion.gate import Places, _chunks, even_share, fit_gate, places_of, scored_places, text_logprobs
 from dunes.completion.index import index_texts, named_texts
-from dunes.completion.mixture import Mixture
 from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch

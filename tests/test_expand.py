@@ -16,7 +16,7 @@ from dunes.augment import Change, apply_change, expand, quantize, repeat_structu
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.base import changed_part, weights_digest, weights_identity
 from dunes.checkpoint.export import export
-from dunes.cli import augment as commands
+from dunes.cli import augment_verb as commands
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder

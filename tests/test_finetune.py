@@ -16,7 +16,7 @@ from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
 from dunes.data import Batches
 from dunes.data.examples import read_records, split_records
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune_data as lesson_module

@@ -30,7 +30,7 @@ from dunes.augment.options import LoraExperts
 from dunes.augment.quantization import Quantized
 from dunes.checkpoint.export import export
 from dunes.checkpoint.formats.adapter import peft_factors
-from dunes.cli import augment as commands
+from dunes.cli import augment_verb as commands
 from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder

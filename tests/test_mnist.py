@@ -13,7 +13,7 @@ from torch import nn
 
 from conftest import data, refuses
 from dunes.data import Rows, drawn_digits, fetch_digits, read_digits
-from dunes.data import mnist as files
+from dunes.data import mnist_files as files
 from dunes.models import mnist
 from dunes.train import Diverged, Trainer, cross_entropy, sgd
 from test_recipes import recipe

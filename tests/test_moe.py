@@ -16,7 +16,7 @@ from dunes.generate import Request, generate, generate_all
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
-from dunes.ops import experts as forms
+from dunes.ops import expert_products as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z

@@ -152,7 +152,7 @@ def test_folders(tmp_path):
 
 def test_the_verb(tmp_path, capsys, monkeypatch):
     from dunes.augment.options import Narrow
-    from dunes.cli import augment
+    from dunes.cli import augment_verb
     from dunes.text import Tokenizer
 
     without_measuring(monkeypatch)
@@ -161,7 +161,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
     checkpoint.save(initialise(FAMILIES["llama"].build(config)), tmp_path / "base", tokenizer, 32)
     (tmp_path / "text").write_text("What is less of it is more.\n" * 99)
     options, text = Narrow(neurons=40, blocks=1), (str(tmp_path / "text"),)
-    augment.COMMANDS["narrow"](str(tmp_path / "base"), tmp_path / "out", narrow=options, calibration=text)
+    augment_verb.COMMANDS["narrow"](str(tmp_path / "base"), tmp_path / "out", narrow=options, calibration=text)
     printed = capsys.readouterr().out
     print(printed)
     assert "keeps 40 neurons of each layer and 1 block" in printed

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import refuses
 from dunes import ops
-from dunes.ops import attention, cross_entropy, experts, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import expert_products as experts
+from dunes.ops import scaled_dot_product as attention
 from dunes.ops.gram import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own

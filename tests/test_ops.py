@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import attention, cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
+from dunes.ops import scaled_dot_product as attention
 from dunes.ops.float32_products import Float32Products
 from dunes.ops.gram import add_gram, mirror, plain_gram
 

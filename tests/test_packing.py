@@ -15,7 +15,7 @@ from dunes import augment, tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, Example, PackedText, Windows, packing
 from dunes.data.packing import best_fit, collate
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
 from dunes.parts import Cache, Checkpointed, decoder, document_losses

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from conftest import display, toy
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.run import Run, read_metrics
 from dunes.runs.tensorboard import read_samples

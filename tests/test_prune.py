@@ -17,7 +17,7 @@ from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
 from dunes.augment.sparsegpt import Pattern, Sparsity, lowest, smallest, wanda_scores
 from dunes.data import Windows
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.text import Tokenizer

@@ -13,7 +13,7 @@ from dunes.augment.masked import masked_places
 from dunes.augment.options import Prune
 from dunes.checkpoint.export import export
 from dunes.cli import verbs
-from dunes.cli.augment import COMMANDS
+from dunes.cli.augment_verb import COMMANDS
 from dunes.evaluate.score import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.train import train

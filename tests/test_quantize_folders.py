@@ -5,7 +5,7 @@ import pytest
 from dunes import checkpoint
 from dunes.augment.group_int import GroupInt
 from dunes.augment.options import Quantize
-from dunes.cli.augment import COMMANDS
+from dunes.cli.augment_verb import COMMANDS
 from test_finetune import base, tokenizer
 
 __all__ = ["base", "tokenizer"]  # fixtures

@@ -10,7 +10,7 @@ from dunes import checkpoint
 from dunes.cli import verbs
 from dunes.generate import PrefixCache, Proposal, generate, look_up
 from dunes.inference.chat import load_chat_engine
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.models import FAMILIES, llama
 from dunes.models.initialise import initialise
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for

@@ -27,7 +27,7 @@ from dunes.generate import (
     look_up,
     sampler,
 )
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import RollingCache

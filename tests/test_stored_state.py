@@ -313,7 +313,7 @@ def test_a_link_to_a_folder_is_a_place_for_a_run(code, tmp_path):
 
 
 def test_measurements_do_not_go_through_a_link_to_nothing(tmp_path):
-    from dunes.bench.run import Request, bench
+    from dunes.bench.runner import Request, bench
 
     (tmp_path / "out.jsonl").symlink_to(tmp_path / "gone" / "x.jsonl")
     refuses(r"out\.jsonl: already exists", bench, "train", Request(sizes=["60k"]), 1, tmp_path / "out.jsonl")
@@ -327,7 +327,7 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
 
 
 def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
-    from dunes.evaluate.loss import Score
+    from dunes.evaluate.text_loss import Score
     from dunes.runs.finetune_task import Baseline
 
     path = tmp_path / "baseline.json"

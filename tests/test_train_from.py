@@ -18,8 +18,8 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.export import export
 from dunes.checkpoint.source import open_source
-from dunes.evaluate.loss import evaluate
 from dunes.evaluate.score import evaluation_tokens
+from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import refuses
 from dunes import checkpoint
-from dunes.cli import augment, bench
+from dunes.cli import augment_verb, bench
 from dunes.cli import main as command
 from dunes.evaluate import comparison
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
@@ -21,7 +21,7 @@ from test_network import rename
 OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
 COMMANDS = [
     *command.VERBS,
-    *(f"augment {name}" for name in augment.COMMANDS),
+    *(f"augment {name}" for name in augment_verb.COMMANDS),
     *(f"bench {name}" for name in bench.commands()),
 ]
 ARGUMENTS = {

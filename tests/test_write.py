@@ -22,7 +22,7 @@ from dunes.completion.protocol import Suggestion
 from dunes.completion.search import Beam, LineSearch
 from dunes.generate import Token
 from dunes.inference import text_generator
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.inference.text_generator import TextGenerator
 from dunes.inference.write import describe_rates
 from dunes.models import llama

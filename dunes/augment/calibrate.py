@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
-from dunes.ops.experts import one_by_one
+from dunes.ops.expert_products import one_by_one
 from dunes.ops.gram import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext

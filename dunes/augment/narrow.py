@@ -20,7 +20,7 @@ from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change
 from dunes.augment.masked import MaskedLinear
 from dunes.augment.options import Narrow
-from dunes.ops.experts import one_by_one
+from dunes.ops.expert_products import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
 from dunes.progress import each
 from dunes.units import plural

@@ -27,7 +27,7 @@ from dunes.bench.subject import Setting, Subject, scratch
 from dunes.checkpoint import LoadedModel
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
-from dunes.evaluate.loss import evaluate
+from dunes.evaluate.text_loss import evaluate
 from dunes.generate import CompiledStep, PrefixCache, Request, generate, generate_all
 from dunes.generate.packages import load_step, make_step
 from dunes.measure import Allocations

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dunes.bench.compare import Comparison
-from dunes.bench.memory import MeasuredMemory, MemoryEstimate
 from dunes.bench.profile_modules import PHASES, Report
 from dunes.bench.rows import SETTING
+from dunes.bench.step_memory import MeasuredMemory, MemoryEstimate
 from dunes.measure import KINDS, Allocations
 from dunes.progress import print_table
 from dunes.units import format_bytes, format_count, format_seconds, plural

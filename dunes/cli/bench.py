@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import tyro
 
 from dunes.bench import BENCHMARKS
-from dunes.bench.run import Request, Shapes
-from dunes.cli.trust import with_trust
+from dunes.bench.runner import Request, Shapes
+from dunes.cli.trust_code import with_trust
 from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
@@ -74,20 +74,20 @@ def _benchmark_command(name: str, about: str) -> Callable[..., int]:
 def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool) -> int:
     from rich.console import Console
 
-    from dunes.bench import rows, run, table
+    from dunes.bench import rows, runner, table
     from dunes.progress import Display
 
-    file, status = out or run.default_path(name), 0
+    file, status = out or runner.default_path(name), 0
     try:
         with Display(Console(stderr=True, highlight=False)) as show:
-            laps = run.bench(name, request, rounds, file, show.state)
+            laps = runner.bench(name, request, rounds, file, show.state)
     except KeyboardInterrupt:
         file, status = file.with_suffix(".jsonl"), 130
         if not file.exists():
             raise
         laps = rows.read_rows(file)
         print("interrupted; results so far:", file=sys.stderr)
-    results = run.summaries(laps)
+    results = runner.summaries(laps)
 
     def print_text() -> None:
         table.print_summary(results)
@@ -102,11 +102,11 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
 def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> int:
     import torch
 
-    from dunes.bench import BENCHMARKS, run, table
+    from dunes.bench import BENCHMARKS, runner, table
     from dunes.bench import plot as plots
     from dunes.bench.profile_modules import profile_work
 
-    cases = run.cases(name, request)
+    cases = runner.cases(name, request)
     if len(cases) > 1:
         raise ValueError(
             f"--by-module profiles one setting, and these are {len(cases)}; give each option one value"
@@ -201,12 +201,12 @@ def memory(
         check: Also run the step, and report the memory that it and the process allocated.
         picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """
-    from dunes.bench import memory as estimator
     from dunes.bench import plot as plots
-    from dunes.bench import run, table
+    from dunes.bench import runner, table
+    from dunes.bench import step_memory as estimator
 
     defaults = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
-    wanted = run.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | defaults))
+    wanted = runner.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | defaults))
     estimates = [estimator.estimate_memory(*pair, checkpointing, inference) for pair in wanted]
     measurements = [e.measure() if check else None for e in estimates]
 

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from dunes import __version__
-from dunes.cli.trust import with_trust
+from dunes.cli.trust_code import with_trust
 from dunes.cores import share_cores
 
 VERBS = (
@@ -41,9 +41,9 @@ def _main() -> int:
         bench.prepare()
         return run("dunes bench", bench.ABOUT, bench.commands(), sys.argv[2:])
     if sys.argv[1:2] == ["augment"]:
-        from dunes.cli import augment
+        from dunes.cli import augment_verb
 
-        return run("dunes augment", augment.ABOUT, with_trust(augment.COMMANDS), sys.argv[2:])
+        return run("dunes augment", augment_verb.ABOUT, with_trust(augment_verb.COMMANDS), sys.argv[2:])
     commands = {
         verb: getattr(serve if hasattr(serve, verb) else verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS
     }

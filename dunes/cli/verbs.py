@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import tyro
 
 from dunes.flags import Dtype, flag
-from dunes.inference.sampling import SamplingOptions
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.runs.config import Hardware, RunConfig, RunOptions
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization

@@ -14,10 +14,10 @@ from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
+from dunes.completion.copy_gate import scored_places
+from dunes.completion.copy_mixture import Mixture
 from dunes.completion.cuts import first_line, first_word
-from dunes.completion.gate import scored_places
 from dunes.completion.index import PARTS, TextIndex, index_texts
-from dunes.completion.mixture import Mixture
 from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch

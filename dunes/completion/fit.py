@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
 from dunes.completion.completer import CopyCompleter
+from dunes.completion.copy_gate import Places, fit_gate, places_of
 from dunes.completion.cuts import file_lines, sample_lines
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.gate import Places, fit_gate, places_of
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
 from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
 from dunes.completion.protocol import LineCompleter

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dunes.completion.copy_mixture import Mixture
 from dunes.completion.cuts import first_word, whole_words
-from dunes.completion.mixture import Mixture
 from dunes.data.document import NamedText
 from dunes.generate.copying import is_word
 from dunes.text.lines import split_lines

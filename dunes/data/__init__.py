@@ -15,7 +15,7 @@ from dunes.data.examples import (
     trained_spans,
 )
 from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
-from dunes.data.mnist import Digits, drawn_digits, fetch_digits, read_digits
+from dunes.data.mnist_files import Digits, drawn_digits, fetch_digits, read_digits
 from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard

@@ -20,7 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from dunes import checkpoint, measure
-from dunes.evaluate.loss import BATCH
+from dunes.evaluate.text_loss import BATCH
 from dunes.files import json_file
 from dunes.generate import Sampler, sampler
 from dunes.inference.text_generator import TextGenerator, cut_at_stop

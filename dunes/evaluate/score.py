@@ -15,7 +15,7 @@ from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trai
 from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
 from dunes.data.duplicates import content_digest
 from dunes.data.windows import join_texts, tail_start
-from dunes.evaluate.loss import Score, evaluate
+from dunes.evaluate.text_loss import Score, evaluate
 from dunes.flags import STDLIB
 from dunes.text import Tokenizer
 from dunes.units import plural

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.attention import QueryBlocks, attend, causal_attention, query_blocks, varlen_attention
+from dunes.ops.scaled_dot_product import QueryBlocks, attend, causal_attention, query_blocks, varlen_attention
 from dunes.parts.cache import Cache
 from dunes.units import plural
 
@@ -21,7 +21,7 @@ class ForwardContext:
     `positions` is (B or 1, T), -1 for padding. Without a cache, packed documents are separated by their positions:
     any other position than the previous plus one starts a new document, and documents do not attend to each other.
     For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
-    be a multiple of `ops.attention.QUERY_BLOCK`.
+    be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(

@@ -13,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dunes import tree
-from dunes.ops.attention import QUERY_BLOCK
 from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
+from dunes.ops.scaled_dot_product import QUERY_BLOCK
 from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.context import (

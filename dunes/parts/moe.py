@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.ops import experts as forms
+from dunes.ops import expert_products as forms
 from dunes.parts.mlp import GatedMLP
 
 TINY = 1e-20

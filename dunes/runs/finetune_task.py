@@ -22,7 +22,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.data import TokenIds
 from dunes.data.examples import Example, Record
 from dunes.data.packing import Batch, Batches
-from dunes.evaluate.loss import Score, evaluate, score_batches
+from dunes.evaluate.text_loss import Score, evaluate, score_batches
 from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.json_file import append_text

@@ -14,7 +14,7 @@ from typing import Any
 
 from dunes import checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.progress import Display

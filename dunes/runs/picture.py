@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.evaluate.comparison import Comparison
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.json_file import Warn, append_record, parse_line, print_warning, read_lines, read_records

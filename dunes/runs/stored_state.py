@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dunes import checkpoint
-from dunes.evaluate.loss import Score
+from dunes.evaluate.text_loss import Score
 from dunes.runs.config import RunConfig
 from dunes.train import Record
 

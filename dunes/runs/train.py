@@ -24,7 +24,7 @@ from dunes.completion.fit import (
 )
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
-from dunes.evaluate.loss import Score, evaluate
+from dunes.evaluate.text_loss import Score, evaluate
 from dunes.inference.write import sample_text
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dunes.serve import llama_cpp, ollama, openai
+from dunes.serve import llama_server, ollama, openai
 from dunes.serve.fields import BODY, Fields, Refused, parse
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, Protocol, TextRequest
 from dunes.serve.running import Running
@@ -49,9 +49,9 @@ def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
 
 SUGGEST = Protocol(read_suggest, write_suggest)
 PATHS: dict[str, Protocol] = {
-    "/infill": llama_cpp.INFILL,
-    "/completion": llama_cpp.COMPLETION,
-    "/completions": llama_cpp.COMPLETION,
+    "/infill": llama_server.INFILL,
+    "/completion": llama_server.COMPLETION,
+    "/completions": llama_server.COMPLETION,
     "/v1/completions": openai.COMPLETIONS,
     "/v1/chat/completions": openai.CHAT,
     "/chat/completions": openai.CHAT,
@@ -60,12 +60,12 @@ PATHS: dict[str, Protocol] = {
     "/api/chat": ollama.CHAT,
 }
 ABOUT: dict[str, Callable[[Named], Any]] = {
-    "/health": llama_cpp.health,
-    "/v1/health": llama_cpp.health,
-    "/v1/models": llama_cpp.list_models,
-    "/models": llama_cpp.list_models,
-    "/props": llama_cpp.props,
-    "/slots": llama_cpp.slots,
+    "/health": llama_server.health,
+    "/v1/health": llama_server.health,
+    "/v1/models": llama_server.list_models,
+    "/models": llama_server.list_models,
+    "/props": llama_server.props,
+    "/slots": llama_server.slots,
     "/v1beta/server_setting": lambda models: {"disable_client_side_telemetry": True},
     "/api/tags": ollama.tags,
     "/api/ps": ollama.tags,
@@ -188,7 +188,7 @@ class Server:
                 asked.requests[i] = await asyncio.to_thread(model.with_prompt, each)
             elif isinstance(each, LineRequest) and each.files:
                 await asyncio.to_thread(model.warm, each.files)
-        if not asked.requests and protocol is llama_cpp.INFILL:
+        if not asked.requests and protocol is llama_server.INFILL:
             await asyncio.to_thread(model.warm, fields.open_files("input_extra"))
         events = self._events(asked, request)
         if not asked.stream:

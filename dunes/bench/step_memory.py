@@ -79,7 +79,7 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
         "inference": f.inference,
         "trust": checkpoint.cards_trusted(),
     }
-    command, environment = python_command("-m", "dunes.bench.memory", json.dumps(request))
+    command, environment = python_command("-m", "dunes.bench.step_memory", json.dumps(request))
     done = subprocess.run(command, capture_output=True, text=True, env=environment | TRIMMING_MALLOC)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
