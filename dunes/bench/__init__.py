@@ -1,6 +1,6 @@
 """Benchmarks, profiles of time and memory, tables, plots, comparisons.
 
-Start with `benchmark` and `run.bench`, `race` for two sides, `profile_modules` and `allocations`.
+Start with `benchmark` and `runner.bench`, `race` for two sides, `profile_modules` and `allocations`.
 """
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark
