@@ -1,7 +1,7 @@
 """Every command and every Python block of README.md and docs/ runs, at toy size, in the order of its page.
 
-A page runs in a folder of its own. What its commands read and did not write before is a toy (STAND_INS), and options
-that make the work small follow from the verb (SMALL). What is not run is listed with its reason (NOT_RUN).
+A page runs in a folder of its own. What its commands read and did not write before is a toy (STAND_INS), and
+options that make the work small follow from the verb (SMALL). What is not run is listed with its reason (NOT_RUN).
 """
 
 import io
@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
@@ -88,7 +87,7 @@ PYTHON_TOYS = {"number == 100": "number == 2", '["3m"]': '["60k"]', "rounds=10":
 """The same for Python blocks."""
 
 PROGRAM = "def main(argument):\n    return argument\n" * 20
-WORDS = [a + b for a in ("", "new_", "old_", "all_") for b in "file line word text size page part name".split()]
+WORDS = [a + b for a in ("", "new_", "old_", "all_") for b in ("file", "line", "word", "text", "size", "page")]
 ROWS = json.dumps([{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(60)])
 
 
@@ -134,9 +133,9 @@ def pieces(page):
 def write_programs(folder):
     """Files with few lines in common, so that some are left to score completions on."""
     draw = random.Random(0)
+    word = lambda: draw.choice(WORDS)
+    one = lambda: f"def {word()}_{word()}({word()}, {word()}):\n    return {word()}.{word()}({word()})"
     for i in range(20):
-        word = lambda: draw.choice(WORDS)
-        one = lambda: f"def {word()}_{word()}({word()}, {word()}):\n    return {word()}.{word()}({word()})"
         lines = [one() for _ in range(6)]
         (folder / f"module_{i}.py").write_text("\n\n\n".join(lines))
 
@@ -402,9 +401,7 @@ def run(toys, command, tmp_path, monkeypatch):
 
     def run(pieces):
         for piece in pieces:
-            start = time.process_time()
             (run_python if piece.python else run_command)(piece)
-            print(f"{time.process_time() - start:6.2f} {str(piece)[:100]!r}", file=sys.__stderr__)
 
     with mock.patch.dict(BENCHMARKS):
         yield run
