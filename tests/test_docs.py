@@ -70,6 +70,9 @@ SLOW = (
 )  # fmt: skip
 """What compiles, trains or starts processes, and what needs its results: run by `pytest -m slow`."""
 
+LONG_PAGES = ("completion.md", "finetuning.md", "mixtures-and-expansion.md")
+"""Pages that take more than five seconds also without those, and run whole by `pytest -m slow`."""
+
 TINY = ["--batch", "4", "--dtype", "float32", "--threads", "1"]
 SHAPE = ["--size", "60k", "--vocab-size", "330", "--context-length", "64"]
 SMALL = {
@@ -417,7 +420,7 @@ def expanded(word):
 RUN = {page: [piece for piece in pieces(page) if piece.runs()] for page in PAGES}
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not all(piece.slow() for piece in RUN[page])])
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in LONG_PAGES and not all(x.slow() for x in RUN[p])])
 def test_what_a_page_shows_runs(page, run):
     run(piece for piece in RUN[page] if not piece.slow())
 
