@@ -238,6 +238,7 @@ STAND_INS = {
     "runs/terse": Toys.adapter,
     "models/int8": Toys.int8,
     "BASE": Toys.model,
+    "MIXTURE": Toys.mixture,
     "MODEL": Toys.model,
     "RUN": Toys.adapter,
     "SOURCE": PROGRAM * 200,
