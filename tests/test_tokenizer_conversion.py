@@ -319,7 +319,7 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b"", "empty, as a download"),
+        (b"", "empty, like an unfinished download"),
         (b"\xff" * 20, "has no end"),
         (b"\x0a\xff\xff\xff\xff\x7f", "passes the end"),
         (b"\x0b", "wire type 3"),
