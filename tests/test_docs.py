@@ -73,6 +73,9 @@ SLOW = (
 LONG_PAGES = ("completion.md", "finetuning.md", "mixtures-and-expansion.md")
 """Pages that take more than five seconds also without those, and run whole by `pytest -m slow`."""
 
+MINUTES = ("measuring.md", "small-networks.md", "training.md")
+"""Pages that compile or measure for minutes: run by `pytest -m long`."""
+
 TINY = ["--batch", "4", "--dtype", "float32", "--threads", "1"]
 SHAPE = ["--size", "60k", "--vocab-size", "330", "--context-length", "64"]
 SMALL = {
@@ -333,6 +336,8 @@ def small(words):
     if "--minutes" in words:
         at = words.index("--minutes")
         words = words[:at] + words[at + 2 :]
+    if "--heads" in words:  # toys have one
+        words[words.index("--heads") + 1] = "1"
     more = SMALL.get(words[0], [])
     if words[0] == "train":
         more = [] if "--resume" in words else more if "--from" in words else more + SHAPE
@@ -413,9 +418,14 @@ def run(toys, command, tmp_path, monkeypatch):
 
 def expanded(word):
     """A word as a shell gives it to a program."""
-    if "*" in word and (files := sorted(map(str, Path().glob(word)))):
+    if "*" in word and "**" not in word and (files := sorted(map(str, Path().glob(word)))):
         return files
     return [str(Path(word).expanduser()) if word.startswith("~") else word]
+
+
+def slow_page(page):
+    """Pages whose commands take more than two minutes are `long`."""
+    return pytest.param(page, marks=pytest.mark.long) if page in MINUTES else page
 
 
 RUN = {page: [piece for piece in pieces(page) if piece.runs()] for page in PAGES}
@@ -427,7 +437,8 @@ def test_what_a_page_shows_runs(page, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(piece.slow() for piece in RUN[page])])
+@pytest.mark.filterwarnings("ignore:geom_path")  # a single round
+@pytest.mark.parametrize("page", [slow_page(page) for page in PAGES if any(piece.slow() for piece in RUN[page])])
 def test_all_of_a_page_runs(page, run):
     run(RUN[page])
 
