@@ -71,10 +71,7 @@ SLOW = (
 """What compiles, trains or starts processes, and what needs its results: run by `pytest -m slow`."""
 
 LONG_PAGES = ("completion.md", "finetuning.md", "mixtures-and-expansion.md")
-"""Pages that take more than five seconds also without those, and run whole by `pytest -m slow`."""
-
-MINUTES = ("measuring.md", "small-networks.md", "training.md")
-"""Pages that compile or measure for minutes: run by `pytest -m long`."""
+"""Pages that take more than five seconds also without those, and run whole by `test_all_of_a_page_runs`."""
 
 TINY = ["--batch", "4", "--dtype", "float32", "--threads", "1"]
 SHAPE = ["--size", "60k", "--vocab-size", "330", "--context-length", "64"]
@@ -423,22 +420,20 @@ def expanded(word):
     return [str(Path(word).expanduser()) if word.startswith("~") else word]
 
 
-def slow_page(page):
-    """Pages whose commands take more than two minutes are `long`."""
-    return pytest.param(page, marks=pytest.mark.long) if page in MINUTES else page
-
-
 RUN = {page: [piece for piece in pieces(page) if piece.runs()] for page in PAGES}
 
 
+@pytest.mark.slow
+@pytest.mark.long  # in a process of its own: a page that serves closes the streams of an xdist worker
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in LONG_PAGES and not all(x.slow() for x in RUN[p])])
 def test_what_a_page_shows_runs(page, run):
     run(piece for piece in RUN[page] if not piece.slow())
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:geom_path")  # a single round
-@pytest.mark.parametrize("page", [slow_page(page) for page in PAGES if any(piece.slow() for piece in RUN[page])])
+@pytest.mark.parametrize("page", [page for page in PAGES if any(piece.slow() for piece in RUN[page])])
 def test_all_of_a_page_runs(page, run):
     run(RUN[page])
 
