@@ -424,7 +424,7 @@ RUN = {page: [piece for piece in pieces(page) if piece.runs()] for page in PAGES
 
 
 @pytest.mark.slow
-@pytest.mark.long  # in a process of its own: a page that serves closes the streams of an xdist worker
+@pytest.mark.long  # in a process of its own: in one that had run other tests, all after the first page failed
 @pytest.mark.parametrize("page", [p for p in PAGES if p not in LONG_PAGES and not all(x.slow() for x in RUN[p])])
 def test_what_a_page_shows_runs(page, run):
     run(piece for piece in RUN[page] if not piece.slow())

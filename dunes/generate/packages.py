@@ -329,12 +329,8 @@ def bind_step(
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", run)
         logits = torch.stack([s.logits for s in scores])
-        require_close(
-            f"{file}: its logits",
-            logits - expected[-len(logits) :],
-            expected,
-            _dtype(model) if n == TEXT else dtype,
-        )
+        computed = _dtype(model) if n == TEXT else dtype
+        require_close(f"{file}: its logits", logits - expected[-len(logits) :], expected, computed)
     return step
 
 
