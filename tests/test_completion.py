@@ -208,8 +208,8 @@ def search_at(engine, prompt, copies, options=DEFAULTS):
 def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
     engine, asked = engine_of([("a.py", CODE)]), []
     monkeypatch.setattr("dunes.completion.search.HOPELESS", 1.0)
-    monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: beam)
-    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_decode", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: asked.append(beam) or -beam.total)
     suggestion = engine.complete(CODE + "    result = wid", "", "b.py")
     assert len(asked) > 1
@@ -222,8 +222,8 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     id_of = engine.files.pieces.index
     part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
     monkeypatch.setattr("dunes.completion.search.beam_search", lambda *_, **__: [part])
-    monkeypatch.setattr(LineSearch, "_decoded", lambda self, beam: line)
-    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_decode", lambda self, beam: line)
+    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
     prompt, hopeless = [id_of(b"a")], []
     copies = Copies(engine.sources([]), b"re", 1)
@@ -377,9 +377,9 @@ def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
     engine = engine_of([("a.py", CODE)], zero_gate())
     beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
     search = search_at(engine, [70], Copies(engine.sources([]), b"x", 1))
-    assert search._hopeless(beams)
+    assert search._is_hopeless(beams)
     monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -3.0)
-    assert not search._hopeless(beams)
+    assert not search._is_hopeless(beams)
 
 
 def test_a_line_without_a_word_is_the_last_choice():
@@ -507,7 +507,7 @@ def test_a_suggestion_ends_within_its_limit(monkeypatch):
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
-    monkeypatch.setattr(LineSearch, "_or_copied", lambda self, beam: beam)
+    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
     monkeypatch.setattr("dunes.completion.search.BEAMED", 2)
     monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
     whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
@@ -572,7 +572,10 @@ def test_characters_without_a_token_stay_in_the_prompt():
 def test_text_before_a_sentinel_is_not_matched():
     engine = engine_of([("a.py", CODE)])
     sources = engine.sources([])
-    (below, above), sentinel = map(engine.files.plain, ("width * height", "re")), BPE.token_id("<|fim_middle|>")
+    (below, above), sentinel = (
+        map(engine.files.encode_continuation, ("width * height", "re")),
+        BPE.token_id("<|fim_middle|>"),
+    )
     assert Copies(sources)._context([*below, sentinel, *above], b"t") == b"ret"
     assert Copies(sources)._context([*below, *above], b"t") == b"width * heightret"
 
@@ -700,7 +703,7 @@ def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
     del forwards[:]
     text = FileTokenizer(BPE, True).tokenize(CODE * 100)
     places = places_of(LOADED, [text], lambda above: engine_of().sources([], [], ""), 20)
-    assert len(places.other) == 20
+    assert len(places.target_logprob) == 20
     assert len(forwards) == 1
 
 
@@ -768,7 +771,7 @@ def test_many_short_texts_have_a_few_places_and_lines_each():
     engine = engine_of([("a.py", CODE)])
     texts = [(f"{n}.py", CODE[:120]) for n in range(60)]
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
-    assert 30 <= len(places_of(LOADED, tokenized, engine.sources, 40).other) <= 40
+    assert 30 <= len(places_of(LOADED, tokenized, engine.sources, 40).target_logprob) <= 40
     typed = typed_files(engine, texts, 7)
     assert sum(len(lines) for _, lines in typed) == 7
 
@@ -793,7 +796,7 @@ def test_places_are_of_all_texts():
     texts = [engine.files.tokenize(text, name) for name, text in named]
     places = places_of(LOADED, texts, lambda ids: engine.sources(ids, [], ""), 60)
     short = len(texts[2].ids) - texts[2].starts[0]
-    assert len(places.other) == short + 2 * ((60 - short) // 2)
+    assert len(places.target_logprob) == short + 2 * ((60 - short) // 2)
 
 
 # the index and the gate on disk
@@ -1174,7 +1177,7 @@ def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
 
 def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
     engine = engine_of()
-    uses = engine.sources([], engine.files.plain("x = 1\n" * 9), "").uses
+    uses = engine.sources([], engine.files.encode_continuation("x = 1\n" * 9), "").uses
     assert uses[:, 0].max() > 3, "what stands below is counted"
     assert not uses[:, 1:].any()
 

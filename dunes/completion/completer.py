@@ -42,9 +42,9 @@ class FolderCompleter(CompletionEngine):
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
-        index, stored = read_index(folder), read_gate(folder)
-        self.folder, self.facts = folder, stored[1] if stored else {}
-        gate = stored[0] if stored and index else None
+        index, fitted = read_index(folder), read_gate(folder)
+        self.folder, self.facts = folder, fitted[1] if fitted else {}
+        gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
         super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
 
@@ -55,7 +55,7 @@ class FolderCompleter(CompletionEngine):
         than copying on validation lines. Raises Cancelled as the options say."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        copied = _copied(self.far(name, options.files).texts, before, after, options)
+        copied = _copy_line(self.far(name, options.files).texts, before, after, options)
         ids = self._encode(copied.text.encode())[: options.max_tokens]
         text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
         if text != copied.text:
@@ -112,10 +112,8 @@ class CopyCompleter:
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
         far = [*self.index.without({name, *self._open}).texts, *sources]
-        copied, room = (
-            _copied(far, before, after, options),
-            4 * (options.max_tokens or LIMIT),
-        )  # an estimate in characters
+        copied = _copy_line(far, before, after, options)
+        room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
         if len(copied.text) > room:
             copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
         return [copied]
@@ -133,7 +131,7 @@ class CopyCompleter:
         return 0.5
 
 
-def _copied(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
+def _copy_line(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
     """The copied line, cut at a stop string. Raises Cancelled as the options say."""
     if options.cancelled():
         raise Cancelled("a newer request came")
@@ -203,7 +201,7 @@ class CopyNearest:
         above = before.encode(errors="replace")
         sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
         matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
-        (length, positions), text = max(matches, key=lambda each: each[0][0])
+        (length, positions), text = max(matches, key=lambda match: match[0][0])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
         typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
         rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""

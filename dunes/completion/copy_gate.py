@@ -52,17 +52,17 @@ class Places(NamedTuple):
 
     features: Tensor
     logprobs: Tensor
-    known: Tensor
+    mask: Tensor
     best: Tensor
     target: Tensor
-    other: Tensor
-    rest: Tensor
+    target_logprob: Tensor
+    rest_logprob: Tensor
 
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
         """Negative log-likelihood in nats of the target at each position under the mixture (N,)."""
         part = Places(*(t[rows] for t in self))
         change = gate(part.features, part.logprobs, part.best)
-        return mixture_loss(change, part.logprobs, part.target, part.known, part.other, part.rest)
+        return mixture_loss(change, part.logprobs, part.target, part.mask, part.target_logprob, part.rest_logprob)
 
 
 def fit_gate(places: Places, seed: int = 0) -> Gate:
@@ -72,9 +72,9 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
         torch.manual_seed(seed)
         gate = Gate()
     optimizer = torch.optim.Adam(gate.parameters(), RATE)
-    steps = min(max(STEPS[0], len(places.other) // PLACES_PER_STEP), STEPS[1])
+    steps = min(max(STEPS[0], len(places.target) // PLACES_PER_STEP), STEPS[1])
     for step in range(steps):
-        rows = torch.randint(len(places.other), (min(BATCH, len(places.other)),), generator=generator)
+        rows = torch.randint(len(places.target), (min(BATCH, len(places.target)),), generator=generator)
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         optimizer.zero_grad()
         places.loss(gate, rows).mean().backward()  # type: ignore[no-untyped-call]
@@ -88,11 +88,11 @@ def places_of(
     """About `most` positions, equally many per text, in chunks spread over each text; None if there are none."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
-    each = even_share([len(text.ids) - text.starts[0] for text in texts], most)
+    per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
     rows = [
         _row(*place)
         for text in texts
-        for first, count in _chunks(len(text.ids) - text.starts[0], each, random)
+        for first, count in _chunks(len(text.ids) - text.starts[0], per_text, random)
         for place in islice(scored_places(loaded, text, sources_of, text.starts[0] + first), count)
     ]
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None
@@ -109,11 +109,11 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 def even_share(sizes: Sequence[int], most: int) -> int:
     """Number to take of each group so that about `most` are taken in total; smaller groups give all they have."""
-    share, left = most, most
+    share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
-        if (share := left // count) < size:
+        if (share := remaining // count) < size:
             break
-        left -= size
+        remaining -= size
     return share
 
 
@@ -136,19 +136,19 @@ def scored_places(
 
     The sources are the lines above; in a long text they may lack the last percent, unless `first` is given.
     """
-    whole = first is None
+    is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
     logprobs = text_logprobs(loaded, text.ids, first)
     copied, copies, stale = 0, None, 0
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
         if stop > first and (copies is None or start - copied >= stale):
             copied, copies = start, Copies(sources_of(text.ids[:start]))
-            stale = start // RENEWED if whole else 0
+            stale = start // RENEWED if is_complete else 0
         for place in range(max(start, first), stop):
             assert copies is not None, "made for the first line"
             own = next(logprobs)
-            above = text.ids[max(0, place - CONTEXT) : place]
-            yield text.ids[place], own, copies.candidates(above, top_ids(own))
+            context = text.ids[max(0, place - CONTEXT) : place]
+            yield text.ids[place], own, copies.candidates(context, top_ids(own))
 
 
 def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
@@ -158,10 +158,10 @@ def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> It
     """
     context, model = loaded.context_length, loaded.model
     half = max(1, context // 2)
-    data, done = torch.tensor(ids[:-1], device=next(model.parameters()).device), first - 1
-    while done < len(data):
-        start = max(0, done - half)
+    data, position = torch.tensor(ids[:-1], device=next(model.parameters()).device), first - 1
+    while position < len(data):
+        start = max(0, position - half)
         with torch.no_grad(), tree.mode(model, False):
             logprobs = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
-        yield from logprobs[done - start :]
-        done = start + len(logprobs)
+        yield from logprobs[position - start :]
+        position = start + len(logprobs)

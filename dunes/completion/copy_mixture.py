@@ -23,7 +23,7 @@ class Mixture:
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
-        self._known = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
+        self._cache = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
         self._reader = PieceReader()
         self._mixed_from: tuple[Sources | None, Gate | None] = None, None
 
@@ -35,9 +35,9 @@ class Mixture:
         Raises Cancelled.
         """
         if self._mixed_from[0] is not copies.sources or self._mixed_from[1] is not gate:
-            self._known = Remembered()
-        self._known.begin()
-        self._asked: dict[tuple[int, ...], Tensor] = {}
+            self._cache = Remembered()
+        self._cache.begin()
+        self._request_logprobs: dict[tuple[int, ...], Tensor] = {}
         self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
         self.logits.begin(len(prompt) + room)
         if self.logits.get(prompt) is None:
@@ -49,7 +49,7 @@ class Mixture:
         Cancelled."""
         self._stop_if_cancelled()
         rows = self.logits.after(texts)
-        return [self._mixed(text, logits) for text, logits in zip(texts, rows, strict=True)]
+        return [self._logprobs(text, logits) for text, logits in zip(texts, rows, strict=True)]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
         """The same for one text. A forward also evaluates up to `room` ids that copies propose."""
@@ -70,14 +70,14 @@ class Mixture:
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
         """Log-probability that an identifier at the end of this text is complete; 0 if not evaluated."""
-        mixed = self._asked.get(tuple(text))
+        mixed = self._request_logprobs.get(tuple(text))
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 
     def _typed_prob(self, text: tuple[int, ...]) -> float:
         rest = self.copies.rest(text)
         if not rest:
             return 1.0
-        if (mixed := self._asked.get(text)) is None:
+        if (mixed := self._request_logprobs.get(text)) is None:
             return 0.0
         probs = mixed.exp()
         total = float(probs.sum())
@@ -89,13 +89,13 @@ class Mixture:
         if self._cancelled():
             raise Cancelled("a newer request came")
 
-    def _mixed(self, text: Sequence[int], logits: Tensor) -> Tensor:
+    def _logprobs(self, text: Sequence[int], logits: Tensor) -> Tensor:
         rest, first = self.copies.rest(text), len(text) == self.copies.start
         key = tuple(text), rest, first
-        if (mixed := self._known.get(key)) is None:
+        if (mixed := self._cache.get(key)) is None:
             mixed = self._mix(text, logits, self.files.allowed(rest), first)
-            self._known.put(key, mixed)
-        self._asked[key[0]] = mixed
+            self._cache.put(key, mixed)
+        self._request_logprobs[key[0]] = mixed
         return mixed
 
     def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:

@@ -73,18 +73,18 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
-    drawn = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
-    cuts = [_cut(text, line, int(random.integers(1, len(line.text))), "character") for line in drawn]
+    sample = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
+    cuts = [_cut_point(text, line, int(random.integers(1, len(line.text))), "character") for line in sample]
     starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
-    closed = [other for cut in cuts if (other := _closed(text, cut))]
-    return cuts + [_cut(text, lines[i], 0, "line start") for i in starts] + closed
+    with_brackets = [other for cut in cuts if (other := _inside_brackets(text, cut))]
+    return cuts + [_cut_point(text, lines[i], 0, "line start") for i in starts] + with_brackets
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
     """At most `count` of the lines of at most 200 characters, in their order."""
     lines = [line for line in lines if len(line.text) <= LONGEST]
-    drawn = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
-    return [lines[number] for number in np.sort(drawn)]
+    indices = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
+    return [lines[number] for number in np.sort(indices)]
 
 
 def first_line(text: str) -> str:
@@ -118,13 +118,13 @@ def first_word(text: str) -> str:
     return word[0] if word else ""
 
 
-def _cut(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
+def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
     offset = line.start + column
     inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
     return CutPoint(offset, line.end, line.text[column:], kind, inside)
 
 
-def _closed(text: str, cut: CutPoint) -> CutPoint | None:
+def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
     """The cursor with the closing brackets of all open ones behind it, if the line closes the innermost later."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)

@@ -81,26 +81,25 @@ class CompletionEngine:
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
         """The open files with these texts added, for `use`; thread-safe while lines are completed."""
-        named = (
-            (valid_text(name), text) for name, text in texts.items() if name
-        )  # nameless files could not be hidden
-        new = {name: valid_text(text) if text else None for name, text in named}
-        known, absent = self._open, object()
-        new = {name: text for name, text in new.items() if known.texts.get(name, absent) != text}
-        if not new:
-            return known
-        after = {**known.texts, **new}
-        parts = [(left, index) for names, index in known.parts if (left := names - new.keys())]
-        fresh = {name for name, text in new.items() if text}
-        size = sum(len(after[name] or "") for name in fresh)
+        # Files without a name could not be hidden.
+        by_name = ((valid_text(name), text) for name, text in texts.items() if name)
+        changed = {name: valid_text(text) if text else None for name, text in by_name}
+        current, absent = self._open, object()
+        changed = {name: text for name, text in changed.items() if current.texts.get(name, absent) != text}
+        if not changed:
+            return current
+        texts_after = {**current.texts, **changed}
+        parts = [(rest, index) for names, index in current.parts if (rest := names - changed.keys())]
+        fresh = {name for name, text in changed.items() if text}
+        size = sum(len(texts_after[name] or "") for name in fresh)
         while parts and (len(parts) > MERGED or 2 * size > len(parts[-1][1].text)):
             names, index = parts.pop()
             fresh |= names
             size += len(index.text)
         if fresh:
-            index = index_texts([(name, after[name] or "") for name in sorted(fresh)], self.files)
+            index = index_texts([(name, texts_after[name] or "") for name in sorted(fresh)], self.files)
             parts.append((frozenset(fresh), index))
-        return OpenFiles(after, parts)
+        return OpenFiles(texts_after, parts)
 
     def use(self, files: OpenFiles) -> None:
         """Complete lines with these open files from now on."""
@@ -128,25 +127,25 @@ class CompletionEngine:
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
         text = self.files.tokenize(before, name)
-        above, line = text.ids[: text.starts[-1]], text.ids[text.starts[-1] :]
-        kept, typed = self.files.split_typed(line)
+        above = text.ids[: text.starts[-1]]
+        line, typed = self.files.split_typed(text.ids[text.starts[-1] :])
         # Without text below the line, the continuation is taken as unknown.
-        below = self.files.plain(after) if after[len(first_line(after)) :].strip() else []
-        prompt = self._prompt([*above, *kept], below, text.starts[0]) or [self.files.end]
+        below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
+        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.end]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
-        found: dict[str, Suggestion] = {}
+        suggestions: dict[str, Suggestion] = {}
         for beam in search.beams():
             rest = without_overlap(search.text(beam), after, start)
             rest = rest if rest.strip() else ""
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
             first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
-            found.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
-        best, *others = found.values()
+            suggestions.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
+        best, *others = suggestions.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]
 
     def explain(
@@ -171,10 +170,12 @@ class CompletionEngine:
             alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(LIKELY, len(mixed)))
-            others = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-            likely = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in others]
+            pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+            alternatives = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in pairs]
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            tokens.append({"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": likely})
+            tokens.append(
+                {"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": alternatives}
+            )
             ids.append(id)
         return tokens
 
@@ -216,9 +217,9 @@ class CompletionEngine:
     ) -> Sources:
         pieces, far = self.files.pieces, self.far(name, texts)
         parts = [above, below] if below else [above]
-        near_text = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
-        near = [index_ids(part, len(pieces)) for part in parts]
-        return Sources(near, far.ids, near_text, far.texts, self._vocabulary)
+        near_texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
+        near_ids = [index_ids(part, len(pieces)) for part in parts]
+        return Sources(near_ids, far.ids, near_texts, far.texts, self._vocabulary)
 
     def _encode(self, line: bytes) -> tuple[int, ...]:
         return self.files.line(line.decode(errors="ignore"))

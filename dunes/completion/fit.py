@@ -71,14 +71,16 @@ def prepare_completion(
     Raises ValueError if a file changed since it was collected.
     """
     documents, tail = first_documents(corpus.train), corpus.share if corpus.split == "tails" else 0.0
-    whole = named_texts(documents)
-    texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else whole
-    held = first_documents(corpus.valid) if corpus.valid else ()
-    gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(held)
-    if left := len(corpus.train) - len(texts):
-        display.line(f"note: {plural(left, 'file')} beyond the first 12 MB of training text cannot be copied from")
+    full_texts = named_texts(documents)
+    texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else full_texts
+    validation = first_documents(corpus.valid) if corpus.valid else ()
+    gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(validation)
+    if omitted := len(corpus.train) - len(texts):
+        display.line(
+            f"note: {plural(omitted, 'file')} beyond the first 12 MB of training text cannot be copied from"
+        )
     index = index_texts(texts, tokenizer)
-    return CompletionFiles(index, gate, whole if tail else [*whole, *gate], sources, follow_links)
+    return CompletionFiles(index, gate, full_texts if tail else [*full_texts, *gate], sources, follow_links)
 
 
 def begin_completion(run: Path, files: CompletionFiles) -> str:
@@ -105,23 +107,26 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
-    fitted, facts = fit_mixture(engine, texts, _scaled(PLACES, seconds))
+    fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    lines = _scaled(LINES, seconds)
-    typed, copied = (typed_files(each, _others(texts), lines) for each in (engine, CopyCompleter(files.index)))
-    ours, theirs = right_by_line(typed), right_by_line(copied)
-    facts["copies"] = bool(len(ours) >= LEAST and interval(ours - theirs).high < 0)
+    lines = _scale(LINES, seconds)
+    typed, copied = (
+        typed_files(completer, _unseen_texts(texts), lines) for completer in (engine, CopyCompleter(files.index))
+    )
+    model_shares, copy_shares = right_by_line(typed), right_by_line(copied)
+    facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
     facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
     write_gate(run, gate, facts)
     write_index(run, index_texts(files.whole, engine.files), files.sources, files.follow_links)
     verdict = ""
     if facts["copies"]:
-        verdict = f"; it has {100 * ours.mean():.0f} % of ends right and copying {100 * theirs.mean():.0f} %, so "
+        verdict = f"; it has {100 * model_shares.mean():.0f} % of ends right and copying "
         verdict += (
-            f"lines are copied, without the model: train longer, or on more text ({plural(len(ours), 'line')})"
+            f"{100 * copy_shares.mean():.0f} %, so lines are copied, without the model: train longer, or on "
         )
+        verdict += f"more text ({plural(len(model_shares), 'line')})"
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
         f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
@@ -140,7 +145,7 @@ def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     """Estimated seconds of `finish_completion` at the end of a run of `seconds`."""
-    fitted = PLACE_SECONDS * _scaled(PLACES, seconds) + LINE_SECONDS * _scaled(LINES, seconds)
+    fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
     return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
 
 
@@ -149,7 +154,7 @@ def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
     return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
 
 
-def _scaled(rule: tuple[float, int, int], seconds: float) -> int:
+def _scale(rule: tuple[float, int, int], seconds: float) -> int:
     rate, least, most = rule
     return int(min(most, max(least, rate * seconds)))
 
@@ -163,17 +168,17 @@ def fit_mixture(
     The first gate leaves out every third text, so that thresholds fitted on these are not overconfident. The
     second gate is fitted on all texts, and is the one to use.
     """
-    parts = [text for number, text in enumerate(texts) if number % 3] or texts, _others(texts)
-    places, others = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
-    if places is None or others is None:
+    parts = [text for number, text in enumerate(texts) if number % 3] or texts, _unseen_texts(texts)
+    places, unseen = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
+    if places is None or unseen is None:
         return None, {}
-    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, others, strict=True))))
-    alone, mixed = -others.other.mean(), others.loss(gates[0]).mean()
-    facts = {"places": len(places.other) + len(others.other), "loss": float(alone), "mixed_loss": float(mixed)}
+    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
+    alone, mixed = -unseen.target_logprob.mean(), unseen.loss(gates[0]).mean()
+    facts = {"places": len(places.target) + len(unseen.target), "loss": float(alone), "mixed_loss": float(mixed)}
     return gates, facts
 
 
-def _others(texts: Sequence[NamedText]) -> Sequence[NamedText]:
+def _unseen_texts(texts: Sequence[NamedText]) -> Sequence[NamedText]:
     """Every third text, unseen by the first gate."""
     return texts[::3]
 
@@ -186,11 +191,11 @@ def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
     """About `lines` lines of these files, or of the first files, with the completer's suggestions in them."""
     texts = texts[:lines]
-    each = math.ceil(lines / max(1, len(texts)))
+    lines_per_file = math.ceil(lines / max(1, len(texts)))
     typed: list[TypedFile] = []
     for name, text in texts:
-        chosen = sample_lines(name, text, file_lines(text), count=each)
-        typed.append((FileSuggestions(completer, name, text), chosen))
+        sample = sample_lines(name, text, file_lines(text), count=lines_per_file)
+        typed.append((FileSuggestions(completer, name, text), sample))
     return typed
 
 
@@ -221,6 +226,6 @@ def interval(means: np.ndarray, seed: int = 0) -> Interval:
     """
     if not len(means):
         raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
-    drawn = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
-    low, high = np.percentile(means[drawn].mean(1), [2.5, 97.5])
+    rows = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
+    low, high = np.percentile(means[rows].mean(1), [2.5, 97.5])
     return Interval(float(means.mean()), float(low), float(high))

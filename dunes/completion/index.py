@@ -78,23 +78,23 @@ def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1
 
 
 def _part(document: Document, first: float, last: float) -> str:
-    parts, left = list[str](), MOST
+    parts, room = list[str](), MOST
     sizes = [sum(len(block.encode()) for block in text) for text in document.texts()]
     for size, text in zip(sizes, document.texts(), strict=True):
         start, stop = int(first * size), int(last * size)
-        stop = 0 if (first, last) != (0, 1) and size < SHORT else min(stop, start + left)
-        parts.append(b"".join(_between(text, start, stop)).decode(errors="ignore"))
-        left -= max(0, stop - start)
+        stop = 0 if (first, last) != (0, 1) and size < SHORT else min(stop, start + room)
+        parts.append(b"".join(_byte_range(text, start, stop)).decode(errors="ignore"))
+        room -= max(0, stop - start)
     return "\n".join(filter(None, parts))
 
 
-def _between(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
+def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
     """The bytes of a text from `start` to `stop`, without storing more."""
-    done = 0
+    offset = 0
     for block in text:
         data = block.encode()
-        yield data[max(0, start - done) : max(0, stop - done)]
-        done += len(data)
+        yield data[max(0, start - offset) : max(0, stop - offset)]
+        offset += len(data)
 
 
 def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:

@@ -62,23 +62,23 @@ class FileSuggestions:
         self.cold: list[float] = []
         self.warm: list[float] = []
         self._completer, self._below = completer, below
-        self._known: dict[tuple[int, str], Suggestion] = {}
+        self._suggestions: dict[tuple[int, str], Suggestion] = {}
 
     def ask(self, end: int, offset: int, warm: bool = False, behind: str = "") -> Suggestion:
         """The suggestion at an offset of a line that ends at `end`, both in characters of the file.
 
         `behind` is the text behind the cursor, in place of the rest of the line.
         """
-        if (offset, behind) not in self._known:
+        if (offset, behind) not in self._suggestions:
             after = behind + (self.text[end:] if self._below else "")
             start = perf_counter()
-            self._known[offset, behind] = self._completer.complete(self.text[:offset], after, self.name)
+            self._suggestions[offset, behind] = self._completer.complete(self.text[:offset], after, self.name)
             seconds = perf_counter() - start
             if warm:
                 self.warm.append(seconds)
             elif not self.cold:
                 self.cold.append(seconds)
-        return self._known[offset, behind]
+        return self._suggestions[offset, behind]
 
     def in_line(self, line: Line, column: int) -> Suggestion:
         """The suggestion after `column` characters of a line."""
@@ -95,12 +95,12 @@ def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: flo
     `content` is without indentation. One key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
-    standing, is_accepted = "", False
+    displayed, is_accepted = "", False
     while column < len(content):
         suggestion = suggest(column)
         text = first_line(suggestion.text).rstrip() if suggestion.word >= threshold else ""
-        if (whole := content[:column] + text if text else "") != standing:
-            standing, is_accepted = whole, False
+        if (completed := content[:column] + text if text else "") != displayed:
+            displayed, is_accepted = completed, False
             shown += bool(text)
         word = first_word(text)
         saving = len(word) if content.startswith(word, column) else 0
@@ -122,16 +122,18 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
     The files must be unseen by the completer, and not be evaluated on.
     """
-    asked = [s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))]
-    if not asked:
+    probabilities = [
+        s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))
+    ]
+    if not probabilities:
         return math.inf
-    best, chosen = 0.0, math.inf
-    for threshold in np.unique(np.quantile(asked, np.linspace(0, 1, GRID))):
+    most_saved, best_threshold = 0.0, math.inf
+    for threshold in np.unique(np.quantile(probabilities, np.linspace(0, 1, GRID))):
         typed = [type_file(file, float(threshold)) for file in files]
         saved = mean_saved(typed)
-        if sum(typed, Typing()).acceptance >= acceptance and saved > best:
-            best, chosen = saved, float(threshold)
-    return chosen
+        if sum(typed, Typing()).acceptance >= acceptance and saved > most_saved:
+            most_saved, best_threshold = saved, float(threshold)
+    return best_threshold
 
 
 def mean_saved(typed: Iterable[Typing]) -> float:

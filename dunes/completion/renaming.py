@@ -40,32 +40,32 @@ def renamed_rest(before: str) -> str:
     above, typed = next((line.strip() for line in reversed(lines) if line.strip()), ""), typed[:-1].lstrip()
     if max(len(above), len(typed)) > LONGEST:
         return ""
-    return _repeated(_TOKEN.findall(typed), _TOKEN.findall(above), before[-REACH:])
+    return _repeat(_TOKEN.findall(typed), _TOKEN.findall(above), before[-REACH:])
 
 
-def _repeated(here: Sequence[str], there: Sequence[str], text: str) -> str:
-    """The rest of the line `there` with the renaming of the line `here`; empty if nothing is renamed."""
-    if not 1 < len(here) <= len(there):
+def _repeat(typed: Sequence[str], above: Sequence[str], text: str) -> str:
+    """The rest of the line above with the renaming of the typed line; empty if nothing is renamed."""
+    if not 1 < len(typed) <= len(above):
         return ""
-    pairs, part = [*zip(here, there, strict=False)], here[-1]
+    pairs, part = [*zip(typed, above, strict=False)], typed[-1]
     differ = {pair for pair in pairs[:-1] if pair[0] != pair[1] and not (pair[0] + pair[1]).isspace()}
-    shared = any(a == b and not a.isspace() for a, b in pairs)  # a name and a space repeat nothing
-    if len(differ) > 1 or not shared or not all(_is_word(word) for pair in differ for word in pair):
+    has_common = any(a == b and not a.isspace() for a, b in pairs)  # a name and a space repeat nothing
+    if len(differ) > 1 or not has_common or not all(_is_word(word) for pair in differ for word in pair):
         return ""
-    end, rest = there[len(here) - 1], there[len(here) :]
+    end, rest = above[len(typed) - 1], above[len(typed) :]
     if differ:
         name = _name(*differ.pop())
-        new = [_renamed(token, name) for token in (end, *rest)]
-    elif not end.startswith(part) and (word := _begun(part, end, text)):
+        new = [_rename(token, name) for token in (end, *rest)]
+    elif not end.startswith(part) and (word := _complete_word(part, end, text)):
         end, name = word, _name(word, end)  # it is meant only if the rest repeats it
-        new = [word, *(_renamed(token, name) for token in rest)]
+        new = [word, *(_rename(token, name) for token in rest)]
     else:
         return ""
     is_other = new[0].startswith(part) and new != [end, *rest]
     return "".join([new[0][len(part) :], *new[1:]]) if is_other else ""
 
 
-def _begun(part: str, old: str, text: str) -> str:
+def _complete_word(part: str, old: str, text: str) -> str:
     """The last word of the text that starts with `part`; empty if there is none, or `part` is too short."""
     if len(part) < LEAST or not _is_word(part) or not _is_word(old):
         return ""
@@ -79,20 +79,20 @@ def _name(new: str, old: str) -> _Name:
         a, b = a[1:], b[1:]
     while min(len(a), len(b)) > 1 and a[-1] == b[-1]:
         a, b = a[:-1], b[:-1]
-    gone, come = "".join(a), "".join(b)
-    spelled = [(_PART.findall(case(gone)), case(come)) for case in _CASES] if min(len(gone), len(come)) > 1 else []
-    return _Name(old, new, spelled)
+    old_part, new_part = "".join(a), "".join(b)
+    cases = _CASES if min(len(old_part), len(new_part)) > 1 else ()
+    return _Name(old, new, [(_PART.findall(case(old_part)), case(new_part)) for case in cases])
 
 
-def _renamed(token: str, name: _Name) -> str:
+def _rename(token: str, name: _Name) -> str:
     """The token with the old name replaced by the new, or the part of it that differs."""
     if token == name.old:
         return name.new
     parts = _PART.findall(token)
-    for gone, come in name.parts:
-        for place in range(len(parts) - len(gone) + 1):
-            if parts[place : place + len(gone)] == gone:
-                return "".join([*parts[:place], come, *parts[place + len(gone) :]])
+    for old, new in name.parts:
+        for place in range(len(parts) - len(old) + 1):
+            if parts[place : place + len(old)] == old:
+                return "".join([*parts[:place], new, *parts[place + len(old) :]])
     return token
 
 

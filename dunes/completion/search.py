@@ -76,11 +76,11 @@ class Beam(NamedTuple):
         """Total log-probability of the ids."""
         return sum(self.logprobs)
 
-    def grown(self, id: int, logprob: float) -> "Beam":
+    def extend(self, id: int, logprob: float) -> "Beam":
         """The beam with one more id."""
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
-    def given(self, logprob: float) -> "Beam":
+    def condition(self, logprob: float) -> "Beam":
         """The beam conditioned on an event of this log-probability, subtracted from the first id."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
@@ -107,18 +107,18 @@ class LineSearch:
     def beams(self) -> list[Beam]:
         """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
-        found = [Beam()] if self.options.width == 1 else self._side_by_side()
-        if found and not self.ends(found[0]) and self._hopeless(found):  # a user may accept the first word
-            found.sort(key=self._word_logprob, reverse=True)
-            best = [self._decoded(beam) for beam in found[:count]]
+        beams = [Beam()] if self.options.width == 1 else self._beam_search()
+        if beams and not self.ends(beams[0]) and self._is_hopeless(beams):  # a user may accept the first word
+            beams.sort(key=self._word_logprob, reverse=True)
+            best = [self._decode(beam) for beam in beams[:count]]
         else:
-            finished = [beam for beam in found if self.ends(beam)]
-            best = sorted({*map(self._decoded, found[:count]), *finished}, key=lambda beam: -beam.total)[:count]
-        found = [self._or_copied(self._given(beam)) for beam in best or [Beam()]]
-        if (repeating := self._repeating()) is not None:
-            found = [beam for beam in found if beam.ids != repeating.ids]
-            found.insert(bool(found) and repeating.total < found[0].total, repeating)
-        return found[:count]
+            finished = [beam for beam in beams if self.ends(beam)]
+            best = sorted({*map(self._decode, beams[:count]), *finished}, key=lambda beam: -beam.total)[:count]
+        beams = [self._or_copy(self._condition(beam)) for beam in best or [Beam()]]
+        if (repetition := self._repeat_above()) is not None:
+            beams = [beam for beam in beams if beam.ids != repetition.ids]
+            beams.insert(bool(beams) and repetition.total < beams[0].total, repetition)
+        return beams[:count]
 
     def text(self, beam: Beam) -> str:
         """The text of these ids without the typed part, and without a last word that may be incomplete."""
@@ -140,67 +140,67 @@ class LineSearch:
         ends_word = size == end and is_word(text.encode()[-1:])
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
-    def _side_by_side(self) -> list[Beam]:
+    def _beam_search(self) -> list[Beam]:
         return beam_search(
             self.mixture.after,
             self.prompt,
             width=self.options.width,
             max_tokens=min(self.limit, BEAMED),
             ends=lambda ids: self.ends(Beam(tuple(ids))),
-            decided=self._decided,
+            decided=self._is_decided,
         )
 
-    def _decoded(self, beam: Beam) -> Beam:
+    def _decode(self, beam: Beam) -> Beam:
         """The beam with greedily decoded ids, until it ends, or has a whole word and is hopeless."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
-            if first_word(text) != text and self._hopeless([beam]):
+            if first_word(text) != text and self._is_hopeless([beam]):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
             if not float(best.values) > -math.inf:
                 break
-            beam = beam.grown(int(best.indices), float(best.values))
+            beam = beam.extend(int(best.indices), float(best.values))
         return beam
 
-    def _or_copied(self, beam: Beam) -> Beam:
+    def _or_copy(self, beam: Beam) -> Beam:
         """The beam; if it is hopeless, the line after the longest match of the text instead, unless the beam's
         first word differs and is likely."""
         copies = self.mixture.copies
-        if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._rest(beam))):
+        if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._uncovered(beam))):
             return beam
         if beam.ids and beam.total >= HOPELESS and copies.near_match(self.prompt) < LONG:
             return beam
-        if (copied := self._scored(copies.propose(self.prompt, self.limit))) is None:
+        if (copy := self._score(copies.propose(self.prompt, self.limit))) is None:
             return beam
-        words = [first_word(self._data(each).decode(errors="ignore")) for each in (beam, copied)]
+        words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
-        return beam if is_likely else copied
+        return beam if is_likely else copy
 
-    def _repeating(self) -> Beam | None:
+    def _repeat_above(self) -> Beam | None:
         """The line that repeats the one above with a name replaced, if any, as a beam."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
         line = self.typed + f"{self.renamed}\n".encode()
         ids = self.mixture.copies.sources.vocabulary.encode(line)
-        beam = self._scored(ids) if b"".join(self.pieces[i] for i in ids) == line else None
+        beam = self._score(ids) if b"".join(self.pieces[i] for i in ids) == line else None
         if beam and beam.total < REPEATED:
             beam = Beam(beam.ids, (REPEATED / len(beam.ids),) * len(beam.ids))
         return beam
 
-    def _scored(self, ids: Sequence[int]) -> Beam | None:
+    def _score(self, ids: Sequence[int]) -> Beam | None:
         """The ids of a line with log-probabilities conditioned on the typed text; None if they do not end it."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
         beam = Beam()
         for id in ids:
             room = self.limit - len(beam.ids)
-            beam = beam.grown(id, float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id]))
-        return self._given(beam)
+            beam = beam.extend(id, float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id]))
+        return self._condition(beam)
 
-    def _given(self, beam: Beam) -> Beam:
-        has_typed = beam.ids and not self._rest(beam)
-        return beam.given(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
+    def _condition(self, beam: Beam) -> Beam:
+        has_typed = beam.ids and not self._uncovered(beam)
+        return beam.condition(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
 
     def ends(self, beam: Beam) -> bool:
         """True if these ids have `lines` line ends, a stop string, or the end of the text."""
@@ -209,21 +209,21 @@ class LineSearch:
             return True
         return bool(beam.ids) and not self.pieces[beam.ids[-1]]
 
-    def _decided(self, beams: Sequence[Beam]) -> bool:
+    def _is_decided(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam is far more probable than the second, or hopeless.
 
         Beams that have not yet covered the typed text are not comparable with others.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
-        return not any(map(self._rest, beams)) and (lead >= LEAD or self._hopeless(beams))
+        return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
-    def _hopeless(self, beams: Sequence[Beam]) -> bool:
+    def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam is below HOPELESS, given the typed text; False if a beam has not covered it."""
-        if any(map(self._rest, beams)):
+        if any(map(self._uncovered, beams)):
             return False
         return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
 
-    def _rest(self, beam: Beam) -> bytes:
+    def _uncovered(self, beam: Beam) -> bytes:
         """Typed bytes that a beam has not covered yet."""
         return self.mixture.copies.rest([*self.prompt, *beam.ids])
 
@@ -255,22 +255,22 @@ def beam_search(
     search stops when no unfinished beam is as probable as the best finished one (`ends`), or when `decided`
     returns True for the beams, sorted by probability.
     """
-    beams, finished, left = [Beam()], list[Beam](), list[Beam]()
+    beams, finished, ranked = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):
         rows = logprobs([[*prompt, *beam.ids] for beam in beams])
-        grown = [b for beam, row in zip(beams, rows, strict=True) for b in _grown(beam, row, width)]
-        grown = sorted(grown, key=lambda beam: -beam.total)[:width]
-        finished += [beam for beam in grown if ends(beam.ids)]
+        extended = [b for beam, row in zip(beams, rows, strict=True) for b in _extensions(beam, row, width)]
+        extended = sorted(extended, key=lambda beam: -beam.total)[:width]
+        finished += [beam for beam in extended if ends(beam.ids)]
         best = max((beam.total for beam in finished), default=-torch.inf)
-        beams = [beam for beam in grown if beam.total > best]
-        left = sorted([*finished, *beams], key=lambda beam: -beam.total)
-        if not beams or decided(left):
+        beams = [beam for beam in extended if beam.total > best]
+        ranked = sorted([*finished, *beams], key=lambda beam: -beam.total)
+        if not beams or decided(ranked):
             break
-    return left
+    return ranked
 
 
-def _grown(beam: Beam, logprobs: Tensor, width: int) -> list[Beam]:
+def _extensions(beam: Beam, logprobs: Tensor, width: int) -> list[Beam]:
     """The beam with each of the most probable next ids."""
     best = logprobs.topk(min(width, len(logprobs)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [beam.grown(id, logprob) for id, logprob in pairs if logprob > -torch.inf]
+    return [beam.extend(id, logprob) for id, logprob in pairs if logprob > -torch.inf]

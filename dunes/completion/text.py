@@ -69,8 +69,8 @@ class FileTokenizer:
 
         Text that ends in several tokens may continue as one longer token. Characters that no token has stay.
         """
-        known = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
-        for cut in range(max(known, len(ids) - 8), len(ids)):
+        first = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
+        for cut in range(max(first, len(ids) - 8), len(ids)):
             tail = b"".join(self.pieces[i] for i in ids[cut:])
             after = bisect_right(self._sorted, tail)
             if after < len(self._sorted) and self._sorted[after].startswith(tail):
@@ -97,7 +97,7 @@ class FileTokenizer:
         ranges = [(bisect_left(self._sorted, part), bisect_right(self._sorted, part)) for part in parts]
         return [id for first, last in ranges for id in self._order[first:last]]
 
-    def plain(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """The ids of a text that does not start a file."""
         if self.tokenizer.line_separable:
             return [i for line in split_lines(text) for i in self.line(line)]
@@ -170,7 +170,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     text behind the cursor already has.
     """
     if (rest := first_line(after).rstrip()).strip():
-        line = _before_closed(first_line(suggestion), rest, typed)
+        line = _before_closing(first_line(suggestion), rest, typed)
         sizes = range(min(len(line), len(rest)), 0, -1)
         return line[: len(line) - next((n for n in sizes if _overlaps(line, rest[:n], typed)), 0)]
     lines = [line.strip() for line in split_lines(typed + suggestion) if line.strip()]
@@ -178,11 +178,11 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     return "" if lines == [line.strip() for line in following[: len(lines)]] else suggestion
 
 
-def _before_closed(line: str, rest: str, typed: str) -> str:
+def _before_closing(line: str, rest: str, typed: str) -> str:
     """The line up to a bracket or quote that is open before the cursor, if `rest` closes it."""
-    (_, ours), (_, theirs) = unmatched(line), unmatched(rest)
-    if ours is not None and theirs is not None and line[ours] == rest[theirs]:
-        line = line[:ours]
+    (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
+    if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
+        line = line[:line_place]
     quote = rest.lstrip()[:1]
     if quote and quote in QUOTES and typed.count(quote) % 2:
         line = line.partition(quote)[0]
