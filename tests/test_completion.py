@@ -1205,7 +1205,7 @@ def noise_places(count, seed):
 def test_a_gate_does_not_learn_few_places_by_heart():
     few, others = noise_places(500, 0), noise_places(2000, 1)
     gate = fit_gate(few)
-    change = float(others.loss(gate).mean() + others.other.mean())
+    change = float(others.loss(gate).mean() + others.target_logprob.mean())
     assert change < 0
 
 
