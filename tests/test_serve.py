@@ -368,7 +368,7 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     with pytest.raises(Refused, match="64 requests") as refused:
         running.worker.submit(LineRequest("a"), lambda event: None)
     assert (refused.value.status, refused.value.retry) == (503, 1)
-    monkeypatch.setattr(running.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(running.served["run"].current.completer, "alternatives", lambda *args: 1 / 0)
     go.set()
     assert eventually(lambda: not running.worker._lines)
     got = []
@@ -411,7 +411,7 @@ def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkey
     later = []
     running.worker.submit(TextRequest("def", 5, 0.0), later.append)
     assert eventually(lambda: later and later[-1].reason)
-    assert model.now.batch is not None
+    assert model.current.batch is not None
 
 
 class Gone:
@@ -425,7 +425,7 @@ class Gone:
 
 def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Gone())
-    monkeypatch.setattr(running.served["run"].now.completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(running.served["run"].current.completer, "alternatives", lambda *args: 1 / 0)
     got = []
     running.worker.submit(LineRequest("a"), got.append)
     assert eventually(lambda: got)
@@ -758,10 +758,10 @@ def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(copied):
         assert eventually(lambda: shown(before) == "procedure(3)")
         (folder / "fresh.py").unlink()
         assert eventually(lambda: "procedure" not in shown(before))
-        loaded = model.now.loaded
+        loaded = model.current.loaded
         gate = out / "completion" / "gate.json"
         gate.write_text(gate.read_text())
-        assert eventually(lambda: model.now.loaded is not loaded)
+        assert eventually(lambda: model.current.loaded is not loaded)
 
 
 def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
@@ -781,7 +781,7 @@ def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_pa
                 target = copy / path.relative_to(run)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(path.read_bytes())
-        assert eventually(lambda: model.now.loaded is not None)
+        assert eventually(lambda: model.current.loaded is not None)
         assert shown_by(running, BEFORE).startswith("ue_3")
 
 
@@ -920,20 +920,20 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
 
         running.worker.submit(TextRequest("def task_", 1500, 0.0), emit)
         assert eventually(lambda: events)
-        old = model.now
+        old = model.current
         (out / "config.json").touch()
-        assert eventually(lambda: model.now is not old)
+        assert eventually(lambda: model.current is not old)
         assert not done.is_set(), "the text has not ended yet"
         assert done.wait(60)
         assert events[-1].new_tokens == 1500
         weights = out / "model.safetensors"
-        data, old = weights.read_bytes(), model.now
+        data, old = weights.read_bytes(), model.current
         weights.write_bytes(data[: len(data) // 2])
         assert eventually(lambda: said)
-        assert model.now is old
+        assert model.current is old
         assert shown_by(running, BEFORE)
         weights.write_bytes(data)
-        assert eventually(lambda: model.now is not old, 30)
+        assert eventually(lambda: model.current is not old, 30)
         assert len(said) == 1, said
 
 
@@ -962,7 +962,7 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         assert "thing" not in shown_by(running, "x = quite_another_")
         (folder / "module_1.py").rename(folder / "renamed.py")
         text = (folder / "renamed.py").read_text()
-        files = running.served["run"].now.files
+        files = running.served["run"].current.files
         assert eventually(lambda: files.find(text, "") == "renamed.py")
 
 
@@ -984,7 +984,7 @@ def test_a_client_that_never_reads_frees_the_model(running, monkeypatch):
     application = app.Server(running).app()
     asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
     assert sent == ["http.response.start", "http.response.body", "http.response.body"]
-    assert eventually(lambda: not running.served["run"].now.batch.active)
+    assert eventually(lambda: not running.served["run"].current.batch.active)
 
 
 def test_open_files_that_change_together_are_all_copied_from(running):
@@ -1008,8 +1008,8 @@ def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
         (folder / f"large_{i}.py").write_text(f"value_{i} = quite_unheard_of_{i}(2)\n" + f"# {'x' * 60}\n" * 500)
     with closing(Running([out], 0.0, (), lambda line: None)) as running:
         assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1)", 60)
-        assert "module_2.py" not in running.served["run"].now.files.names
-        completer = running.served["run"].now.completer
+        assert "module_2.py" not in running.served["run"].current.files.names
+        completer = running.served["run"].current.completer
         names = lambda: {n for n, text in completer._open.texts.items() if text}
         assert eventually(lambda: {f"large_{i}.py" for i in range(12)} <= names(), 60)
 
@@ -1038,7 +1038,7 @@ def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(running):
     import weakref
 
     model = running.served["run"]
-    old, request = weakref.ref(model.now.loaded.model), TextRequest("a", 3, made_for=object())
+    old, request = weakref.ref(model.current.loaded.model), TextRequest("a", 3, batch=object())
     running.worker.call(model.reload).result(60)
     assert eventually(lambda: old() is None, 5)
     with pytest.raises(Refused, match="loaded again"):

@@ -90,13 +90,13 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def refusal(request: Request, error: Exception) -> Response:
     """The response to a request that ended with an error, in the format of the path's clients."""
-    refused, path = shown(error), request.url.path
+    refused, path = client_error(error), request.url.path
     content = {"error": refused.message if path.startswith("/api/") else refused.content}
     headers = {"Retry-After": str(refused.retry)} if refused.retry else {}
     return json_response(content, refused.status, headers)
 
 
-def shown(error: Exception) -> Refused:
+def client_error(error: Exception) -> Refused:
     """The error that a client receives; Starlette's own errors mean an unknown path or method."""
     if isinstance(error, Refused):
         return error
@@ -140,8 +140,8 @@ class Gate:
             if not is_own and scheme not in ("vscode-webview", "vscode-file"):
                 raise Refused(403, "requests of pages from elsewhere are not answered")
         if self.key is not None:
-            given = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode("latin-1"), self.key.encode()):
+            client_key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+            if not hmac.compare_digest(client_key.encode("latin-1"), self.key.encode()):
                 raise Refused(401, "Invalid API Key")
 
 
@@ -164,7 +164,7 @@ class Server:
         routes = [
             Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
         ]
-        others: dict[str, Callable[[Request], Any]] = {
+        endpoints: dict[str, Callable[[Request], Any]] = {
             **{path: partial(self._describe, write) for path, write in ABOUT.items()},
             "/": _page,
             "/suggest": partial(self._answer, SUGGEST),
@@ -172,7 +172,7 @@ class Server:
             "/detokenize": self._detokenize,
             "/v1/events": _ignore,
         }
-        routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in others.items()]
+        routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
         return Gate(Starlette(routes=routes, exception_handlers=handlers), hosts, key)
 
@@ -183,11 +183,11 @@ class Server:
         asked = protocol.read(fields)
         model = self.running.find(asked.model)
         asked.model = asked.model or model.name
-        for i, each in enumerate(asked.requests):
-            if isinstance(each, TextRequest) and each.messages:
-                asked.requests[i] = await asyncio.to_thread(model.with_prompt, each)
-            elif isinstance(each, LineRequest) and each.files:
-                await asyncio.to_thread(model.warm, each.files)
+        for i, item in enumerate(asked.requests):
+            if isinstance(item, TextRequest) and item.messages:
+                asked.requests[i] = await asyncio.to_thread(model.with_prompt, item)
+            elif isinstance(item, LineRequest) and item.files:
+                await asyncio.to_thread(model.warm, item.files)
         if not asked.requests and protocol is llama_server.INFILL:
             await asyncio.to_thread(model.warm, fields.open_files("input_extra"))
         events = self._events(asked, request)
@@ -195,15 +195,15 @@ class Server:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
             # A line may have fewer alternatives than places; only the last places can be missing.
-            placed = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
-            return json_response(protocol.write(asked, placed, False))
+            by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
+            return json_response(protocol.write(asked, by_place, False))
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
             first = 0, EMPTY
         chunks = _chunks(protocol, asked, first, events)
-        kind = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
-        return StreamingResponse(chunks, media_type=kind, headers={"Cache-Control": "no-cache"})
+        media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
+        return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
         """Yield answers and parts of them, with the index of their choice; a disconnected client cancels the rest.
@@ -223,21 +223,21 @@ class Server:
 
         tasks, watcher, first = list[Task](), asyncio.create_task(watch()), 0
         try:
-            for each in asked.requests:
-                tasks.append(self.running.worker.submit(each, partial(emit, first)))
-                first += each.alternatives if isinstance(each, LineRequest) else 1
-            left = len(tasks)
-            while left:
+            for item in asked.requests:
+                tasks.append(self.running.worker.submit(item, partial(emit, first)))
+                first += item.alternatives if isinstance(item, LineRequest) else 1
+            remaining = len(tasks)
+            while remaining:
                 index, event = await queue.get()
                 if isinstance(event, Exception):
-                    raise event if isinstance(event, ClientDisconnect) else shown(event)
+                    raise event if isinstance(event, ClientDisconnect) else client_error(event)
                 if isinstance(event, list):
                     for i, answer in enumerate(event, index):
                         yield i, Answer(answer.text)
                         yield i, answer
                 else:
                     yield index, event
-                left -= isinstance(event, list) or bool(event.reason)
+                remaining -= isinstance(event, list) or bool(event.reason)
         finally:
             watcher.cancel()
             for task in tasks:
@@ -247,7 +247,7 @@ class Server:
         """The description of all models, or of the named one."""
         fields = await _fields(request)
         name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
-        return json_response(write(self.running.named(name)))
+        return json_response(write(self.running.facts_by_name(name)))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
@@ -262,7 +262,7 @@ class Server:
         tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
         ids = fields.items("tokens", BODY)
         if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
-            raise fields.refused("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
+            raise fields.refusal("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
         return json_response({"content": tokenizer.decode(ids)})
 
 

@@ -31,7 +31,7 @@ ROWS = 16
 class Row:
     """A text in generation. `emit` is called with its parts, and finally with the answer."""
 
-    asked: TextRequest
+    text_request: TextRequest
     request: Request
     tokenizer: Tokenizer
     emit: Callable[[Event], None]
@@ -51,25 +51,25 @@ class Row:
         if not self.answer.new_tokens:
             self.answer.prompt_seconds = perf_counter() - self.start
         self.answer.new_tokens += 1
-        tokens = [token_text(self.tokenizer, token)] if self.asked.logprobs is not None else []
+        tokens = [token_text(self.tokenizer, token)] if self.text_request.logprobs is not None else []
         self.answer.tokens += tokens
         self.answer.ids.append(token.id)
         text = self._pending + self._decode.step(token.id)
-        places = [(text.find(stop), stop) for stop in self.asked.stop if stop in text]
+        places = [(text.find(stop), stop) for stop in self.text_request.stop if stop in text]
         if places:
             place, self.answer.stopped_at = min(places)
             self.emit_text(text[:place], tokens, token.id)
             self._pending, self.request.end = "", len(self.request.ids)
         else:
-            kept = max((_overlap(text, stop) for stop in self.asked.stop), default=0)
-            self._pending = text[len(text) - kept :]
-            self.emit_text(text[: len(text) - kept], tokens, token.id)
+            overlap = max((_overlap(text, stop) for stop in self.text_request.stop), default=0)
+            self._pending = text[len(text) - overlap :]
+            self.emit_text(text[: len(text) - overlap], tokens, token.id)
 
     def finish(self) -> None:
         """Emit the answer."""
         self.emit_text(self._pending)
-        answer, ended = self.answer, self.answer.new_tokens < self.asked.max_tokens
-        answer.reason = "word" if answer.stopped_at else "stop" if ended else "length"
+        answer, is_complete = self.answer, self.answer.new_tokens < self.text_request.max_tokens
+        answer.reason = "word" if answer.stopped_at else "stop" if is_complete else "length"
         answer.seconds = perf_counter() - self.start
         self.emit(answer)
 
@@ -86,7 +86,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _guarded(choose: Sampler, errors: list[Exception]) -> Sampler:
+def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
     """A sampler that lists its errors and then returns the most probable id, to leave other texts unharmed."""
     if choose.choose is greedy:
         return choose  # it cannot fail, and compiled steps recognise it
@@ -105,8 +105,8 @@ def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
     """A token with its bytes and its alternatives; special tokens as they are spelled."""
 
     def data(id: int) -> bytes:
-        known = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
-        return known or (tokenizer.inner.id_to_token(id) or "").encode()
+        piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
+        return piece or (tokenizer.inner.id_to_token(id) or "").encode()
 
     top = [(id, data(id), logprob) for id, logprob in token.alternatives]
     return TokenText(token.id, data(token.id), token.logprob, top)
@@ -129,7 +129,7 @@ class Batch:
         self.rows: list[Row | None] = [None]
         self._find_step, self._adapters, self._default = find_step, adapters or {}, default
         self._requests: list[Request | None] = [None]
-        self._cache = self._new_cache(1)
+        self._cache = self._make_cache(1)
         self._tokens: Iterator[list[Token | None]] = iter(())
         self._reader = PieceReader()
 
@@ -143,9 +143,9 @@ class Batch:
         """True if another text has to wait."""
         return sum(row is not None for row in self.rows) >= ROWS
 
-    def prompt_ids(self, asked: TextRequest) -> Sequence[int]:
+    def prompt_ids(self, text: TextRequest) -> Sequence[int]:
         """The ids of a prompt. Raises Refused for one that the model cannot read."""
-        vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, asked.prompt
+        vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, text.prompt
         longest = max(map(len, self.tokenizer.token_bytes))
         if isinstance(prompt, str) and len(prompt.encode()) > longest * room:
             raise Refused(400, f"{EXCEEDS}: {len(prompt)} characters; at most {room} tokens", TOO_LONG)
@@ -158,26 +158,26 @@ class Batch:
             raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} of a prompt; at most {room}", TOO_LONG)
         return ids
 
-    def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
+    def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Generate a text. Raises Refused for a prompt that the model cannot read."""
-        ids = self.prompt_ids(asked)
+        ids = self.prompt_ids(text)
         choose = sampler(
-            asked.temperature,
-            top_k=asked.top_k or None,
-            top_p=asked.top_p if asked.top_p < 1 else None,
-            min_p=asked.min_p or None,
-            penalty=asked.repeat_penalty,
-            seed=asked.seed,
+            text.temperature,
+            top_k=text.top_k or None,
+            top_p=text.top_p if text.top_p < 1 else None,
+            min_p=text.min_p or None,
+            penalty=text.repeat_penalty,
+            seed=text.seed,
         ).after(partial(limit_vocab, self.tokenizer.vocab))
-        tops = asked.logprobs or 0
-        adapter = self._adapters.get(asked.model, self._default)
-        stops = {*self.tokenizer.stops, *asked.stop_ids}
+        tops = text.logprobs or 0
+        adapter = self._adapters.get(text.model, self._default)
+        stops = {*self.tokenizer.stops, *text.stop_ids}
         errors: list[Exception] = []
-        request = Request(ids, asked.max_tokens, _guarded(choose, errors), stops, tops, adapter)
-        row = Row(asked, request, self.tokenizer, emit, is_cancelled, errors)
-        if asked.echo:
+        request = Request(ids, text.max_tokens, _collect_errors(choose, errors), stops, tops, adapter)
+        row = Row(text, request, self.tokenizer, emit, is_cancelled, errors)
+        if text.echo:
             self._echo(row, ids, tops)
-        if not asked.max_tokens:
+        if not text.max_tokens:
             row.finish()
             return
         if None not in self.rows:
@@ -187,11 +187,11 @@ class Batch:
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
         """Emit the prompt, with its tokens if log-probabilities are wanted; the first token has none."""
         tokens: list[TokenText] = []
-        if row.asked.logprobs is not None:
-            known = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
+        if row.text_request.logprobs is not None:
+            scored = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
             first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
-            tokens = [first, *(token_text(self.tokenizer, token) for token in known)]
-        prompt = row.asked.prompt
+            tokens = [first, *(token_text(self.tokenizer, token) for token in scored)]
+        prompt = row.text_request.prompt
         row.emit_text(prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tokens)
         row.answer.tokens = tokens
 
@@ -214,7 +214,7 @@ class Batch:
     def fail(self, error: Exception) -> None:
         """End all texts with an error, and clear the cache."""
         self._tokens = iter(())
-        self._cache = self._new_cache(len(self.rows))
+        self._cache = self._make_cache(len(self.rows))
         rows, self.rows = self.rows, [None] * len(self.rows)
         for row in filter(None, rows):
             row.emit(error)
@@ -254,18 +254,18 @@ class Batch:
 
     def _resize(self, count: int) -> None:
         """Change the number of rows; the first rows keep their cache."""
-        old, self._cache = self._cache, self._new_cache(count)
+        old, self._cache = self._cache, self._make_cache(count)
         for row in filter(None, self.rows):
             row.pieces = None  # prefill goes on in the new cache
-        kept = min(count, len(old.ids))
+        common = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device
-            index = torch.tensor([*range(kept), *[0] * (count - kept)], dtype=torch.long, device=device)
+            index = torch.tensor([*range(common), *[0] * (count - common)], dtype=torch.long, device=device)
             self._cache.cache, self._cache.vocab = old.cache.select_rows(index), old.vocab
-        self._cache.ids[:kept], self._cache.adapters[:kept] = old.ids[:kept], old.adapters[:kept]
-        self.rows, self._requests = [*self.rows[:kept], *[None] * (count - kept)], [None] * count
+        self._cache.ids[:common], self._cache.adapters[:common] = old.ids[:common], old.adapters[:common]
+        self.rows, self._requests = [*self.rows[:common], *[None] * (count - common)], [None] * count
         self._tokens = iter(())
 
-    def _new_cache(self, rows: int) -> PrefixCache:
+    def _make_cache(self, rows: int) -> PrefixCache:
         model = self.loaded.model
         return PrefixCache(model, rows, partial(row_adapters, model) if self._adapters else None)

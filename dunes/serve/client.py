@@ -65,28 +65,28 @@ def listen(folder: Path) -> socket.socket | None:
     another user's folder)."""
     if not hasattr(socket, "AF_UNIX"):
         return None
-    opened = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = file.parent.lstat()
-        if status.st_uid == os.getuid() and not status.st_mode & 0o077 and not _answers(file):
+        if status.st_uid == os.getuid() and not status.st_mode & 0o077 and not _is_served(file):
             file.unlink(missing_ok=True)
-            opened.bind(str(file))
-            opened.listen(16)
-            opened.setblocking(False)
-            return opened
-    opened.close()
+            listener.bind(str(file))
+            listener.listen(16)
+            listener.setblocking(False)
+            return listener
+    listener.close()
     return None
 
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
     """Listening sockets for the servers of these folders, as far as possible; their files are removed."""
-    opened = {socket_file(folder): each for folder in folders if (each := listen(folder)) is not None}
-    bound = {file: file.stat().st_mtime_ns for file in opened}
+    listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
+    bound = {file: file.stat().st_mtime_ns for file in listeners}
     try:
-        yield [*opened.values()]
+        yield [*listeners.values()]
     finally:
         for file, time in bound.items():
             with suppress(OSError):  # it may belong to a later server by now
@@ -94,10 +94,10 @@ def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
                     file.unlink()
 
 
-def _answers(file: Path) -> bool:
+def _is_served(file: Path) -> bool:
     """True if a server listens on the socket."""
-    with socket.socket(socket.AF_UNIX) as opened, suppress(OSError):
-        opened.connect(str(file))
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(str(file))
         return True
     return False
 

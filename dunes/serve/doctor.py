@@ -36,9 +36,9 @@ def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{address}: expected an address such as http://127.0.0.1:8012")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
-        return exchange(kind(parts.hostname, parts.port, timeout=TIMEOUT), path, body, key)
+        return exchange(connection(parts.hostname, parts.port, timeout=TIMEOUT), path, body, key)
     except http.client.HTTPException as error:
         raise ValueError(f"{address}{path}: no HTTP reply ({type(error).__name__})") from None
 
@@ -129,9 +129,9 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             yield Line(check.client, "", str(error) or type(error).__name__)
             continue
-        shown = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
+        result = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
         problem = "" if status == 200 else f"status {status}: {_message(data)}"
-        yield Line(check.client, f"{shown} after {milliseconds:.0f} ms", problem)
+        yield Line(check.client, f"{result} after {milliseconds:.0f} ms", problem)
 
 
 def _message(data: bytes) -> str:

@@ -43,25 +43,25 @@ Number = TypeVar("Number", int, float)
 class Refused(Exception):
     """A request that is answered with this status and message."""
 
-    def __init__(self, status: int, message: str, kind: str = "", retry: int = 0) -> None:
+    def __init__(self, status: int, message: str, error_type: str = "", retry: int = 0) -> None:
         super().__init__(message)
         self.status, self.message, self.retry = status, message, retry
-        kind = kind or KINDS.get(status, "invalid_request_error")
-        self.content = {"code": status, "message": message, "type": kind}
+        error_type = error_type or KINDS.get(status, "invalid_request_error")
+        self.content = {"code": status, "message": message, "type": error_type}
 
 
 def parse(data: bytes) -> "Fields":
     """The fields of a body. Raises Refused unless it is one JSON object without duplicate keys."""
     try:
-        body = json.loads(data or b"{}", object_pairs_hook=_unique, parse_constant=_no_number)
+        body = json.loads(data or b"{}", object_pairs_hook=_unique_object, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):
-        raise Refused(400, f"the body is {_kind(body)}; expected a JSON object")
+        raise Refused(400, f"the body is {_type_name(body)}; expected a JSON object")
     return Fields(body)
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
@@ -74,7 +74,7 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     kinds = {bool: "a boolean", str: "a string", list: "a list", dict: "an object", type(None): "null"}
     return kinds.get(type(value), "a number")
 
@@ -94,7 +94,7 @@ class Fields:
         """A string, with U+FFFD for lone surrogates; required if the default is None."""
         value = self._value(name, str, "a string", default)
         if len(value) > TEXT:
-            raise self.refused(name, f"{len(value)} characters; at most {TEXT}")
+            raise self.refusal(name, f"{len(value)} characters; at most {TEXT}")
         return valid_text(value)
 
     def path(self, *names: str) -> str:
@@ -102,7 +102,7 @@ class Fields:
         name = next(filter(self.has, names), names[0])
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
-            raise self.refused(name, f"no path: at most {PATH} characters, none of them NUL")
+            raise self.refusal(name, f"no path: at most {PATH} characters, none of them NUL")
         return path
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -113,13 +113,13 @@ class Fields:
         """An integer within these bounds."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
-            raise self.refused(name, "a number; expected a whole number")
-        return self._bounded(name, int(value), low, high)
+            raise self.refusal(name, "a number; expected a whole number")
+        return self._check_bounds(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number within these bounds."""
         value: float = self._value(name, int | float, "a number", default)
-        return self._bounded(name, value, low, high)
+        return self._check_bounds(name, value, low, high)
 
     def limit(self, name: str, default: int = -1) -> int:
         """The maximum number of new tokens, up to ENDLESS, which a negative value stands for."""
@@ -136,17 +136,17 @@ class Fields:
         value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
-            raise self.refused(name, f"{len(values)} strings; expected {expected}")
+            raise self.refusal(name, f"{len(values)} strings; expected {expected}")
         for stop in values:
             if not isinstance(stop, str) or len(stop) > STOP:
-                raise self.refused(name, f"not a string of at most {STOP} characters: {str(stop)[:20]!a}")
+                raise self.refusal(name, f"not a string of at most {STOP} characters: {str(stop)[:20]!a}")
         return tuple(valid_text(stop) for stop in values if stop)
 
     def items(self, name: str, most: int) -> list[Any]:
         """A list of at most `most` values."""
         value: list[Any] = self._value(name, list, "a list", [])
         if len(value) > most:
-            raise self.refused(name, f"{len(value)} values; at most {most}")
+            raise self.refusal(name, f"{len(value)} values; at most {most}")
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
@@ -154,7 +154,7 @@ class Fields:
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):
-                raise self.refused(f"{name}[{i}]", f"{_kind(value)}; expected an object")
+                raise self.refusal(f"{name}[{i}]", f"{_type_name(value)}; expected an object")
         return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
 
     def object(self, name: str) -> "Fields":
@@ -163,10 +163,10 @@ class Fields:
 
     def messages(self, name: str = "messages") -> Conversation:
         """The messages of a chat; each content is a string or a list of text parts."""
-        found = self.objects(name, 4096)
-        if not found:
-            raise self.refused(name, "missing; expected a list of messages")
-        return tuple(Turn(m.text("role", None), m._content()) for m in found)
+        entries = self.objects(name, 4096)
+        if not entries:
+            raise self.refusal(name, "missing; expected a list of messages")
+        return tuple(Turn(m.text("role", None), m._content()) for m in entries)
 
     def _content(self) -> str:
         if isinstance(self.body.get("content"), list):
@@ -176,7 +176,7 @@ class Fields:
     def open_files(self, name: str) -> list[tuple[str, str]]:
         """Names and texts of other files: the last ones that fit into OPEN characters."""
         files, room = list[tuple[str, str]](), OPEN
-        for file in reversed([(each.path("filename"), each.text("text")) for each in self.objects(name, FILES)]):
+        for file in reversed([(part.path("filename"), part.text("text")) for part in self.objects(name, FILES)]):
             room -= len(file[1])
             if room >= 0:
                 files.insert(0, file)
@@ -187,23 +187,23 @@ class Fields:
         for name in names:
             value = self.body.get(name)
             if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
-                raise self.refused(name, "not supported by this server; leave it out")
+                raise self.refusal(name, "not supported by this server; leave it out")
 
-    def refused(self, name: str, why: str) -> Refused:
+    def refusal(self, name: str, why: str) -> Refused:
         """The refusal of a field."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
-    def _value(self, name: str, kind: type | UnionType, expected: str, default: Any) -> Any:
+    def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:
         value = self.body.get(name)
         if value is None:
             value = default
         if value is None:
             raise Refused(400, f"key '{self.place}{name}' not found")
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-            raise self.refused(name, f"{_kind(value)}; expected {expected}")
+        if not isinstance(value, value_type) or isinstance(value, bool) != (value_type is bool):
+            raise self.refusal(name, f"{_type_name(value)}; expected {expected}")
         return value
 
-    def _bounded(self, name: str, value: Number, low: float, high: float) -> Number:
+    def _check_bounds(self, name: str, value: Number, low: float, high: float) -> Number:
         if not (low <= value <= high) or not math.isfinite(value):
-            raise self.refused(name, f"Value must be between {low} <= value <= {high}, but got {str(value)[:40]}")
+            raise self.refusal(name, f"Value must be between {low} <= value <= {high}, but got {str(value)[:40]}")
         return value

@@ -38,70 +38,70 @@ class Follower(threading.Thread):
     def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
         # The copied context carries the trust settings.
         super().__init__(target=partial(copy_context().run, self._run), name="dunes-follow", daemon=True)
-        self.model, self.worker, self._say, self._said = model, worker, say, ""
-        self._known: dict[Path, Stamp] = {}
+        self.model, self.worker, self._say, self._last_message = model, worker, say, ""
+        self._stamps: dict[Path, Stamp] = {}
         self._folders: dict[Path, int] = {}
         self._files: dict[Path, str] = {}
-        self._wait, self._left, self._failed, self._follow_links = PERIOD, 0.0, "", False
-        self._ended = threading.Event()
+        self._wait, self._seconds_left, self._load_error, self._follow_links = PERIOD, 0.0, "", False
+        self._stop_event = threading.Event()
 
     def _run(self) -> None:
         """Check the files until the thread is closed."""
-        self._guarded(self._begin)
-        while not self._ended.wait(PERIOD):
-            self._guarded(self.look)
+        self._try(self._begin)
+        while not self._stop_event.wait(PERIOD):
+            self._try(self.look)
 
     def look(self) -> None:
         """Update the model with all changes since the last check."""
         self._load_again()
         if not self._folders or any(file_time(path) != time for path, time in self._folders.items()):
             self._walk()
-        self._take_in([path for path in self._files if self._stamp(path) != self._known.get(path)])
+        self._take_in([path for path in self._files if self._stamp(path) != self._stamps.get(path)])
 
     def close(self) -> None:
         """End the thread."""
-        self._ended.set()
+        self._stop_event.set()
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _try(self, work: Callable[[], object]) -> None:
         try:
             work()
-            self._said = ""
+            self._last_message = ""
         except Exception as error:
             self._folders = {}  # everything is checked again
-            self._said = self._say_once(error, self._said)
+            self._last_message = self._say_once(error, self._last_message)
 
-    def _say_once(self, error: Exception, said: str) -> str:
+    def _say_once(self, error: Exception, last_message: str) -> str:
         message = f"{self.model.name}: {' '.join(str(error).split())}"
-        if message != said:
+        if message != last_message:
             with suppress(OSError, ValueError):  # nobody may read it
                 self._say(message)
         return message
 
     def _begin(self) -> None:
         """Update the model with files that differ from its index: changed, added or deleted since training."""
-        self._folders, self._known, self._files = {}, {}, {}
+        self._folders, self._stamps, self._files = {}, {}, {}
         self._walk()
-        indexed = dict(self.model.now.completer.training_files)
+        indexed = dict(self.model.current.completer.training_files)
         for path, name in self._files.items():
-            found = self._stamp(path)
-            if found and name in indexed and (found[1] > LARGE or _read(path, name) == indexed[name]):
-                self._known[path] = found
-        if self._files and (gone := {*filter(None, indexed)} - {*self._files.values()}):
-            self.model.take_in(self.worker, dict.fromkeys(gone))
-        self._take_in([path for path in self._files if path not in self._known])
+            stamp = self._stamp(path)
+            if stamp and name in indexed and (stamp[1] > LARGE or _read(path, name) == indexed[name]):
+                self._stamps[path] = stamp
+        if self._files and (deleted := {*filter(None, indexed)} - {*self._files.values()}):
+            self.model.take_in(self.worker, dict.fromkeys(deleted))
+        self._take_in([path for path in self._files if path not in self._stamps])
 
     def _load_again(self) -> None:
         """Load the model again if its folder has changed; report a failure once, and try again later."""
-        self._left -= PERIOD
-        if model_stamp(self.model.folder) == self.model.now.stamp or self._left > 0:
+        self._seconds_left -= PERIOD
+        if model_stamp(self.model.folder) == self.model.current.stamp or self._seconds_left > 0:
             return
-        self._left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
+        self._seconds_left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
         try:
             self.worker.call(self.model.reload).result()
         except Exception as error:
-            self._failed = self._say_once(error, self._failed)
+            self._load_error = self._say_once(error, self._load_error)
         else:
-            self._left, self._wait, self._failed = 0.0, PERIOD, ""
+            self._seconds_left, self._wait, self._load_error = 0.0, PERIOD, ""
             self._begin()
 
     def _walk(self) -> None:
@@ -112,11 +112,11 @@ class Follower(threading.Thread):
             return
         walk = Walk(sources, self._follow_links)
         files = {file.path: header_name(file.name) for file in walk.files() if self._stamp(file.path)}
-        gone = {*self._files.values()} - {*files.values()}
+        deleted = {*self._files.values()} - {*files.values()}
         self._files, self._folders = files, walk.folders
-        self._known = {path: stamp for path, stamp in self._known.items() if path in files}
-        if gone:
-            self.model.take_in(self.worker, dict.fromkeys(gone))
+        self._stamps = {path: stamp for path, stamp in self._stamps.items() if path in files}
+        if deleted:
+            self.model.take_in(self.worker, dict.fromkeys(deleted))
 
     def _stamp(self, path: Path) -> Stamp | None:
         """Modification time (ns) and size of a regular file; None for others, such as a link not followed."""
@@ -128,20 +128,20 @@ class Follower(threading.Thread):
 
     def _take_in(self, paths: list[Path]) -> None:
         """Update the model with these files, in order, as long as their text fits."""
-        texts, read, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
+        texts, stamps, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
-            found, name = self._stamp(path), self._files[path]
-            if found is None or LARGE >= found[1] > room:
+            stamp, name = self._stamp(path), self._files[path]
+            if stamp is None or LARGE >= stamp[1] > room:
                 continue  # the next walk finds that it is gone, or the next check has room
-            read[path] = found
-            if found[1] <= LARGE:  # a larger file keeps its text in the index
+            stamps[path] = stamp
+            if stamp[1] <= LARGE:  # a larger file keeps its text in the index
                 text = _read(path, name)
-                if text is not None or name in self.model.now.files.names:
+                if text is not None or name in self.model.current.files.names:
                     texts[name] = text
                     room -= len(text or "")
         if texts:
             self.model.take_in(self.worker, texts)
-        self._known |= read
+        self._stamps |= stamps
 
 
 def _read(path: Path, name: str) -> str | None:

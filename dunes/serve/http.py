@@ -56,23 +56,23 @@ class DeadlineProtocol(H11Protocol):
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
     """Listening sockets. Raises ValueError for a port in use, and an unknown host."""
-    opened: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     try:
         for port in ports:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            opened.append(socket.socket(family, kind, protocol))
-            opened[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            opened[-1].bind(address)
-            opened[-1].listen(1024)
-            opened[-1].setblocking(False)
+            family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            sockets.append(socket.socket(family, socket_type, protocol))
+            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sockets[-1].bind(address)
+            sockets[-1].listen(1024)
+            sockets[-1].setblocking(False)
     except (OSError, OverflowError) as error:
-        for each in opened:
-            each.close()
+        for listener in sockets:
+            listener.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"{host}:{port}: {reason.lower()}; pass another --port, or end the program that listens there"
         ) from None
-    return opened
+    return sockets
 
 
 def is_loopback(host: str) -> bool:

@@ -21,8 +21,8 @@ from dunes.serve.requests import (
     Request,
     Settings,
     TextRequest,
+    file_name,
     line_or_texts,
-    named,
     prompts,
     read_text,
 )
@@ -48,7 +48,7 @@ def read_infill(fields: Fields) -> Asked:
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer("n_cmpl", 1, 1, CHOICES), fields.stops()
-    files, name = fields.open_files("input_extra"), named(fields.path("filename", "path"))
+    files, name = fields.open_files("input_extra"), file_name(fields.path("filename", "path"))
     fields.items("response_fields", 256)
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
     return Asked(fields, [request] if limit else [])
@@ -68,8 +68,8 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
     body = request.fields.body
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
-        reply, ended = replies[0], any(answer.reason for answer in answers.values())
-        cleared = ("content", "tokens", PROBS) if ended else ()  # the parts had them
+        reply, is_last = replies[0], any(answer.reason for answer in answers.values())
+        cleared = ("content", "tokens", PROBS) if is_last else ()  # the parts had them
         return reply | {name: type(reply[name])() for name in cleared if name in reply}
     several = body.get("n_cmpl", 1) not in (None, 1) or isinstance(body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
@@ -98,10 +98,10 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
     }
     if body.get("n_probs"):
         reply[PROBS] = [token.entry(True) for token in answer.tokens]
-    if not (wanted := request.fields.items("response_fields", 256)):
+    if not (names := request.fields.items("response_fields", 256)):
         return reply
-    found = {name: _field(reply, name) for name in wanted if isinstance(name, str)}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: _field(reply, name) for name in names if isinstance(name, str)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _field(reply: Any, name: str) -> Any:
@@ -122,11 +122,11 @@ def _part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
 
 def _timings(answer: Answer) -> dict[str, Any]:
     """Tokens and milliseconds of prefill and decoding."""
-    read, new = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
+    read, new_tokens = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
     prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
-    more = max(0.0, 1e3 * answer.seconds - prompt)
+    decoding = max(0.0, 1e3 * answer.seconds - prompt)
     timings: dict[str, Any] = {"cache_n": answer.cached_tokens}
-    for name, count, time in (("prompt", read, prompt), ("predicted", new, more)):
+    for name, count, time in (("prompt", read, prompt), ("predicted", new_tokens, decoding)):
         timings |= {f"{name}_n": count, f"{name}_ms": time}
         timings[f"{name}_per_token_ms"] = time / count if count else 0.0
         timings[f"{name}_per_second"] = 1e3 * count / time if time else 0.0
@@ -161,8 +161,8 @@ def list_models(models: Named) -> dict[str, Any]:
 
 
 def _entry(name: str, facts: Facts) -> dict[str, Any]:
-    named = {"n_vocab": "vocab", "n_ctx": "context_length", "n_ctx_train": "context_length", "n_embd": "dim"}
-    named |= {"n_params": "parameters", "size": "size", "ftype": "dtype"}
+    fields = {"n_vocab": "vocab", "n_ctx": "context_length", "n_ctx_train": "context_length", "n_embd": "dim"}
+    fields |= {"n_params": "parameters", "size": "size", "ftype": "dtype"}
     return {
         "id": name,
         "aliases": [name],
@@ -171,7 +171,7 @@ def _entry(name: str, facts: Facts) -> dict[str, Any]:
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "created": facts["created"],
         "owned_by": "dunes",
-        "meta": {"vocab_type": 2, **{key: facts[name] for key, name in named.items()}},
+        "meta": {"vocab_type": 2, **{key: facts[name] for key, name in fields.items()}},
     }
 
 

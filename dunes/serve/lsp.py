@@ -50,15 +50,15 @@ def start(
 class Replayed:
     """A stream that starts with these bytes."""
 
-    def __init__(self, first: bytes, then: BinaryIO) -> None:
-        self._first, self._then = io.BytesIO(first), then
+    def __init__(self, first: bytes, rest: BinaryIO) -> None:
+        self._first, self._rest = io.BytesIO(first), rest
 
     def readline(self) -> bytes:
-        return self._first.readline() or self._then.readline()
+        return self._first.readline() or self._rest.readline()
 
     def read(self, n: int) -> bytes:
         data = self._first.read(n)
-        return data + self._then.read(n - len(data)) if len(data) < n else data
+        return data + self._rest.read(n - len(data)) if len(data) < n else data
 
 
 class Server(LanguageServer):
@@ -69,7 +69,7 @@ class Server(LanguageServer):
         self._load = load
         self._running: Running | None = None
         self._newest: asyncio.Future[Event] | None = None
-        self._failed, self._accepted, self._is_closed = "", 0, False
+        self._load_error, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
         # The library sets an attribute on the function, which a method does not allow.
         self.feature(types.INITIALIZED)(partial(self._begin))
@@ -89,8 +89,8 @@ class Server(LanguageServer):
         try:
             self._running = self._load()
         except Exception as error:
-            self._failed = " ".join(str(error).split()) or type(error).__name__
-            message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {self._failed}")
+            self._load_error = " ".join(str(error).split()) or type(error).__name__
+            message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {self._load_error}")
             with suppress(Exception):
                 self.window_show_message(message)
 
@@ -131,19 +131,19 @@ class Server(LanguageServer):
 
         def work() -> None:
             if running is not None:
-                path, found = _path(uri), text
+                path, content = _path(uri), text
                 with suppress(OSError, UnicodeDecodeError, ValueError):
-                    found = Path(path).read_text(encoding="utf-8") if text is None else text
-                running.take_in(path, found)
+                    content = Path(path).read_text(encoding="utf-8") if text is None else text
+                running.take_in(path, content)
 
         running = self._running
         threading.Thread(target=work, daemon=True, name="dunes-index").start()
 
-    def _log(self, kind: types.MessageType, message: str) -> None:
+    def _log(self, message_type: types.MessageType, message: str) -> None:
         """Write a line into the editor's log."""
-        self.window_log_message(types.LogMessageParams(kind, f"dunes: {message}"))
+        self.window_log_message(types.LogMessageParams(message_type, f"dunes: {message}"))
 
-    def _around(self, uri: str, position: types.Position) -> tuple[str, str] | None:
+    def _split_at(self, uri: str, position: types.Position) -> tuple[str, str] | None:
         """The text of an open file before and after a position; None for another file."""
         if uri not in self.workspace.text_documents:
             return None
@@ -159,9 +159,9 @@ class Server(LanguageServer):
         result = self._newest = loop.create_future()
         while self._running is None:
             await asyncio.sleep(0.05)
-            if self._failed or result.done():
+            if self._load_error or result.done():
                 return []
-        texts = self._around(uri, position)
+        texts = self._split_at(uri, position)
         if self._is_closed or texts is None:
             return []
         from dunes.serve.requests import LineRequest
@@ -187,15 +187,15 @@ class Server(LanguageServer):
 
     async def _complete_inline(self, params: types.InlineCompletionParams) -> types.InlineCompletionList:
         answers = await self._answers(params.text_document.uri, params.position)
-        here = types.Range(params.position, params.position)
+        cursor = types.Range(params.position, params.position)
         return types.InlineCompletionList(
-            [types.InlineCompletionItem(a.text, range=here, command=COMMAND) for a in answers]
+            [types.InlineCompletionItem(a.text, range=cursor, command=COMMAND) for a in answers]
         )
 
     async def _complete(self, params: types.CompletionParams) -> types.CompletionList:
         answers = await self._answers(params.text_document.uri, params.position)
-        here = types.Range(params.position, params.position)
-        before, _ = self._around(params.text_document.uri, params.position) or ("", "")
+        cursor = types.Range(params.position, params.position)
+        before, _ = self._split_at(params.text_document.uri, params.position) or ("", "")
         word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter by it
         items = [
             types.CompletionItem(
@@ -204,7 +204,7 @@ class Server(LanguageServer):
                 detail="dunes" if a.line is None else f"dunes {100 * a.line:.0f} %",
                 filter_text=word + a.text,
                 sort_text=f"{i}",
-                text_edit=types.TextEdit(here, a.text),
+                text_edit=types.TextEdit(cursor, a.text),
                 command=COMMAND,
             )
             for i, a in enumerate(answers)

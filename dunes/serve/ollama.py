@@ -50,7 +50,7 @@ def _text_request(fields: Fields, unsupported: str, **more: Any) -> TextRequest:
     return read_text(fields, SETTINGS, "num_predict", options=fields.object("options"), **more)
 
 
-def written(time: datetime) -> str:
+def format_time(time: datetime) -> str:
     """A time in Ollama's format."""
     return time.isoformat().replace("+00:00", "Z")
 
@@ -60,7 +60,7 @@ def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
-        head = {"model": request.fields.text("model"), "created_at": written(datetime.now(UTC))}
+        head = {"model": request.fields.text("model"), "created_at": format_time(datetime.now(UTC))}
         text = "" if streams and answer.reason else answer.text
         return head | content(text) | (_end(answer) if answer.reason else {"done": False})
 

@@ -73,21 +73,21 @@ def _wants_usage(fields: Fields) -> bool:
 
 
 def _protocol(
-    read: Callable[[Fields], Asked], kind: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
+    read: Callable[[Fields], Asked], full: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
 ) -> Protocol:
     """A protocol of objects with choices; in a stream, chunks, of which the last has no text."""
 
-    def reply(request: Asked, kind: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
-        head = {"id": request.id, "object": kind, "created": request.created, "model": request.model}
+    def reply(request: Asked, name: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
+        head = {"id": request.id, "object": name, "created": request.created, "model": request.model}
         return {**head, "system_fingerprint": "dunes", "choices": choices, **usage}
 
     def write(request: Asked, answers: Answers, streams: bool) -> Any:
         listed = []
         for i, answer in answers.items():
-            shown = Answer(reason=answer.reason) if streams and answer.reason else answer
-            written = choice(request, shown, streams)
-            listed.append({"index": i, **written, "finish_reason": REASONS[answer.reason]})
-        return reply(request, chunk, listed, {}) if streams else reply(request, kind, listed, usage(answers))
+            part = Answer(reason=answer.reason) if streams and answer.reason else answer
+            content = choice(request, part, streams)
+            listed.append({"index": i, **content, "finish_reason": REASONS[answer.reason]})
+        return reply(request, chunk, listed, {}) if streams else reply(request, full, listed, usage(answers))
 
     def end(request: Asked, answers: Answers) -> Sequence[Any]:
         return [reply(request, chunk, [], usage(answers))] if _wants_usage(request.fields) else []
@@ -97,14 +97,15 @@ def _protocol(
 
 def usage(answers: Answers) -> dict[str, dict[str, int]]:
     """The tokens of a request; prompts count once per choice."""
-    read, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
-    return {"usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}}
+    prompt, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
 
 
 def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
     """The text of a choice."""
-    wanted = answer.tokens if streams else request.fields.has("logprobs")
-    return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens, answer.offset) if wanted else None}
+    has_logprobs = answer.tokens if streams else request.fields.has("logprobs")
+    logprobs = legacy_logprobs(answer.tokens, answer.offset) if has_logprobs else None
+    return {"text": answer.text, "logprobs": logprobs}
 
 
 def legacy_logprobs(tokens: Sequence[TokenText], offset: int) -> dict[str, Any]:
@@ -131,8 +132,8 @@ def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
 def read_tabby(fields: Fields) -> Asked:
     """The rest of a line in a file."""
     parts = fields.object("segments")
-    others = (*parts.objects("declarations", FILES), *parts.objects("relevant_snippets_from_changed_files", FILES))
-    files = [(other.text("filepath"), other.text("body")) for other in others]
+    extras = (*parts.objects("declarations", FILES), *parts.objects("relevant_snippets_from_changed_files", FILES))
+    files = [(extra.text("filepath"), extra.text("body")) for extra in extras]
     line = LineRequest(parts.text("prefix"), parts.text("suffix"), parts.path("filepath"), files)
     return Asked(fields, [line], "cmpl-", False)
 

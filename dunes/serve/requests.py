@@ -62,7 +62,7 @@ class TextRequest:
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     messages: Sequence[Turn] = ()
-    made_for: object = None
+    batch: object = None
     """The batch of the model that tokenized the prompt, if the server did."""
     logprobs: int | None = None
     echo: bool = False
@@ -89,8 +89,8 @@ class TokenText(NamedTuple):
         """The token and the most probable ones with log-probabilities, in the clients' format."""
 
         def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
-            shown = {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
-            return {"id": id, **shown} if has_id else shown
+            fields = {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
+            return {"id": id, **fields} if has_id else fields
 
         top = [entry(*alternative) for alternative in self.top]
         return entry(self.id, self.data, self.logprob) | {"top_logprobs": top}
@@ -139,7 +139,7 @@ class Asked:
         self.stream = fields.flag("stream") if stream is None else stream
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
-            raise fields.refused("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
+            raise fields.refusal("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
 
 
 class Protocol(NamedTuple):
@@ -162,13 +162,13 @@ def read_text(
 ) -> TextRequest:
     """Read a TextRequest from the fields, with settings in `options` if given and attributes in `more`; `tokens`
     is the default of the field named `limit`."""
-    options, found = options or fields, dict[str, Any]()
+    options, values = options or fields, dict[str, Any]()
     for name, (default, low, high) in settings.items():
         read: Any = options.integer if isinstance(default, int) else options.number
-        found[name] = read(name, default, low, high)
-    found |= {"top_k": max(0, found["top_k"]), "top_p": found["top_p"] or 1e-6}
-    found |= {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
-    return TextRequest(**found | {"model": fields.text("model")} | more)
+        values[name] = read(name, default, low, high)
+    values |= {"top_k": max(0, values["top_k"]), "top_p": values["top_p"] or 1e-6}
+    values |= {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
+    return TextRequest(**values | {"model": fields.text("model")} | more)
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:
@@ -206,9 +206,9 @@ def prompts(fields: Fields) -> list[str | list[int]]:
     if _are_ids(value):
         return [value]
     if not 1 <= len(value) <= PROMPTS:
-        raise fields.refused("prompt", f"{len(value)} prompts; expected 1 to {PROMPTS}")
+        raise fields.refusal("prompt", f"{len(value)} prompts; expected 1 to {PROMPTS}")
     if not all(isinstance(item, str) or _are_ids(item) for item in value):
-        raise fields.refused("prompt", "expected a string, token ids, or a list of these")
+        raise fields.refusal("prompt", "expected a string, token ids, or a list of these")
     return [Fields({"prompt": item}).text("prompt") if isinstance(item, str) else item for item in value]
 
 
@@ -227,7 +227,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
             parts = {m: prompt[places[m] + len(m) : end] for m, end in zip(marks, ends, strict=True)}
             name, files = _files(prompt[: places[marks[0]]])
             before = HINTS.sub("", parts[prefix] + parts.get(middle, ""))
-            return LineRequest(before, parts[suffix], named(name), files)
+            return LineRequest(before, parts[suffix], file_name(name), files)
     return None
 
 
@@ -238,6 +238,6 @@ def _files(head: str) -> tuple[str, Sequence[NamedText]]:
     return (files[-1][0], files[:-1]) if files and not files[-1][1].strip() else ("", files)
 
 
-def named(name: str) -> str:
+def file_name(name: str) -> str:
     """The name of a file; empty for the placeholder."""
     return "" if name == UNNAMED else name

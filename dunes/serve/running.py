@@ -27,12 +27,12 @@ class Running:
     ) -> None:
         if adapters and len(folders) > 1:
             raise ValueError("--adapter goes with a single model; name one")
-        if wrong := [path for path in adapters if not is_adapter(path)]:
-            raise ValueError(f"{wrong[0]}: not an adapter's folder")
+        if invalid := [path for path in adapters if not is_adapter(path)]:
+            raise ValueError(f"{invalid[0]}: not an adapter's folder")
         measure.keep_freed_memory()
         names = [folder.resolve().name for folder in folders]
-        if twice := [name for i, name in enumerate(names) if name in names[:i]]:
-            raise ValueError(f"two models are named {twice[0]!r}; rename one of the folders")
+        if duplicates := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ValueError(f"two models are named {duplicates[0]!r}; rename one of the folders")
         self.served, self._followers = dict[str, ServedModel](), list[Follower]()
         self.worker = Worker(self)
 
@@ -55,11 +55,11 @@ class Running:
         for follower in self._followers:
             follower.start()
 
-    def named(self, name: str) -> Named:
+    def facts_by_name(self, name: str) -> Named:
         """The facts of the model of this name (empty: of all models), by the names of models and adapters."""
         models = [self.find(name)] if name else self.served.values()
-        named = [(each, model.now.facts) for model in models for each in model.names]
-        return [each for each in named if each[0] == name] or named
+        entries = [(entry, model.current.facts) for model in models for entry in model.names]
+        return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str) -> ServedModel:
         """The model of this name or with this adapter; the first is the default, a single one has any name.

@@ -63,21 +63,21 @@ class LoadedFolder:
     def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
         self.batch: Batch | None = None
-        own = None
+        chat = None
         if index_in_training(folder) is None:
             chats = load_chat_engine(str(folder), adapters, measure.device()).models
             base = NONE if name in chats else name
             self.chats = {base if key == NONE else key: chat for key, chat in chats.items()}
-            own = self.chats[name]
-            take_out_of_file(own.loaded.model)
+            chat = self.chats[name]
+            take_out_of_file(chat.loaded.model)
             names = {key: chat.adapter for key, chat in self.chats.items()} if len(self.chats) > 1 else {}
             if names:
-                lora.set_adapter(own.loaded.model, own.adapter)
-            context = own.loaded.context_length
+                lora.set_adapter(chat.loaded.model, chat.adapter)
+            context = chat.loaded.context_length
             if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
                 say(f"{', '.join(longer)}: served with the {plural(context, 'token')} of context that {name} has")
-            self.batch = Batch(own.loaded, step_source(own.loaded.model), names, names.get(name))
-        self.loaded = own.loaded if own else None
+            self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
+        self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
         self.completer = find_completer(folder, say, False, self.loaded)
         self.files = FileFinder(self.completer.training_files)
@@ -105,11 +105,11 @@ def take_out_of_file(model: nn.Module) -> None:
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
     """The facts of a model, with the modification times of its files; most are zero while it is in training."""
-    written = max(stamp) / 1e9
+    modified = max(stamp) / 1e9
     facts: dict[str, Any] = {
-        "modified_at": ollama.written(datetime.fromtimestamp(written, UTC)),
+        "modified_at": ollama.format_time(datetime.fromtimestamp(modified, UTC)),
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
-        "created": int(written),
+        "created": int(modified),
         "family": "dunes",
         "folder": str(folder),
     }
@@ -153,21 +153,21 @@ class ServedModel:
         self._texts: dict[str, str | None] = {}
         self._pending: dict[str, str | None] = {}
         self._adding, self._changing, self._ending = Lock(), Lock(), list[Batch]()
-        self.now = self._load()
+        self.current = self._load()
 
     def reload(self) -> None:
         """Load the folder again: its training may have ended. Texts in generation continue with the old model.
 
         Raises ValueError or OSError if it cannot be loaded; the old model stays.
         """
-        new, copied = self._load(), self.now.copies
-        if self.now.batch is not None and self.now.batch.active:
-            self._ending.append(self.now.batch)
+        new, was_copying = self._load(), self.current.copies
+        if self.current.batch is not None and self.current.batch.active:
+            self._ending.append(self.current.batch)
         indexed = dict(new.completer.training_files)
         self._texts = {name: text for name, text in self._texts.items() if indexed.get(name) != text}
         new.use(new.completer.with_texts(self._texts), self._texts)
-        self.now = new
-        if copied and not new.copies:
+        self.current = new
+        if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
         gc.collect()  # engines are cycles, and the old one has a model
 
@@ -180,29 +180,29 @@ class ServedModel:
             self._pending |= texts
         with self._changing:
             with self._adding:
-                new, self._pending = self._pending, {}
-            taken = not new
-            while not taken:
-                completer = self.now.completer
-                files = completer.with_texts(new)
-                taken = worker.call(partial(self._use, completer, files, new)).result()
+                pending, self._pending = self._pending, {}
+            is_current = not pending
+            while not is_current:
+                completer = self.current.completer
+                files = completer.with_texts(pending)
+                is_current = worker.call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
         """Use these files and return True, unless they were indexed for a model that has been replaced."""
-        if completer is self.now.completer:
+        if completer is self.current.completer:
             self._texts |= texts
-            self.now.use(files, texts)
-        return completer is self.now.completer
+            self.current.use(files, texts)
+        return completer is self.current.completer
 
     @property
     def names(self) -> list[str]:
         """Names of the model and of its adapters."""
-        return [self.name, *(name for name in self.now.chats if name != self.name)]
+        return [self.name, *(name for name in self.current.chats if name != self.name)]
 
     @property
     def threshold(self) -> float:
         """Minimum probability of the first word of a shown suggestion."""
-        completer = self.now.completer
+        completer = self.current.completer
         if self.acceptance <= 0:
             return 0.0
         fitted = isinstance(completer, CopyCompleter) or bool(completer.facts.get("thresholds"))
@@ -210,7 +210,7 @@ class ServedModel:
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
         """The suggestions at a cursor, best first; a suggestion that is too improbable or too short is empty."""
-        start, completer, files = perf_counter(), self.now.completer, self.now.files
+        start, completer, files = perf_counter(), self.current.completer, self.current.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
         options = CompleteOptions(
@@ -220,39 +220,39 @@ class ServedModel:
             cancelled=is_cancelled,
             files=request.files,
         )
-        found = completer.alternatives(request.before, request.after, name, options)
+        suggestions = completer.alternatives(request.before, request.after, name, options)
         threshold, seconds = None if request.shows_all else self.threshold, perf_counter() - start
-        answers = [_answer(suggestion, threshold, seconds) for suggestion in found]
+        answers = [_answer(suggestion, threshold, seconds) for suggestion in suggestions]
         if isinstance(completer, FolderCompleter):
-            read = len(completer.files.tokenize(near_text(request.before), name).ids)
+            prompt_tokens = len(completer.files.tokenize(near_text(request.before), name).ids)
             for answer in answers:
                 answer.new_tokens = len(completer.files.line(answer.text))
-                answer.prompt_tokens = min(read, completer.loaded.context_length)
+                answer.prompt_tokens = min(prompt_tokens, completer.loaded.context_length)
             if request.explains:
-                tokens = completer.explain(request.before, found[0].text, name, is_cancelled)
+                tokens = completer.explain(request.before, suggestions[0].text, name, is_cancelled)
                 answers[0].explained = {"file": name, "tokens": tokens, "threshold": min(1.0, self.threshold)}
         return answers
 
     def warm(self, files: Sequence[tuple[str, str]]) -> None:
         """Index the files of a coming request in advance; thread-safe."""
-        if files and isinstance(self.now.completer, FolderCompleter):
-            self.now.completer.index_files(files)
+        if files and isinstance(self.current.completer, FolderCompleter):
+            self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
         """The name of a file in training, given its path or that name."""
-        return path if path in self.now.files.names else self.now.name_in_sources(path)
+        return path if path in self.current.files.names else self.current.name_in_sources(path)
 
-    def add(self, asked: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
+    def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Start generating a text. Raises Refused for a prompt that the model cannot read."""
         batch = self.require_batch()
-        if asked.made_for not in (None, batch):
+        if request.batch not in (None, batch):
             raise Refused(503, "the model was loaded again meanwhile", retry=1)
-        batch.add(asked, emit, is_cancelled)
+        batch.add(request, emit, is_cancelled)
 
     def advance(self) -> bool:
         """Generate a token of each text; False if there is no text."""
         self._ending = [batch for batch in self._ending if batch.active]
-        batches = [batch for batch in (self.now.batch, *self._ending) if batch is not None and batch.active]
+        batches = [batch for batch in (self.current.batch, *self._ending) if batch is not None and batch.active]
         for batch in batches:
             batch.advance()
         return bool(batches)
@@ -260,25 +260,25 @@ class ServedModel:
     @property
     def is_full(self) -> bool:
         """True if another text has to wait."""
-        return self.now.batch is not None and self.now.batch.is_full
+        return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
         """The batch that generates texts. Raises Refused while the model is in training."""
-        if self.now.batch is None:
+        if self.current.batch is None:
             raise Refused(503, "the model is in training; it completes lines by copying", retry=30)
-        return self.now.batch
+        return self.current.batch
 
-    def with_prompt(self, asked: TextRequest) -> TextRequest:
+    def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request with the ids of its chat, whose next turn is the model's; thread-safe.
 
         Raises Refused if the model has no chat template, or the template refuses the messages.
         """
-        batch, chats = self.require_batch(), self.now.chats
-        chat = chats.get(asked.model, chats[self.name])
+        batch, chats = self.require_batch(), self.current.chats
+        chat = chats.get(request.model, chats[self.name])
         try:
-            ids = chat.encode(tuple(asked.messages))
+            ids = chat.encode(tuple(request.messages))
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
-            return replace(asked, prompt=ids, stop_ids=(stop,), made_for=batch)
+            return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
         except ValueError as error:
             raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
 
@@ -347,8 +347,8 @@ class FileFinder:
     def find(self, before: str, after: str) -> str:
         """The name of the file around a cursor, from the text before and after it; empty if uncertain."""
         above, below = split_lines(before[-(1 << 16) :])[-LINES:], split_lines(after[: 1 << 16])[:LINES]
-        found = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
-        owners = Counter(number for count, number in found if count == 1)
+        counts = (self._owners.get(key, (0, 0)) for key in set(_keys((*above[:-1], *below[1:]))))
+        owners = Counter(number for count, number in counts if count == 1)
         if not owners:
             return ""
         number, count = owners.most_common(1)[0]

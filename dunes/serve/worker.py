@@ -109,11 +109,11 @@ class Worker:
             return True
         with self._wake:
             self._texts = deque(task for task in self._texts if not task.is_cancelled())
-        while self._texts and not self._waits(self._texts[0]):
+        while self._texts and not self._must_wait(self._texts[0]):
             self._work_on(self._texts.popleft())
         return sum(model.advance() for model in self._models.served.values()) > 0  # each goes on
 
-    def _waits(self, task: Task) -> bool:
+    def _must_wait(self, task: Task) -> bool:
         """True for a text whose model has no room for it yet."""
         with suppress(Refused):  # an unknown model, refused when the text starts
             return self._models.find(task.request.model).is_full
