@@ -28,10 +28,10 @@ class Document:
 
         Raises ValueError if the file has changed since it was collected.
         """
-        hashed, intact = blake2b(digest_size=16), False
+        hasher, intact = blake2b(digest_size=16), False
         try:
-            yield from _read_blocks(self.path, hashed, self.size)
-            intact = hashed.hexdigest() == self.digest
+            yield from _read_blocks(self.path, hasher, self.size)
+            intact = hasher.hexdigest() == self.digest
         except (OSError, UnicodeDecodeError):
             pass
         if not intact:
@@ -63,8 +63,8 @@ def plain_document(file: SourceFile) -> Document | str:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "not regular files"
-        with open_plain(file.path) as opened:
-            head = opened.read(1 << 16)
+        with open_plain(file.path) as source:
+            head = source.read(1 << 16)
         if stand_in(head):
             return "pointers to files that are not here (git lfs pull)"
         if b"\0" in head:
@@ -73,11 +73,11 @@ def plain_document(file: SourceFile) -> Document | str:
             return "empty"
         if not file.named and status.st_size > GIANT and looks_generated(head):
             return "generated"
-        hashed = blake2b(digest_size=16)
-        for block in _read_blocks(file.path, hashed, status.st_size):
+        hasher = blake2b(digest_size=16)
+        for block in _read_blocks(file.path, hasher, status.st_size):
             if "\0" in block:
                 return "binary"
-        return Document(file.path, file.name, status.st_size, hashed.hexdigest())
+        return Document(file.path, file.name, status.st_size, hasher.hexdigest())
     except UnicodeDecodeError:
         return "not UTF-8"
     except _ChangedError:
@@ -90,22 +90,22 @@ class _ChangedError(OSError):
     """The size of a file has changed."""
 
 
-def _read_blocks(path: Path, hashed: "blake2b", size: int) -> Iterator[str]:
+def _read_blocks(path: Path, hasher: "blake2b", size: int) -> Iterator[str]:
     """Yield a UTF-8 file of `size` bytes in blocks of complete lines, and update the hash.
 
     At most `size` + 1 bytes are read, since the file may be growing.
     """
-    decoder, rest, left = codecs.getincrementaldecoder("utf-8")(), "", size + 1
+    decoder, rest, remaining = codecs.getincrementaldecoder("utf-8")(), "", size + 1
     with open_plain(path) as file:
-        while data := file.read(min(BLOCK, left)):
-            left -= len(data)
-            hashed.update(data)
+        while data := file.read(min(BLOCK, remaining)):
+            remaining -= len(data)
+            hasher.update(data)
             text = rest + decoder.decode(data)
             cut = text.rfind("\n") + 1 or (len(text) if len(text) > 4 * BLOCK else 0)
             if cut:
                 yield text[:cut]
             rest = text[cut:]
-    if left != 1:
+    if remaining != 1:
         raise _ChangedError(f"{path}: changed while it was being read")
     decoder.decode(b"", True)
     if rest:

@@ -57,9 +57,9 @@ def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
     for members in _candidates(sketches, firsts):
         compared: list[int] = []
         for number in members:
-            other = next((c for c in compared if _is_similar(sketches[number], sketches[c])), None)
-            if other is not None:
-                _join(firsts, number, other)
+            similar = next((c for c in compared if _is_similar(sketches[number], sketches[c])), None)
+            if similar is not None:
+                _join(firsts, number, similar)
             elif len(compared) < COMPARED:
                 compared.append(number)
     return [_first(firsts, number) for number in range(len(firsts))]
@@ -67,21 +67,21 @@ def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
 
 def content_digest(blocks: Iterable[str]) -> bytes:
     """Digest of a text, given in blocks, without its white space."""
-    hashed = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for block in blocks:
-        hashed.update(_without_space(block).replace(b"\n", b""))
-    return hashed.digest()
+        hasher.update(_without_space(block).replace(b"\n", b""))
+    return hasher.digest()
 
 
 def _sketch(blocks: Iterable[str]) -> tuple[bytes, NDArray[np.uint32]]:
     """Digest of a text without white space, and the minimum hash of its lines in each bin (EMPTY: none)."""
-    least, hashed = np.full(BINS, EMPTY, np.uint32), blake2b(digest_size=16)
+    least, hasher = np.full(BINS, EMPTY, np.uint32), blake2b(digest_size=16)
     for block in blocks:
         data = _without_space(block)
-        hashed.update(data.replace(b"\n", b""))
+        hasher.update(data.replace(b"\n", b""))
         hashes = _hashes({line for line in data.split(b"\n") if len(line) >= SHORT_LINE})
         np.minimum.at(least, hashes % BINS, hashes)
-    return hashed.digest(), least
+    return hasher.digest(), least
 
 
 def _without_space(text: str) -> bytes:
@@ -118,8 +118,8 @@ def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -
 
 
 def _is_similar(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> bool:
-    used = (a != EMPTY) | (b != EMPTY)
-    return bool((used & (a == b)).sum() >= SIMILAR * used.sum())
+    occupied = (a != EMPTY) | (b != EMPTY)
+    return bool((occupied & (a == b)).sum() >= SIMILAR * occupied.sum())
 
 
 def _first(firsts: list[int], number: int) -> int:

@@ -164,7 +164,7 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
     if read_text is None:
         raise ValueError(f"{path}: {NO_RECORDS}")
     if not has_text:
-        expected = f"text in {_listed(fields)}" if fields else "records with text"
+        expected = f"text in {_name_fields(fields)}" if fields else "records with text"
         raise ValueError(f"{path}: expected {expected}, found {keys}; {NAME_FIELD}")
 
 
@@ -184,14 +184,14 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
     if not fields:
         name = _known_format(first)
         if name != "text":
-            return f"the texts of {RECORD_FORMATS[name].description}", lambda row: _joined(
+            return f"the texts of {RECORD_FORMATS[name].description}", lambda row: _join(
                 t.full_text for t in _read(name, row) if t.trained or t.role not in ANSWER_ROLES
             )
     fields = fields or ("text",)
-    return _listed(fields), lambda row: _joined(_field(row, name) for name in fields)
+    return _name_fields(fields), lambda row: _join(_field(row, name) for name in fields)
 
 
-def _listed(fields: Sequence[str]) -> str:
+def _name_fields(fields: Sequence[str]) -> str:
     return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
 
 
@@ -202,7 +202,7 @@ def _field(row: Any, name: str) -> str:
     return _text(row, name, "")
 
 
-def _joined(parts: Iterable[str]) -> str:
+def _join(parts: Iterable[str]) -> str:
     """The nonblank parts joined by blank lines."""
     return "\n\n".join(part for part in parts if part.strip())
 
@@ -302,26 +302,26 @@ def _variables(row: dict[str, Any]) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise ValueError(f"{VARIABLES}: expected an object, found {_type(value)}")
-    return {name: each for name, each in value.items() if each is not None}
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     """Names of fields of a row, and of its messages, that have a value but no effect."""
     record_format, usable = RECORD_FORMATS[name], name != "text"
     common = (*SYSTEM_KEYS, VARIABLES, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
-    known = {*record_format.keys, *record_format.options, *common}
-    yield from (key for key, value in row.items() if key not in known and not _is_blank(value))
+    used = {*record_format.keys, *record_format.options, *common}
+    yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
     for message in row[record_format.keys[0]] if name in MESSAGE_KEYS else ():
-        known = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES}
-        yield from (f"{key} (of messages)" for key, v in message.items() if key not in known and not _is_blank(v))
+        used = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES}
+        yield from (f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v))
 
 
 def ignored_line(files: Iterable[Records]) -> list[str]:
     """A list of one line that names the ignored fields of all files; empty if there are none."""
     names = [*dict.fromkeys(key for records in files for key in records.ignored)]
-    shown = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
-    more = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
-    return [f"ignored fields: {', '.join(shown + more)}"] if names else []
+    printable = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
+    rest = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
+    return [f"ignored fields: {', '.join(printable + rest)}"] if names else []
 
 
 def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
@@ -417,8 +417,8 @@ def _is_trained(message: dict[str, Any], role: str) -> bool:
             raise ValueError(f"{key}: expected {expected}, found {str(value)[:40]}")
     if len({bool(value) for value in values.values()}) > 1:
         raise ValueError(f"{' and '.join(values)}: they contradict each other; leave one of them out")
-    if role not in ANSWER_ROLES and (asked := [key for key in ("train", "training") if values.get(key)]):
-        raise ValueError(f"{asked[0]}: {role} messages are trained on by --train-on all alone; expected false")
+    if role not in ANSWER_ROLES and (marks := [key for key in ("train", "training") if values.get(key)]):
+        raise ValueError(f"{marks[0]}: {role} messages are trained on by --train-on all alone; expected false")
     return all(values.values())
 
 
@@ -452,7 +452,7 @@ def _ultrachat(row: dict[str, Any]) -> Conversation:
     return tuple(Turn(sides[i % 2], _encodable("data", text)) for i, text in enumerate(texts))
 
 
-def _plain(row: dict[str, Any]) -> Conversation:
+def _plain_text(row: dict[str, Any]) -> Conversation:
     if not (text := _text(row, "text")):
         raise ValueError("text: expected a string, found an empty one")
     return (Turn("text", text),)
@@ -466,7 +466,7 @@ RECORD_FORMATS = {
     ),
     "completion": RecordFormat("prompts and completions", ("prompt", "completion"), _pair, ("history",)),
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
-    "text": RecordFormat("plain text", ("text",), _plain),
+    "text": RecordFormat("plain text", ("text",), _plain_text),
 }
 """Formats of records, in the order in which they are tried."""
 
@@ -482,10 +482,10 @@ def split_records(
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
     hashes = record_hashes(rows, split_version)
-    different = sorted(set(hashes))
-    if not share or len(different) < 2:
+    distinct = sorted(set(hashes))
+    if not share or len(distinct) < 2:
         return list(rows), []
-    limit = validation_limit(different[0], different[-1], share)
+    limit = validation_limit(distinct[0], distinct[-1], share)
     train = [row for row, value in zip(rows, hashes, strict=True) if value >= limit]
     return train, [row for row, value in zip(rows, hashes, strict=True) if value < limit]
 
@@ -509,8 +509,8 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
     """Number of validation records that equal a training record, or nearly do."""
     hashes = record_hashes([*train, *valid], split_version) if valid else []
-    seen = {*hashes[: len(train)]}
-    return sum(value in seen for value in hashes[len(train) :])
+    train_hashes = {*hashes[: len(train)]}
+    return sum(value in train_hashes for value in hashes[len(train) :])
 
 
 def validation_limit(least: float, most: float, share: float) -> float:
@@ -520,15 +520,15 @@ def validation_limit(least: float, most: float, share: float) -> float:
 
 def split_hash(turns: Conversation) -> float:
     """Hash of the words, in [0, 1): a digest of their JSON, one list per turn."""
-    hashed = blake2b(digest_size=6)
+    hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
-        hashed.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
+        hasher.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
         for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
             words = [None] if part is None else part.split()
-            hashed.update(f", {json.dumps(words)[1:-1]}".encode() if words else b"")
-        hashed.update(b"]")
-    hashed.update(b"]" if turns else b"[]")
-    return int.from_bytes(hashed.digest()) / 2**48
+            hasher.update(f", {json.dumps(words)[1:-1]}".encode() if words else b"")
+        hasher.update(b"]")
+    hasher.update(b"]" if turns else b"[]")
+    return int.from_bytes(hasher.digest()) / 2**48
 
 
 def tokenize_records(
@@ -553,9 +553,9 @@ def tokenize_records(
 def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
     if row.turns[-1].role == "text":
         return _text_example(row, tokenizer)
-    if train_on == "all" and (masked := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
+    if train_on == "all" and (excluded := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
         raise ValueError(
-            f"a {masked[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
+            f"a {excluded[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
             "answers, or leave the mark out"
         )
     ids, trained = encode_segments(segments, tokenizer, train_on == "all")
@@ -575,20 +575,20 @@ def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [
-        (_shown(ids.tolist(), tokenizer), bool(flag))
+        (_spell_out(ids.tolist(), tokenizer), bool(flag))
         for ids, flag in zip(runs, example.loss_mask[[0, *edges]], strict=True)
         if len(ids)
     ]
 
 
-def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+def _spell_out(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text with its special tokens spelled out."""
     special = {i: t.content for i, t in tokenizer.inner.get_added_tokens_decoder().items() if t.special}
     text = ""
-    plain: list[int] = []
+    pending: list[int] = []
     for i in ids:
         if i in special:
-            text, plain = text + tokenizer.decode(plain) + special[i], []
+            text, pending = text + tokenizer.decode(pending) + special[i], []
         else:
-            plain.append(i)
-    return text + tokenizer.decode(plain)
+            pending.append(i)
+    return text + tokenizer.decode(pending)

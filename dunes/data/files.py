@@ -50,17 +50,17 @@ class Walk:
         """Each file, once per source that contains it, including devices, pipes and sockets."""
         for source, path in self.sources:
             if str(source) == "stdlib":
-                yield from self._below(path, path, [(path, parse_lines(STDLIB_TESTS))])
+                yield from self._walk(path, path, [(path, parse_lines(STDLIB_TESTS))])
             elif path.is_dir():
                 # The user named this folder, so rules that exclude the folder itself are dropped.
-                yield from self._below(path, path, rules_above(path, True) or [])
+                yield from self._walk(path, path, rules_above(path, True) or [])
             else:
                 yield SourceFile(path, path.name, True)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
 
-    def _below(self, folder: Path, root: Path, rules: Rules) -> Iterator[SourceFile]:
+    def _walk(self, folder: Path, root: Path, rules: Rules) -> Iterator[SourceFile]:
         try:
             self.folders[folder] = os.stat(folder).st_mtime_ns  # before it is read
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
@@ -80,13 +80,13 @@ class Walk:
             elif ignored:
                 self.skip("ignored", name)
             elif entry.is_symlink():
-                yield from self._linked(path, root, is_folder)
+                yield from self._follow_link(path, root, is_folder)
             elif is_folder:
-                yield from self._below(path, root, rules)
+                yield from self._walk(path, root, rules)
             else:
                 yield SourceFile(path, name, False)
 
-    def _linked(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
+    def _follow_link(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
         """The target of a link, if it is outside the sources, may be followed, and is not ignored there."""
         name = path.relative_to(root).as_posix()
         try:
@@ -102,7 +102,7 @@ class Walk:
             self.skip("ignored", name)
         elif is_folder:
             self._roots.append(target)  # so that links back to it are not followed
-            yield from self._below(path, root, rules)
+            yield from self._walk(path, root, rules)
         else:
             yield SourceFile(path, name, False)
 

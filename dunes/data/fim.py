@@ -138,10 +138,10 @@ class FillInMiddle:
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))
-        rest, room = encode(suffix), size - 4 - len(first) - len(last)
-        if not 0 <= room <= len(rest):
+        suffix_ids, room = encode(suffix), size - 4 - len(first) - len(last)
+        if not 0 <= room <= len(suffix_ids):
             return None
-        return [marks.prefix, *first, marks.suffix, *rest[:room], marks.middle, *last, marks.end]
+        return [marks.prefix, *first, marks.suffix, *suffix_ids[:room], marks.middle, *last, marks.end]
 
 
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
@@ -197,14 +197,14 @@ def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str
     If the suffix comes first, prefix and middle are one text, returned as the middle. Raises ValueError for a
     window that is not rearranged.
     """
-    marks, plain, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
-    places = [plain.index(mark) for mark in marks[:3] if mark in plain]
-    if len(places) < 3 or places != sorted(places) or marks.end not in plain[places[2] :]:
+    marks, window, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
+    places = [window.index(mark) for mark in marks[:3] if mark in window]
+    if len(places) < 3 or places != sorted(places) or marks.end not in window[places[2] :]:
         raise ValueError(
-            f"a window of {len(plain)} ids without <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>, {END}"
+            f"a window of {len(window)} ids without <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>, {END}"
         )
-    bounds = [*places, plain.index(marks.end, places[2])]
-    prefix, suffix, middle = (_decode([pieces[i] for i in plain[a + 1 : b]]) for a, b in pairwise(bounds))
+    bounds = [*places, window.index(marks.end, places[2])]
+    prefix, suffix, middle = (_decode([pieces[i] for i in window[a + 1 : b]]) for a, b in pairwise(bounds))
     return prefix, middle, suffix
 
 

@@ -61,7 +61,7 @@ def read_digits(folder: str | Path, split: str = "train") -> Digits:
     MNIST's own splits are "train" and "t10k". Raises ValueError for missing, truncated or mismatched files, and
     for files of another format.
     """
-    paths = [_only(Path(folder).expanduser(), f"{split}*-{part}-ubyte") for part in ("images-idx3", "labels-idx1")]
+    paths = [_find(Path(folder).expanduser(), f"{split}*-{part}-ubyte") for part in ("images-idx3", "labels-idx1")]
     images, labels = (read_idx(path) for path in paths)
     if images.shape[1:] != (SIDE, SIDE):
         raise ValueError(f"{paths[0]}: images of {tuple(images.shape[1:])}; expected ({SIDE}, {SIDE})")
@@ -76,8 +76,8 @@ def read_digits(folder: str | Path, split: str = "train") -> Digits:
 def read_idx(path: Path) -> Tensor:
     """The unsigned bytes of an IDX file, gzipped if its name ends in .gz. Raises ValueError for any other file."""
     try:
-        with open_plain(path) as plain:
-            stream = gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
+        with open_plain(path) as file:
+            stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
             shape = _shape(path, stream.read(4), stream.read(4 * 8))
             start, count = 4 + 4 * len(shape), math.prod(shape)
             stream.seek(start)
@@ -104,7 +104,7 @@ def _shape(path: Path, magic: bytes, sizes: bytes) -> list[int]:
     return shape
 
 
-def _only(folder: Path, pattern: str) -> Path:
+def _find(folder: Path, pattern: str) -> Path:
     """The one file of this name, plain in preference to gzipped. Raises ValueError for none or several."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:

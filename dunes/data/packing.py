@@ -76,9 +76,9 @@ class Batches:
         """Indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
         ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
-        return [int(self._with_target[i]) for i in self._ranked(epoch)[ranks]]
+        return [int(self._with_target[i]) for i in self._ranking(epoch)[ranks]]
 
-    def _ranked(self, epoch: int) -> NDArray[np.int64]:
+    def _ranking(self, epoch: int) -> NDArray[np.int64]:
         """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
             # A different key from the rows.
@@ -149,8 +149,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
             space, row = room, len(rows)
             rows.append([])
         rows[row].append(i)
-        if left := space - length:
-            if left not in open_rows:
-                insort(spaces, left)
-            open_rows.setdefault(left, []).append(row)
+        if remaining := space - length:
+            if remaining not in open_rows:
+                insort(spaces, remaining)
+            open_rows.setdefault(remaining, []).append(row)
     return rows

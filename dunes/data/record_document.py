@@ -33,13 +33,13 @@ class RecordDocument(Document):
 
     def text(self) -> Iterator[str]:
         """Each text as a block. Raises ValueError if the file has changed since it was collected."""
-        hashed, intact = blake2b(digest_size=16), False
+        hasher, intact = blake2b(digest_size=16), False
         try:
             for _, text in record_texts(self.path, self.fields):
-                hashed.update(_delimited(text))
+                hasher.update(_delimited(text))
                 if text and (_split_hash(text) < self.limit) == self.validation:
                     yield text
-            intact = hashed.hexdigest() == self.file_digest
+            intact = hasher.hexdigest() == self.file_digest
         except ValueError:
             pass
         if not intact:
@@ -79,22 +79,22 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
     If the records differ, at least one is for validation, never all. A document without text is omitted. Raises
     ValueError that names the file, the line and the expected value.
     """
-    hashed, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
+    hasher, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
     for _, text in record_texts(file.path, fields):
-        hashed.update(_delimited(text))
+        hasher.update(_delimited(text))
         blank += not text
         if text:
             hashes.append(_split_hash(text))
             sizes.append(len(text.encode()))
     content, _ = text_reader(first_row(file.path), fields)
     limit = validation_limit(min(hashes), max(hashes), share)
-    below, size = np.array(hashes) < limit, np.array(sizes)
-    file_digest, documents = hashed.hexdigest(), []
+    is_validation, size = np.array(hashes) < limit, np.array(sizes)
+    file_digest, documents = hasher.hexdigest(), []
     for validation in (False, True):
         digest = blake2b(f"{file_digest} {limit!r} {validation}".encode(), digest_size=16).hexdigest()
-        part = size[below == validation]
-        rest = (file_digest, tuple(fields), limit, validation, content, len(part), 0 if validation else blank)
-        documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *rest)] if len(part) else []
+        part = size[is_validation == validation]
+        details = (file_digest, tuple(fields), limit, validation, content, len(part), 0 if validation else blank)
+        documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *details)] if len(part) else []
     return documents
 
 

@@ -32,7 +32,7 @@ def file_format(path: Path) -> str:
     """A description of the format: a JSON list, JSON lines or parquet. Raises OSError."""
     if _is_parquet(path):
         return "parquet"
-    with _opened(path) as file:
+    with _open(path) as file:
         return "a JSON list" if _first_byte(file) == b"[" else "JSON lines"
 
 
@@ -45,7 +45,7 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
         if _is_parquet(path):
             yield from _parquet_rows(path, fields)
             return
-        with _opened(path) as file:
+        with _open(path) as file:
             yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
     except EOFError as error:
         raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
@@ -58,7 +58,7 @@ def first_row(path: Path) -> Any:
     try:
         if _is_parquet(path):
             return next(_parquet_rows(path, ()))[1]
-        with _opened(path) as file:
+        with _open(path) as file:
             if _first_byte(file) != b"[":
                 return next(_line_rows(path, file))[1]
             text = file.read(MAX_ROW_BYTES).decode("utf-8-sig", "ignore")
@@ -68,7 +68,7 @@ def first_row(path: Path) -> Any:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _open(path: Path) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed if it is gzipped."""
     with open_plain(path) as file:
         zipped = file.read(2) == b"\x1f\x8b"
@@ -128,8 +128,8 @@ def _parquet_rows(path: Path, fields: Collection[str]) -> Iterator[tuple[str, An
     polars = _polars(path)
     try:
         table = polars.scan_parquet(path.absolute(), glob=False, hive_partitioning=False)
-        if wanted := [name for name in table.collect_schema().names() if name in fields]:
-            table = table.select(wanted)
+        if columns := [name for name in table.collect_schema().names() if name in fields]:
+            table = table.select(columns)
         for start in count(0, PARQUET_ROWS):
             part = table.slice(start, PARQUET_ROWS).collect()
             for i, row in enumerate(part.iter_rows(named=True), start + 1):

@@ -194,8 +194,8 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
     instruction = item.task.instruction
     if reason := rejection_reason(instruction):
         return replace(item, reason=reason)
-    if near := earlier.nearest(instruction, MAX_SIMILARITY):
-        return replace(item, reason=f"similar: {near[0]:.2f} to {near[1]!r}")
+    if match := earlier.nearest(instruction, MAX_SIMILARITY):
+        return replace(item, reason=f"similar: {match[0]:.2f} to {match[1]!r}")
     earlier.add(instruction)
     return item
 
@@ -269,7 +269,7 @@ class InstructionIndex:
 
     def add(self, text: str) -> None:
         tokens = words(text)
-        for key in _counted(tokens):
+        for key in _number_occurrences(tokens):
             self.postings[key].append(len(self.texts))
         self.texts.append(text)
         self.tokens.append(tokens)
@@ -291,15 +291,15 @@ class InstructionIndex:
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """An upper bound of the measure for each text, float64 (N,)."""
-        hits = [np.array(self.postings[key]) for key in _counted(tokens) if key in self.postings]
+        hits = [np.array(self.postings[key]) for key in _number_occurrences(tokens) if key in self.postings]
         shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
         sizes = np.array(self.lengths) + len(tokens)
         bounds: np.ndarray[Any, np.dtype[np.float64]] = 2 * shared / np.maximum(sizes, 1)
         return bounds
 
 
-def _counted(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
-    seen: Counter[str] = Counter()
+def _number_occurrences(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
+    counts: Counter[str] = Counter()
     for token in tokens:
-        seen[token] += 1
-        yield token, seen[token]
+        counts[token] += 1
+        yield token, counts[token]

@@ -150,12 +150,12 @@ def _card(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) ->
 
 def _key(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> str:
     specials = f"{tokenizer.text_start} {tokenizer.eos}"  # not part of a tokenizer.json
-    seen = blake2b(f"{FORMAT} {specials}\n{tokenizer.json()}".encode(), digest_size=20)
+    hasher = blake2b(f"{FORMAT} {specials}\n{tokenizer.json()}".encode(), digest_size=20)
     for document in documents:
-        seen.update(document.digest.encode())
+        hasher.update(document.digest.encode())
         if headers:
-            seen.update(repr(document.header).encode())  # a digest has no quotation mark
-    return seen.hexdigest()
+            hasher.update(repr(document.header).encode())  # a digest has no quotation mark
+    return hasher.hexdigest()
 
 
 def _dtype(vocab: int) -> np.dtype[Any]:
@@ -228,28 +228,28 @@ def open_shard(folder: Path) -> Shard:
     """The shard in a folder. Raises ValueError for a wrong card, size, digest, or id."""
     try:
         card = json.loads((folder / "shard.json").read_text())
-        written, digest = card["format"], card["sha256"]
+        format, digest = card["format"], card["sha256"]
         shard = Shard(folder, *(card[k] for k in ("length", "size", "documents", "vocab", "key")))
         dtype, path = _dtype(shard.vocab), folder / "tokens.bin"
         size, starts = path.stat().st_size, (folder / "starts.bin").read_bytes()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
-    if written != FORMAT:
-        raise ValueError(f"{folder}: format {written!r}; this version reads {FORMAT}")
+    if format != FORMAT:
+        raise ValueError(f"{folder}: format {format!r}; this version reads {FORMAT}")
     if size != shard.length * dtype.itemsize:
         raise ValueError(
             f"{path}: {plural(size, 'byte')}, not {plural(shard.length, 'id')} of {dtype.itemsize} bytes"
         )
-    seen, done = sha256(), 0
+    hasher, position = sha256(), 0
     with path.open("rb") as file:
         while data := file.read(1 << 22):
-            seen.update(data)
+            hasher.update(data)
             ids: NDArray[Any] = np.frombuffer(data, dtype)
-            wrong = np.flatnonzero(ids >= shard.vocab)
-            if len(wrong):
-                raise ValueError(f"{path}: id {done + wrong[0]} is outside the vocabulary of {shard.vocab}")
-            done += len(ids)
-    seen.update(starts)
-    if seen.hexdigest() != digest:
+            invalid = np.flatnonzero(ids >= shard.vocab)
+            if len(invalid):
+                raise ValueError(f"{path}: id {position + invalid[0]} is outside the vocabulary of {shard.vocab}")
+            position += len(ids)
+    hasher.update(starts)
+    if hasher.hexdigest() != digest:
         raise ValueError(f"{folder}: the SHA-256 of tokens.bin and starts.bin is not that in shard.json")
     return shard

@@ -59,9 +59,9 @@ class Corpus:
 
     def report(self) -> str:
         """One line: the amount of text and the number of skipped files."""
-        tested = f", {len(self.test)} for the test" if self.test else ""
-        held = f" ({format_bytes(sum(d.size for d in self.valid))})" if self.valid else ""
-        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation{held}{tested}"
+        test = f", {len(self.test)} for the test" if self.test else ""
+        validation = f" ({format_bytes(sum(d.size for d in self.valid))})" if self.valid else ""
+        files = f"{plural(len(self.train), 'training file')}, {len(self.valid)} for validation{validation}{test}"
         return f"{files}, {self.size / 1e6:.1f} MB; {skipped_line(self.skipped)}"
 
     @property
@@ -98,18 +98,18 @@ def collect_corpus(
         )
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
-    documents, found = dict[str, Document](), [*walk.files()]
+    documents, files = dict[str, Document](), [*walk.files()]
     if share is None:
-        share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in found))
+        share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in files))
     corpus.share = share if split_version > 1 else SHARE
-    for file in found:
-        new = _documents(file, share, text_field, corpus.notes)
-        if isinstance(new, str):
-            walk.skip(new, file.name)
-        elif new[0].digest in documents:
+    for file in files:
+        collected = _documents(file, share, text_field, corpus.notes)
+        if isinstance(collected, str):
+            walk.skip(collected, file.name)
+        elif collected[0].digest in documents:
             walk.skip("duplicates", file.name)
         else:
-            documents |= {document.digest: document for document in new}
+            documents |= {document.digest: document for document in collected}
     if not documents:
         names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
@@ -139,7 +139,7 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
     if split_version > 1:
-        groups, count = _held_out_first(groups, share)
+        groups, count = _order_for_selection(groups, share)
     else:
         count = sum(g.split_hash < 2 * share for g in groups)
     count = max(count, len(_files(corpus.documents)) > 2)
@@ -184,7 +184,7 @@ class _Group:
         return sum(d.size for d in self.files)
 
     @property
-    def kind(self) -> str:
+    def suffix(self) -> str:
         """The suffix of the first file."""
         return self.files[0].path.suffix
 
@@ -214,30 +214,30 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
         groups.setdefault(corpus.duplicates.get(file.digest, file.digest), []).append(file)
     size, count = LARGE * sum(d.size for d in files), LARGE * len(files)
     large = {k for k, g in groups.items() if len(g) > 1 and (len(g) > count or sum(d.size for d in g) > size)}
-    hashed = [_Group(group, group[0].split_hash + (key in large)) for key, group in groups.items()]
-    return sorted(hashed, key=_group_order)
+    groups_of_files = [_Group(group, group[0].split_hash + (key in large)) for key, group in groups.items()]
+    return sorted(groups_of_files, key=_group_order)
 
 
-def _held_out_first(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
+def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
     """The groups in order of selection for validation, and the number of them that have about `share` of the text.
 
     Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
     make up for files that are too large. Groups that alone have a quarter of the share come last.
     """
-    size, kinds = sum(g.size for g in groups), Counter(g.kind for g in groups)
+    size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
     strata: dict[tuple[int, str], list[_Group]] = {}
     for group in sorted(groups, key=_group_order):
-        kind = group.kind if kinds[group.kind] >= COMMON else ""
-        strata.setdefault((-group.size.bit_length() // 2, kind), []).append(group)
-    held, others, due, done = list[_Group](), list[_Group](), 0.0, 0.0
+        suffix = group.suffix if suffixes[group.suffix] >= COMMON else ""
+        strata.setdefault((-group.size.bit_length() // 2, suffix), []).append(group)
+    selected, remaining, target, total = list[_Group](), list[_Group](), 0.0, 0.0
     for _, stratum in sorted(strata.items()):
-        due += share * sum(g.size for g in stratum)
+        target += share * sum(g.size for g in stratum)
         for group in stratum:
-            takes = id(group) not in large and done + group.size / 2 <= due
-            (held if takes else others).append(group)
-            done += group.size * takes
-    return [*held, *sorted(others, key=lambda g: (id(g) in large, *_group_order(g)))], len(held)
+            takes = id(group) not in large and total + group.size / 2 <= target
+            (selected if takes else remaining).append(group)
+            total += group.size * takes
+    return [*selected, *sorted(remaining, key=lambda g: (id(g) in large, *_group_order(g)))], len(selected)
 
 
 def _group_order(group: _Group) -> tuple[float, str]:
@@ -250,7 +250,7 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
     if split_version > 1:
-        groups, count = _held_out_first(groups, share)
+        groups, count = _order_for_selection(groups, share)
     else:
         count = sum(g.split_hash < share for g in groups)
     count = max(0, min(max(count, not valid), len(groups) - 1))

@@ -88,8 +88,8 @@ class PackedText:
 
         Targets in another document are ignored, unless they are `end`.
         """
-        begins = self.starts[np.searchsorted(self.starts, index, "right") - 1]
-        positions = torch.from_numpy(index - np.maximum(begins, index[:, :1]))
+        document_starts = self.starts[np.searchsorted(self.starts, index, "right") - 1]
+        positions = torch.from_numpy(index - np.maximum(document_starts, index[:, :1]))
         targets = window[:, 1:]
         other_document = (positions[:, 1:] == 0) & (targets != self.end)
         return window[:, :-1], targets.masked_fill(other_document, IGNORE), positions[:, :-1]
@@ -156,12 +156,12 @@ class Windows:
             window = text[index]
         window = window.astype(np.int64)
         if self.arrange is not None:
-            window = self._arranged(window, positions, self.arrange)
+            window = self._rearrange(window, positions, self.arrange)
         ids = torch.from_numpy(window)
         batch: Tensor | tuple[Tensor, ...] = text.batch(ids, index) if isinstance(text, PackedText) else ids
         return batch if self.arrange is None else _mask_targets(batch, self.arrange)
 
-    def _arranged(
+    def _rearrange(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
     ) -> NDArray[np.int64]:
         """The windows (B, T + 1) at these positions of the endless order, each rearranged."""
@@ -184,8 +184,8 @@ class Windows:
 def _mask_targets(batch: Tensor | tuple[Tensor, ...], arrange: Arrange) -> tuple[Tensor, ...]:
     """Ids, targets and, if packed, positions (B, T), with IGNORE for targets that are not to be learned."""
     ids, targets, *rest = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
-    learned = torch.from_numpy(arrange.is_target(targets.numpy()))
-    return ids, targets.masked_fill(~learned, IGNORE), *rest
+    is_target = torch.from_numpy(arrange.is_target(targets.numpy()))
+    return ids, targets.masked_fill(~is_target, IGNORE), *rest
 
 
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
