@@ -20,8 +20,8 @@ FIRST_TOKEN = -1
 def _bytes_to_chars() -> dict[int, str]:
     """The printable character for each byte in byte-level BPE, by GPT-2's rule."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    unprintable = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(unprintable)}
 
 
 BYTE_TO_CHAR = _bytes_to_chars()
@@ -70,7 +70,7 @@ def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = Non
         special = [(begin, inner.token_to_id(begin))]
         single, pair = [begin, "$A"], [begin, "$A", f"{begin}:1", "$B:1"]
         make = partial(processors.TemplateProcessing, single=single, pair=pair, special_tokens=special)
-        inner.post_processor = library.call(f"the token before each text, {library.shown(begin)}", make)
+        inner.post_processor = library.call(f"the token before each text, {library.abbreviate(begin)}", make)
 
 
 # sentencepiece writes U+FFFD for each invalid byte, Python one for several.
@@ -97,8 +97,8 @@ class ByteDecoder:
     def token_bytes(self, token: str) -> bytes:
         """The bytes of a token of the vocabulary."""
         if self.byte_level:
-            known = all(c in CHAR_TO_BYTE for c in token)  # otherwise unchanged, as in the library
-            return bytes(CHAR_TO_BYTE[c] for c in token) if known else token.encode()
+            is_byte_level = all(c in CHAR_TO_BYTE for c in token)  # otherwise unchanged, as in the library
+            return bytes(CHAR_TO_BYTE[c] for c in token) if is_byte_level else token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return (token.replace(SPACE, " ") if self.metaspace else token).encode()
@@ -117,8 +117,8 @@ def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return ByteDecoder(byte_level=True)
-    replaced = any(s.get("pattern") == {"String": SPACE} and s.get("content") == " " for s in steps)
-    if not replaced and not any(s.get("replacement") == SPACE for s in steps):
+    replaces_space = any(s.get("pattern") == {"String": SPACE} and s.get("content") == " " for s in steps)
+    if not replaces_space and not any(s.get("replacement") == SPACE for s in steps):
         return ByteDecoder()
     strip = sum(s["start"] for s in steps if s["type"] == "Strip" and s["content"] == " ")
     if any(s["type"] == "Metaspace" and s["prepend_scheme"] != "never" for s in steps):

@@ -55,9 +55,9 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
 
 def _default_template(value: Any, path: Path) -> str:
     """The default template of a chat_template, which is a string or a list of named templates."""
-    named = value if isinstance(value, list) else [{"name": "default", "template": value}]
-    names = [each.get("name") if isinstance(each, dict) else None for each in named]
-    template = named[names.index("default")].get("template") if "default" in names else None
+    templates = value if isinstance(value, list) else [{"name": "default", "template": value}]
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in templates]
+    template = templates[names.index("default")].get("template") if "default" in names else None
     if not isinstance(template, str):
         raise ValueError(
             f"{path}: chat_template is neither a string nor a list with one named 'default': {names[:9]}"
@@ -112,19 +112,19 @@ def _text_or_error(
     add_generation_prompt: bool,
     own: Mapping[str, Any],
 ) -> str | ValueError:
-    given = {"messages": [_normalize_message(m) for m in messages], "add_generation_prompt": add_generation_prompt}
+    fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     try:
-        plain = json.loads(json.dumps({**always, **own, **given}, default=dict))
+        values = json.loads(json.dumps({**always, **own, **fields}, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
         return ValueError(f"these messages cannot be passed to the chat template: {error}")
     try:
-        return _limited(compile_template(template).generate(plain))
+        return _join_limited(compile_template(template).generate(values))
     except Exception as error:  # a template may raise anything
         reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
         return ValueError(f"the chat template fails: {reason[:300]}")
 
 
-def _limited(parts: Iterable[str]) -> str:
+def _join_limited(parts: Iterable[str]) -> str:
     """Join the parts of a rendered text. Raises ValueError if it is too long, or loops have too many passes."""
     text, length, before = list[str](), 0, _PASSES.set([0])
     try:
@@ -142,7 +142,7 @@ COUNTED = "items of a loop"
 _PASSES: ContextVar[list[int]] = ContextVar("passes")
 
 
-def _counted(items: Iterable[Any]) -> Iterator[Any]:
+def _count_passes(items: Iterable[Any]) -> Iterator[Any]:
     """The items of a loop. Raises ValueError after too many passes of all loops."""
     passes = _PASSES.get(None)
     for item in items:
@@ -206,7 +206,7 @@ def compile_template(template: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters |= {"tojson": tojson, COUNTED: _counted}
+    environment.filters |= {"tojson": tojson, COUNTED: _count_passes}
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": fail,

@@ -66,13 +66,13 @@ def read_header(path: Path) -> Header:
     one line unless it is a complete, little-endian GGUF file of version 2 or 3, and the first part.
     """
     status = path.stat()
-    header = _keep_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
-    others = [info for part in _other_parts(path, header.fields) for info in _read_part(part).tensors]
-    return Header(header.fields, [*header.tensors, *others])
+    header = _cached_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
+    infos = [info for part in _other_parts(path, header.fields) for info in _read_part(part).tensors]
+    return Header(header.fields, [*header.tensors, *infos])
 
 
 @lru_cache(maxsize=1)
-def _keep_header(path: Path, *identity: int) -> Header:
+def _cached_header(path: Path, *identity: int) -> Header:
     return _read_part(path)
 
 
@@ -107,7 +107,7 @@ class _Reader:
     """Reads values from a file of `size` bytes; counts in the header may not exceed it."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
+        self.file, self.bytes_left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
 
     def header(self) -> Header:
         if (magic := self.take(4)) != b"GGUF":
@@ -129,9 +129,9 @@ class _Reader:
         return Header(fields, [info._replace(offset=start + info.offset) for info in infos])
 
     def take(self, size: int) -> bytes:
-        if size > self.left:
-            raise ValueError(f"{size} bytes are claimed where {self.left} are left")
-        self.left -= size
+        if size > self.bytes_left:
+            raise ValueError(f"{size} bytes are claimed where {self.bytes_left} are left")
+        self.bytes_left -= size
         return self.file.read(size)
 
     def scalar(self, letter: str) -> Any:
@@ -149,20 +149,20 @@ class _Reader:
     def text(self) -> str:
         return self.string().decode()  # UnicodeDecodeError is a ValueError
 
-    def value(self, kind: int) -> Any:
+    def value(self, code: int) -> Any:
         """A value of this type; arrays of numbers as numpy arrays."""
-        if kind == STRING:
+        if code == STRING:
             return self.text()
-        if kind in SCALARS:
-            return self.scalar(SCALARS[kind])
-        if kind != ARRAY:
-            raise ValueError(f"a value of the unknown type {kind}")
-        kind, size = self.scalar("I"), self.scalar("Q")
-        if kind in SCALARS:
-            dtype = np.dtype(f"<{SCALARS[kind]}" if SCALARS[kind] != "?" else "?")
+        if code in SCALARS:
+            return self.scalar(SCALARS[code])
+        if code != ARRAY:
+            raise ValueError(f"a value of the unknown type {code}")
+        code, size = self.scalar("I"), self.scalar("Q")
+        if code in SCALARS:
+            dtype = np.dtype(f"<{SCALARS[code]}" if SCALARS[code] != "?" else "?")
             return np.frombuffer(self.take(size * dtype.itemsize), dtype)
-        if kind != STRING or size > self.strings:
-            raise ValueError(f"an array of {size} elements of type {kind}; at most {MAX_STRINGS} strings are read")
+        if code != STRING or size > self.strings:
+            raise ValueError(f"an array of {size} elements of type {code}; at most {MAX_STRINGS} strings are read")
         self.strings -= size
         return [self.string() for _ in range(size)]
 
@@ -189,13 +189,13 @@ def build_tokenizer(
     """
     if f"tokenizer.{JSON}" in fields:
         return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
-    kind, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
-    if kind == "llama":
+    model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
+    if model == "llama":
         return _sentencepiece(fields, tokens, types)
     pattern = value(fields, "ggml.pre", str, "")
-    if kind != "gpt2" or pattern not in PATTERNS:
+    if model != "gpt2" or pattern not in PATTERNS:
         raise ValueError(
-            f"a tokenizer of kind {kind[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
+            f"a tokenizer of kind {model[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
     inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
@@ -247,7 +247,7 @@ def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         if not NORMAL <= types[i] <= BYTE:
             raise ValueError(f"tokenizer.ggml.token_type[{i}] is {types[i]}; expected {NORMAL} to {BYTE}")
         if ids.setdefault(token, i) != i:
-            raise ValueError(f"tokenizer.ggml.tokens[{ids[token]}] and [{i}] are both {library.shown(token)}")
+            raise ValueError(f"tokenizer.ggml.tokens[{ids[token]}] and [{i}] are both {library.abbreviate(token)}")
     return tokens, types.tolist()
 
 
@@ -255,10 +255,10 @@ MERGES = "tokenizer.ggml.merges"
 _T = TypeVar("_T")
 
 
-def value(fields: Mapping[str, Any], name: str, kind: type[_T], default: _T | None = None) -> _T:
+def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
     """The value of a tokenizer's key. Raises ValueError if it is missing without a default, or of another type."""
     key = f"tokenizer.{name}"
-    return library.item(fields if default is None else {key: default, **fields}, key, kind)
+    return library.item(fields if default is None else {key: default, **fields}, key, value_type)
 
 
 def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
@@ -279,10 +279,10 @@ def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[s
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
     """A special token's id below `count`, or None."""
     key = f"tokenizer.ggml.{name}_token_id"
-    found = fields.get(key, default)
-    if found is not None and not (type(found) is int and 0 <= found < count):
-        raise ValueError(f"{key} is {library.shown(found)}; expected an id below {count}, the number of tokens")
-    return found
+    i = fields.get(key, default)
+    if i is not None and not (type(i) is int and 0 <= i < count):
+        raise ValueError(f"{key} is {library.abbreviate(i)}; expected an id below {count}, the number of tokens")
+    return i
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:

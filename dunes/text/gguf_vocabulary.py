@@ -34,7 +34,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     if model["type"] != "BPE":
         raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
     by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
-    for reason in _unsaid(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
+    for reason in _unsupported(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
         raise ValueError(
             f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
         )
@@ -61,7 +61,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     return fields
 
 
-KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "bytes": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
     "own": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
     "pieces": {
@@ -74,13 +74,13 @@ KNOWN: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 which few texts need."""
 
 
-def _unsaid(content: Mapping[str, Any], kind: str) -> Iterator[str]:
+def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
     """The settings of a tokenizer that GGUF has no key for."""
-    for part, known in KNOWN[kind].items():
+    for part, step_types in SUPPORTED[tokenizer_type].items():
         for step in library.steps(content, part):
             spaces = step.get("pattern") == {"String": " "} and step.get("content") == SPACE
-            plain = spaces if step["type"] == "Replace" else step.get("prepend", SPACE) == SPACE
-            if step["type"] not in known or (part == "normalizer" and not plain):
+            marks_space = spaces if step["type"] == "Replace" else step.get("prepend", SPACE) == SPACE
+            if step["type"] not in step_types or (part == "normalizer" and not marks_space):
                 yield f"the tokenizer's {part} has {step['type']}"
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if content["model"].get(key):
@@ -122,50 +122,52 @@ SPECIAL = 40
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
-    theirs, parsed = llama_cpp.encoder(fields), library.parse(tokenizer.json())
+    encode, inner = llama_cpp.encoder(fields), library.parse(tokenizer.json())
     begin, end = tokenizer.bos, _template(tokenizer)[1]
-    typed = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
-    special = [token.decode() for token, type in typed if type in (USER, CONTROL, UNKNOWN)]
-    moved: list[str] = []
-    for text in _texts(tokenizer, parsed, special):
-        plain = library.call("the tokenizer fails", partial(parsed.encode, text, add_special_tokens=False)).ids
-        for parse, ours in ((False, tokenizer.encode(text)), (True, [*begin, *plain, *end])):
-            read = theirs(text, parse)
-            if read == ours or _same_text(tokenizer, text, read, ours):
+    tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
+    special = [token.decode() for token, type in tokens if type in (USER, CONTROL, UNKNOWN)]
+    texts: list[str] = []
+    for text in _texts(tokenizer, inner, special):
+        text_ids = library.call("the tokenizer fails", partial(inner.encode, text, add_special_tokens=False)).ids
+        for parse, expected in ((False, tokenizer.encode(text)), (True, [*begin, *text_ids, *end])):
+            actual = encode(text, parse)
+            if actual == expected or _same_text(tokenizer, text, actual, expected):
                 continue
-            if not _moves_spaces(tokenizer, text, read, ours, special):
-                ids = f"{read[:9]}, which the tokenizer reads as {ours[:9]}"
+            if not _moves_spaces(tokenizer, text, actual, expected, special):
+                ids = f"{actual[:9]}, which the tokenizer reads as {expected[:9]}"
                 raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
-            moved.append(text)
-    if moved:
-        warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {moved[0][:60]!a}", stacklevel=4)
+            texts.append(text)
+    if texts:
+        warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {texts[0][:60]!a}", stacklevel=4)
 
 
-def _same_text(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int]) -> bool:
+def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
     """True if a tokenizer trained here has the same bytes in other tokens, merged by character."""
     if not tokenizer.line_separable or text.isascii():
         return False
-    return SPACE in text or _written(tokenizer, read) == _written(tokenizer, ours)  # becomes a space
+    return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # becomes a space
 
 
-def _moves_spaces(tokenizer: Tokenizer, text: str, read: list[int], ours: list[int], special: list[str]) -> bool:
+def _moves_spaces(
+    tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int], special: list[str]
+) -> bool:
     """True if only spaces around special tokens differ; llama.cpp starts a new text after each special token."""
-    written = {_written(tokenizer, ids).replace(b" ", b"") for ids in (read, ours)}
-    return tokenizer.byte_decoder.metaspace and len(written) == 1 and any(token in text for token in special)
+    texts = {_text_bytes(tokenizer, ids).replace(b" ", b"") for ids in (actual, expected)}
+    return tokenizer.byte_decoder.metaspace and len(texts) == 1 and any(token in text for token in special)
 
 
-def _written(tokenizer: Tokenizer, ids: list[int]) -> bytes:
+def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
     table = tokenizer.token_bytes
     return b"".join(table[i] or b"<|%d|>" % i for i in ids if i < len(table))
 
 
-def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str]) -> list[str]:
+def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
     """TEXTS, tokens alone and joined, and special tokens with text around them; in NFC if required."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
-    around = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
-    texts = [*TEXTS, *samples, *joined, *around]
-    steps = library.steps(library.pipeline(parsed), "normalizer")
+    in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
+    texts = [*TEXTS, *samples, *joined, *in_context]
+    steps = library.steps(library.pipeline(inner), "normalizer")
     if not any(step["type"] == "NFC" for step in steps):
         return texts
     warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
@@ -174,10 +176,10 @@ def _texts(tokenizer: Tokenizer, parsed: tokenizers.Tokenizer, special: list[str
 
 def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer's post_processor puts before and after a text."""
-    plain, full = (tokenizer.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
+    text_ids, full = (tokenizer.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
+    starts = (i for i in range(len(full) - len(text_ids) + 1) if full[i : i + len(text_ids)] == text_ids)
     i = next(starts, 0)
-    return full[:i], full[i + len(plain) :]
+    return full[:i], full[i + len(text_ids) :]
 
 
 def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
@@ -186,9 +188,9 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
     words, level = steps[:last], steps[last] if last < len(steps) else {}
     patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in words] or [""]
     name = next((name for name, pattern in PATTERNS.items() if [pattern] == patterns), None)
-    whole = all((s.get("behavior"), s.get("invert")) in (("Isolated", False), ("Removed", True)) for s in words)
-    plain = level.get("use_regex") is (patterns == [""]) and not level.get("add_prefix_space")
-    if name is None or not whole or not plain:
+    isolates = all((s.get("behavior"), s.get("invert")) in (("Isolated", False), ("Removed", True)) for s in words)
+    adds_nothing = level.get("use_regex") is (patterns == [""]) and not level.get("add_prefix_space")
+    if name is None or not isolates or not adds_nothing:
         raise ValueError(
             f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}) splits text in another "
             f"way than llama.cpp's {', '.join(PATTERNS)}; export it with --to hf"

@@ -56,19 +56,19 @@ def _reason(error: BaseException) -> str:
     return text[:300]
 
 
-def shown(value: Any) -> str:
+def abbreviate(value: Any) -> str:
     """A value of a file, for a message."""
     return ascii(value)[:60]
 
 
-def item(container: Any, key: str, kind: type[_T], place: str = "") -> _T:
+def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
     """The value of a key of a file; `place` prefixes its name. Raises ValueError if missing or of another type."""
     if not isinstance(container, Mapping):
-        raise ValueError(f"{place.rstrip('.') or 'the file'} is {shown(container)}; expected an object")
-    if type(found := container.get(key)) is kind:
-        return found
-    state = f"is {shown(found)}" if key in container else "is missing"
-    raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(kind, 'a list of numbers')}")
+        raise ValueError(f"{place.rstrip('.') or 'the file'} is {abbreviate(container)}; expected an object")
+    if type(value := container.get(key)) is value_type:
+        return value
+    state = f"is {abbreviate(value)}" if key in container else "is missing"
+    raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(value_type, 'a list of numbers')}")
 
 
 _NOUNS: Mapping[type, str] = {
@@ -83,8 +83,8 @@ _NOUNS: Mapping[type, str] = {
 def regex(pattern: Any, place: str) -> Regex:
     """A compiled pattern; `place` names its origin. Raises ValueError for an invalid one."""
     if not isinstance(pattern, str):
-        raise ValueError(f"{place} is {shown(pattern)}; expected a regular expression")
-    return call(f"{place} {shown(pattern)}", lambda: Regex(pattern))
+        raise ValueError(f"{place} is {abbreviate(pattern)}; expected a regular expression")
+    return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))
 
 
 def bpe(
@@ -101,11 +101,11 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
     for i, pair in enumerate(merges):
         parts = pair.split(" ") if isinstance(pair, str) else pair
         if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
-            raise ValueError(f"{place}[{i}] is {shown(pair)}; expected two tokens")
+            raise ValueError(f"{place}[{i}] is {abbreviate(pair)}; expected two tokens")
         for token in (*parts, parts[0] + parts[1][prefix:]):
             if token not in vocab:
-                known = f"none of the vocabulary's {plural(len(vocab), 'token')}"
-                raise ValueError(f"{place}[{i}] is {shown(pair)}: {shown(token)} is {known}")
+                state = f"none of the vocabulary's {plural(len(vocab), 'token')}"
+                raise ValueError(f"{place}[{i}] is {abbreviate(pair)}: {abbreviate(token)} is {state}")
 
 
 def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
@@ -126,7 +126,7 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
         step = stack.pop()
         if isinstance(step, dict):
             lists = [step[key] for key in SEQUENCES if isinstance(step.get(key), list)]
-            stack += [inner for each in lists for inner in reversed(each)]
+            stack += [inner for entries in lists for inner in reversed(entries)]
             if lists and step.get("type", "Sequence") == "Sequence" and step.keys() <= {"type", *SEQUENCES}:
                 continue
             yield step
@@ -171,12 +171,12 @@ def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokeniz
 
 def _name_damage(content: Mapping[str, Any]) -> None:
     """Raise ValueError that names the first part that the library refuses on its own."""
-    plain = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
+    minimal = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
-        kind = content[part].get("type", "") if isinstance(content[part], dict) else ""
-        alone = json.dumps(plain | {part: content[part]})
+        name = content[part].get("type", "") if isinstance(content[part], dict) else ""
+        alone = json.dumps(minimal | {part: content[part]})
         call(
-            f"its {part} {kind if isinstance(kind, str) else ''}".rstrip(),
+            f"its {part} {name if isinstance(name, str) else ''}".rstrip(),
             partial(tokenizers.Tokenizer.from_str, alone),
         )
 
@@ -188,7 +188,7 @@ def _check_model(model: Any) -> None:
     vocab = item(model, "vocab", dict, "model.")
     for token, i in vocab.items():
         if type(i) is not int or not 0 <= i < 1 << 32:
-            raise ValueError(f"model.vocab[{shown(token)}] is {shown(i)}; expected an id")
+            raise ValueError(f"model.vocab[{abbreviate(token)}] is {abbreviate(i)}; expected an id")
     if model.get("type", "BPE" if "merges" in model else "") == "BPE":
         prefix = model.get("continuing_subword_prefix") or ""
         check_merges(vocab, item(model, "merges", list, "model."), "model.merges", len(prefix))
@@ -198,9 +198,9 @@ def _check_model(model: Any) -> None:
 def _check_unigram(vocab: Sequence[Any], unknown: Any) -> None:
     for i, entry in enumerate(vocab):
         if not (isinstance(entry, list) and [*map(type, entry)] in ([str, float], [str, int])):
-            raise ValueError(f"model.vocab[{i}] is {shown(entry)}; expected a token and its score")
+            raise ValueError(f"model.vocab[{i}] is {abbreviate(entry)}; expected a token and its score")
     if unknown is not None and not (type(unknown) is int and 0 <= unknown < len(vocab)):
-        raise ValueError(f"model.unk_id is {shown(unknown)}; expected an id below {len(vocab)}")
+        raise ValueError(f"model.unk_id is {abbreviate(unknown)}; expected an id below {len(vocab)}")
 
 
 def _check_added(tokens: Sequence[Any]) -> None:
@@ -208,8 +208,8 @@ def _check_added(tokens: Sequence[Any]) -> None:
         item(token, "content", str, f"added_tokens[{i}].")
         for key in ("special", "lstrip", "rstrip", "single_word", "normalized"):
             item(token, key, bool, f"added_tokens[{i}].")
-        if not 0 <= (found := item(token, "id", int, f"added_tokens[{i}].")) < 1 << 32:
-            raise ValueError(f"added_tokens[{i}].id is {found}; expected an id")
+        if not 0 <= (id := item(token, "id", int, f"added_tokens[{i}].")) < 1 << 32:
+            raise ValueError(f"added_tokens[{i}].id is {id}; expected an id")
 
 
 def text(data: bytes, place: str) -> str:

@@ -59,9 +59,9 @@ def _token(line: bytes, rank: int) -> str:
     try:
         text, number = line.split()
         raw = base64.b64decode(text, validate=True)
-        fits = int(number) == rank and 0 < len(raw) <= MAX_TOKEN
+        valid = int(number) == rank and 0 < len(raw) <= MAX_TOKEN
     except ValueError:
-        fits = False
-    if not fits:
+        valid = False
+    if not valid:
         raise ValueError(f"not a file of ranks: line {rank + 1} is {line[:40]!r}; expected base64 and {rank}")
     return "".join(BYTE_TO_CHAR[byte] for byte in raw)

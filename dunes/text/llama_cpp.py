@@ -38,13 +38,13 @@ def encoder(fields: Mapping[str, Any]) -> Encode:
 
     def ids(text: str, special: bool) -> list[int]:
         parts, before = _split(text, searched[special]), True
-        found = []
+        encoded = []
         for part in parts:  # a text after a special token starts like the first
-            found += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
+            encoded += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
             before = isinstance(part, int)
         begin = [fields["ggml.bos_token_id"]] if special and fields["ggml.add_bos_token"] else []
         end = [fields["ggml.eos_token_id"]] if special and fields["ggml.add_eos_token"] else []
-        return [*begin, *found, *end]
+        return [*begin, *encoded, *end]
 
     return ids
 
@@ -53,9 +53,9 @@ def _text(data: bytes | str) -> str:
     return data if isinstance(data, str) else data.decode(errors="surrogateescape")
 
 
-def _longest_first(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[int]) -> dict[str, int]:
-    chosen = [(token, i) for i, token in enumerate(tokens) if types[i] in wanted and token]
-    return dict(sorted(chosen, key=lambda pair: -len(_bytes(pair[0]))))
+def _longest_first(tokens: Sequence[str], types: Sequence[int], selected: Sequence[int]) -> dict[str, int]:
+    pairs = [(token, i) for i, token in enumerate(tokens) if types[i] in selected and token]
+    return dict(sorted(pairs, key=lambda pair: -len(_bytes(pair[0]))))
 
 
 def _bytes(text: str) -> bytes:
@@ -69,13 +69,13 @@ def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
         if token in text:
             parts = [
                 *chain.from_iterable(
-                    [part] if isinstance(part, int) else _around(part, token, i) for part in parts
+                    [part] if isinstance(part, int) else _split_at(part, token, i) for part in parts
                 )
             ]
     return [part for part in parts if part != ""]
 
 
-def _around(text: str, token: str, i: int) -> Iterator[str | int]:
+def _split_at(text: str, token: str, i: int) -> Iterator[str | int]:
     first, *rest = text.split(token)
     yield first
     for part in rest:

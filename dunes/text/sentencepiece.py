@@ -158,15 +158,15 @@ def _piece(data: Any, i: int) -> Piece:
     if not isinstance(data, bytes):
         raise ValueError(f"not a sentencepiece model: piece {i} is a number")
     fields = dict(_fields(data))
-    raw, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
-    if not (isinstance(raw, bytes) and isinstance(score, bytes) and isinstance(kind, int)):
+    raw, score, piece_type = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
+    if not (isinstance(raw, bytes) and isinstance(score, bytes) and isinstance(piece_type, int)):
         raise ValueError(f"not a sentencepiece model: piece {i} has fields of other types")
     if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
         raise ValueError(
             f"not a sentencepiece model: piece {i} is a piece of {plural(len(raw), 'byte')} with a score of "
             f"{len(score)}; 1 to {MAX_PIECE} and 4 are expected"
         )
-    return Piece(library.text(raw, f"piece {i}"), struct.unpack("<f", score)[0], kind)
+    return Piece(library.text(raw, f"piece {i}"), struct.unpack("<f", score)[0], piece_type)
 
 
 def check(model: Model) -> None:
@@ -250,8 +250,8 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 def _lookalikes(model: Model) -> dict[str, list[str]]:
     """Tokens whose spelling is encoded as other tokens, mapped to these."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
-    merged = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
-    return {text: parts for text, parts in merged.items() if len(parts) > 1}
+    parts_by_text = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
+    return {text: parts for text, parts in parts_by_text.items() if len(parts) > 1}
 
 
 def _decoder(model: Model) -> decoders.Decoder:

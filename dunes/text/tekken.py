@@ -114,13 +114,13 @@ def _special_name(token: Any, i: int) -> str:
 
 def _token(token: Any, rank: int) -> str:
     place = f"vocab[{rank}]."
-    text, found = library.item(token, "token_bytes", str, place), library.item(token, "rank", int, place)
+    text, index = library.item(token, "token_bytes", str, place), library.item(token, "rank", int, place)
     try:
         raw = base64.b64decode(text, validate=True)
     except ValueError:
-        raise ValueError(f"{place}token_bytes is {library.shown(text)}: not a tekken.json's base64") from None
-    if found != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
-        raise ValueError(f"vocab[{rank}] is {raw[:20]!r} of rank {found}; 256 bytes in order are expected first")
+        raise ValueError(f"{place}token_bytes is {library.abbreviate(text)}: not a tekken.json's base64") from None
+    if index != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
+        raise ValueError(f"vocab[{rank}] is {raw[:20]!r} of rank {index}; 256 bytes in order are expected first")
     return "".join(BYTE_TO_CHAR[byte] for byte in raw)
 
 
@@ -129,6 +129,6 @@ def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}
-    merged = (merge_pairs(list(token), scores.get) for token in tokens)
-    merges = [last for parts, last in merged if len(parts) == 1 and last is not None]
+    merges_by_token = (merge_pairs(list(token), scores.get) for token in tokens)
+    merges = [last for parts, last in merges_by_token if len(parts) == 1 and last is not None]
     return merges, lambda text: merge_pairs(list(text), scores.get)[0]

@@ -117,7 +117,7 @@ class Template(ABC):
         conversation that the template does not support, and for a variable that it does not read.
         """
         for turns, own in zip(conversations, variables or [{}] * len(conversations), strict=True):
-            yield self._render_one(turns, own, add_generation_prompt)
+            yield self._render(turns, own, add_generation_prompt)
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
@@ -139,7 +139,7 @@ class Template(ABC):
     def _spellings(self) -> list[str]:
         return list(self.special_tokens)
 
-    def _render_one(
+    def _render(
         self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
     ) -> list[Segment]:
         if unread := [name for name in variables if not self.reads(name)]:
@@ -169,8 +169,8 @@ class Template(ABC):
                 raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
             segments += self._split(text[stop:start], False, stop > 0)
             stop = end + len(self.end)
-            answered = self._split(text[start:stop], turn.trained, False)
-            segments += answered if turn.trained else (replace(part, masked=True) for part in answered)
+            parts = self._split(text[start:stop], turn.trained, False)
+            segments += parts if turn.trained else (replace(part, masked=True) for part in parts)
         return [*segments, *self._split(text[stop:], False, stop > 0)]
 
     def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
@@ -178,12 +178,12 @@ class Template(ABC):
         start, strip_left = 0, after_answer and self.special_tokens[self.end][1]
         for match in self._pattern.finditer(text):
             left, right = self.special_tokens[match[0]]
-            yield from self._plain(text[start : match.start()], trained, strip_left, left)
+            yield from self._text_segments(text[start : match.start()], trained, strip_left, left)
             yield Segment(match[0], trained, special=True)
             start, strip_left = match.end(), right
-        yield from self._plain(text[start:], trained, strip_left, False)
+        yield from self._text_segments(text[start:], trained, strip_left, False)
 
-    def _plain(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
+    def _text_segments(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
         text = re.sub("[\udc00-\udfff]{2}", lambda match: self._spellings[_decode_number(match[0])], text)
@@ -242,10 +242,10 @@ class NamedTemplate(Template):
 
     def jinja(self, tokenizer: Tokenizer) -> str:
         begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
-        return self._spelled_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
+        return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
     def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        template = chat_template.compile_template(self._spelled_out(BEGIN.text, END.text))
+        template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         return [_text_or_error(template, *request) for request in requests]
 
     def _message(self, turn: Turn) -> dict[str, str]:
@@ -253,7 +253,7 @@ class NamedTemplate(Template):
             return super()._message(turn)
         return {"role": turn.role, "content": self._escape(turn.text), "input": self._escape(turn.input)}
 
-    def _spelled_out(self, begin: str, end: str) -> str:
+    def _spell_out(self, begin: str, end: str) -> str:
         return self.source.replace("BEGIN", _quote(begin)).replace("END", _quote(end))
 
 
@@ -327,10 +327,10 @@ def encode_segments(
     trained: list[bool] = []
     continues = False
     for segment in segments:
-        new = _encode_segment(segment, tokenizer, continues)
-        ids += new
-        everything = train_all and not segment.masked and new != tokenizer.document_start
-        trained += [segment.trained or everything] * len(new)
+        segment_ids = _encode_segment(segment, tokenizer, continues)
+        ids += segment_ids
+        is_trained = train_all and not segment.masked and segment_ids != tokenizer.document_start
+        trained += [segment.trained or is_trained] * len(segment_ids)
         continues = not segment.special
     return ids, trained
 
@@ -359,14 +359,14 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
     Raises ValueError if it lacks tokens that the template needs.
     """
     template.check_tokenizer(tokenizer)
-    other = tokenizer.with_stop(template.stop_id(tokenizer))
-    other.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
-    name = other.config_path.name
-    if name in other.extra_files:  # may be an older template
-        config = json_file.parse(other.extra_files[name], other.config_path)
+    result = tokenizer.with_stop(template.stop_id(tokenizer))
+    result.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
+    name = result.config_path.name
+    if name in result.extra_files:  # may be an older template
+        config = json_file.parse(result.extra_files[name], result.config_path)
         if config.pop("chat_template", None) is not None:
-            other.extra_files[name] = (json.dumps(config, indent=2) + "\n").encode()
-    return other
+            result.extra_files[name] = (json.dumps(config, indent=2) + "\n").encode()
+    return result
 
 
 def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
@@ -412,7 +412,7 @@ def _alpaca(name: str, tail: str) -> str:
     )
 
 
-def _spoken(name: str) -> str:
+def _open_messages(name: str) -> str:
     """Jinja that writes BEGIN, and opens the loop over the messages."""
     return (
         "{{ BEGIN }}{% for m in messages %}{% if m['role'] not in ('system', 'user', 'assistant') %}"
@@ -438,12 +438,12 @@ _PLAIN = (
     _pair("plain", "text", "") + "{{ m['content'] }}{% if m['role'] != 'user' %}{{ END }}{% endif %}{% endfor %}"
 )
 
-_CHATML = _spoken("chatml") + (
+_CHATML = _open_messages("chatml") + (
     "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-_LLAMA3 = _spoken("llama3") + (
+_LLAMA3 = _open_messages("llama3") + (
     "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
@@ -471,7 +471,7 @@ _ALL = (
     NamedTemplate("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     NamedTemplate("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
-TEMPLATES = {each.name: each for each in _ALL}
+TEMPLATES = {template.name: template for template in _ALL}
 """The named templates, by name."""
 
 

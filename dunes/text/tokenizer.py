@@ -130,31 +130,31 @@ class Tokenizer:
             )
         data = read_file(path, MAX_BYTES)
         inner = library.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
-        loaded = cls(inner, read_special_tokens(folder, inner.token_to_id))
-        loaded.config_path = folder / loaded.config_path.name
-        loaded.extra_files = {
+        tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
+        tokenizer.config_path = folder / tokenizer.config_path.name
+        tokenizer.extra_files = {
             name: read_file(file, json_file.MAX_CONFIG_BYTES)
             for name in EXTRA_FILES
             if (file := find_file(folder, name))
         }
-        if path.name != "tokenizer.json" and loaded.config_path.name in loaded.extra_files:
-            loaded.extra_files[loaded.config_path.name] = _config_for_json(
-                json_file.read_if_present(loaded.config_path)
+        if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
+            tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(
+                json_file.read_if_present(tokenizer.config_path)
             )
-        return loaded
+        return tokenizer
 
     @classmethod
     def _load_gguf(cls, path: Path) -> "Tokenizer":
         fields = gguf_file.read_header(path).fields
         message = f"{path}: not a tokenizer"
         inner = library.call(message, lambda: gguf_file.build_tokenizer(fields, _parse_json))
-        loaded = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
-        loaded.config_path = path / loaded.config_path.name
-        for stop in loaded._special.stops - {loaded._special.eos}:
-            loaded = loaded.with_stop(stop)
+        tokenizer = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
+        tokenizer.config_path = path / tokenizer.config_path.name
+        for stop in tokenizer._special.stops - {tokenizer._special.eos}:
+            tokenizer = tokenizer.with_stop(stop)
         if template := library.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
-            loaded.extra_files["chat_template.jinja"] = template.encode()
-        return loaded
+            tokenizer.extra_files["chat_template.jinja"] = template.encode()
+        return tokenizer
 
     @classmethod
     def load_if_present(cls, folder: Path) -> "Tokenizer | None":
@@ -166,18 +166,18 @@ class Tokenizer:
 
         The id is listed in a generation_config.json in `extra_files`, which `load` and other tools read.
         """
-        other = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
-        other.config_path, name = self.config_path, "generation_config.json"
+        result = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
+        result.config_path, name = self.config_path, "generation_config.json"
         config: dict[str, Any] = {
             f"{key}_id": self.token_id(token) for key, token in self.special_tokens_map.items()
         }
         if name in self.extra_files:
             config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
         # EOS comes first: the first id is EOS unless another file names one.
-        stop_ids = [self.eos, *sorted(other.stops - {self.eos})]
+        stop_ids = [self.eos, *sorted(result.stops - {self.eos})]
         content = json.dumps(config | {"eos_token_id": stop_ids}, indent=2) + "\n"
-        other.extra_files = self.extra_files | {name: content.encode()}
-        return other
+        result.extra_files = self.extra_files | {name: content.encode()}
+        return result
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
@@ -224,9 +224,9 @@ class Tokenizer:
 
     @cached_property
     def _default_bos(self) -> list[int]:
-        plain, full = (self._ids(self.inner, "a", special) for special in (False, True))
-        starts = range(len(full) - len(plain) + 1)
-        return list(full[: next((i for i in starts if full[i : i + len(plain)] == plain), 0)])
+        text_ids, full = (self._ids(self.inner, "a", special) for special in (False, True))
+        starts = range(len(full) - len(text_ids) + 1)
+        return list(full[: next((i for i in starts if full[i : i + len(text_ids)] == text_ids), 0)])
 
     @property
     def eos(self) -> int:
@@ -334,13 +334,13 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and unused ids."""
-        plain = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
+        tokens = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
         added = {
             t.content: b"" if t.special else t.content.encode()
             for t in self.inner.get_added_tokens_decoder().values()
         }
         added.setdefault(UNKNOWN, b"")
-        return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in plain]
+        return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in tokens]
 
     @cached_property
     def byte_decoder(self) -> ByteDecoder:
@@ -388,8 +388,8 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
     """A tokenizer_config.json for a converted tokenizer.json: other classes would use only its tokens."""
-    others = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
-    return json.dumps(others | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
+    settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
+    return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
 def _vocab(tokens: Iterable[str]) -> dict[str, int]:
@@ -453,12 +453,12 @@ class DecodeStream:
         by_bytes = self.byte_decoder.byte_level or self.byte_decoder.metaspace
         self.token_bytes = tokenizer.token_bytes if by_bytes else None
         self.utf8 = getincrementaldecoder("utf-8")(self.byte_decoder.errors)
-        self.strip, self.other = self.byte_decoder.strip, decoders.DecodeStream(skip_special_tokens=True)
+        self.strip, self.library_stream = self.byte_decoder.strip, decoders.DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
         """The text that this id completes; empty while a character is incomplete."""
         if self.token_bytes is None:
-            return self.other.step(self.tokenizer.inner, token) or ""
+            return self.library_stream.step(self.tokenizer.inner, token) or ""
         # The library's stream mistakes a real U+FFFD for an incomplete character, and withholds it.
         data = self.token_bytes[token] if token < len(self.token_bytes) else b""
         data, self.strip = self.byte_decoder.strip_leading(data, self.strip)
