@@ -80,7 +80,7 @@ def check(
     if len(inputs) != len(names):
         raise ValueError(f"{name}: {len(inputs)} inputs for {len(names)} parameters; give each its own")
     case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
-    case = case.changed({name: x.detach().clone() for name, x in case.tensors.items()})
+    case = case.replace({name: x.detach().clone() for name, x in case.tensors.items()})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # fallbacks are checked on purpose
         for row in ROWS:
@@ -95,23 +95,23 @@ def check(
     return report
 
 
-def _attempt(row: str, given: "Case", wrong: Sequence[str]) -> Check:
+def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
     """Check the cases of a row until one fails; dtypes in which the plain call failed (`wrong`) are skipped."""
-    (cases, modes), case = ROWS[row], given
-    found: list[Any] = ["there is no such input"]
+    (cases, modes), case = ROWS[row], plain_case
+    results: list[Any] = ["there is no such input"]
     try:
         for mode in (mode for mode in modes if mode not in wrong):
-            for case in cases(given.in_mode(mode)):
-                found.append(_compare(case))
+            for case in cases(plain_case.in_mode(mode)):
+                results.append(_compare(case))
     except NotTried as reason:
-        found.append(str(reason))
+        results.append(str(reason))
     except Exception as error:  # any error of the operation is the result to show
         return Check(row, "failed", f"{case.label}{_line(error)}" + f" ({case.mode})" * (row != case.mode))
-    errors = [each for each in found if isinstance(each, tuple)]
+    errors = [pair for pair in results if isinstance(pair, tuple)]
     if not errors:
-        return Check(row, "ok" if found[-1].startswith("refused") else "not tried", found[-1])
-    off, theirs = (max(each) for each in zip(*errors, strict=True))
-    return Check(row, "ok", f"{plural(len(errors), 'case')}, error {off:.1e}, the reference's {theirs:.1e}")
+        return Check(row, "ok" if results[-1].startswith("refused") else "not tried", results[-1])
+    worst, ref_error = (max(pair) for pair in zip(*errors, strict=True))
+    return Check(row, "ok", f"{plural(len(errors), 'case')}, error {worst:.1e}, the reference's {ref_error:.1e}")
 
 
 def _line(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def _line(error: BaseException) -> str:
     return line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}"
 
 
-def _incoming(y: Tensor) -> Tensor:
+def _gradient(y: Tensor) -> Tensor:
     """An incoming gradient for y that is exact in every dtype and nonzero everywhere."""
     return ((torch.arange(y.numel(), device=y.device) % 7 * 2 - 5) / 8).to(y.dtype).view(y.shape)
 
@@ -134,7 +134,7 @@ class Case:
     backend: str
     mode: str = "float32"
     label: str = ""
-    gradient: Form = _incoming
+    gradient: Form = _gradient
     outputs: str = ""
     context: Form = nullcontext
     may_refuse: bool = False
@@ -156,43 +156,43 @@ class Case:
     def device(self) -> torch.device:
         return next(iter(self.tensors.values())).device
 
-    def changed(self, tensors: dict[str, Tensor], **more: Any) -> "Case":
+    def replace(self, tensors: dict[str, Tensor], **changes: Any) -> "Case":
         """The case with other tensors, which require a gradient if the originals do."""
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
-        return replace(self, inputs=self.inputs | like, **more)
+        return replace(self, inputs=self.inputs | like, **changes)
 
     def in_mode(self, mode: str) -> "Case":
         wide = torch.float64 if mode == "float64" and self.device.type != "mps" else torch.float32
-        return self.changed({name: x.to(DTYPES.get(mode, wide)) for name, x in self.floats.items()}, mode=mode)
+        return self.replace({name: x.to(DTYPES.get(mode, wide)) for name, x in self.floats.items()}, mode=mode)
 
 
 def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tensor]:
     """Outputs and gradients by name. Raises ValueError if the form writes into an input, output or gradient."""
-    kept = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
+    originals = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
     with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
         outputs = tree_leaves(form(*c.inputs.values()))
     results = {f"output {i + 1}": y for i, y in enumerate(outputs)}
-    through = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
-    if c.leaves and through:
-        up, leaves = [c.gradient(y) for y in through], [*c.leaves.values()]
-        kept += [("its output in the backward", y, y.detach().clone()) for y in through]
-        kept += [("the incoming gradient", g, g.clone()) for g in up]
-        gradients = torch.autograd.grad(through, leaves, up, None, create_graph, materialize_grads=True)
+    differentiable = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
+    if c.leaves and differentiable:
+        grads, leaves = [c.gradient(y) for y in differentiable], [*c.leaves.values()]
+        originals += [("its output in the backward", y, y.detach().clone()) for y in differentiable]
+        originals += [("the incoming gradient", g, g.clone()) for g in grads]
+        gradients = torch.autograd.grad(differentiable, leaves, grads, None, create_graph, materialize_grads=True)
         results |= {f"gradient of {name}": g for name, g in zip(c.leaves, gradients, strict=True)}
-    for name, x, before in kept:
+    for name, x, before in originals:
         if not torch.isclose(x, before, 0, 0, equal_nan=True).all():
             raise ValueError(f"it writes into {name}; write into a clone")
     return results
 
 
-def _described(name: str, y: Tensor | None) -> str:
+def _describe(name: str, y: Tensor | None) -> str:
     return f"no {name}" if y is None else f"{name} {tuple(y.shape)} {str(y.dtype)[6:]}"
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
     """Errors of operation and reference, or the text of a permitted refusal. Raises an error on failure."""
     try:
-        plain = _evaluate(c.reference, c)
+        reference = _evaluate(c.reference, c)
     except Exception as error:
         return f"the reference refuses it: {_line(error)}"
     try:
@@ -201,50 +201,51 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if c.may_refuse or c.mode in ("float16", "float64"):
             return f"{'refused' if c.may_refuse else 'it refuses ' + c.mode}: {_line(error)}"
         raise
-    for name in own | plain:
-        mine, other = (_described(name, results.get(name)) for results in (own, plain))
-        if mine != other:
-            raise ValueError(f"it returns {mine}; the reference {other}")
-    for name, other in product(c.tensors, own):
-        if other[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[other].untyped_storage()._cdata:
+    for name in own | reference:
+        returned, expected = (_describe(name, results.get(name)) for results in (own, reference))
+        if returned != expected:
+            raise ValueError(f"it returns {returned}; the reference {expected}")
+    for name, output in product(c.tensors, own):
+        if output[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[output].untyped_storage()._cdata:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
-    exact = plain
+    exact = reference
     with suppress(Exception):  # the reference may not support float64
         exact = _evaluate(c.reference, c.in_mode("float64"))
-    errors = [(0.0, 0.0, ""), *_errors(own, plain, exact, c.wild)]
-    (off, _, name), theirs = max(errors), max(error for _, error, _ in errors)
+    errors = [(0.0, 0.0, ""), *_errors(own, reference, exact, c.wild)]
+    (own_error, _, name), ref_error = max(errors), max(error for _, error, _ in errors)
     rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
-    if off > max(SLACK * theirs, ROUNDINGS * rounding):  # the reference may have been exact by chance
-        beside = [c.changed({n: x * (1 + sign * rounding) for n, x in c.floats.items()}) for sign in (-1, 1)]
-        near = [_evaluate(c.reference, case) for case in beside]
-        theirs = max(theirs, min(max(_errors(each, each, exact, True))[0] for each in near))
-        if off > SLACK * theirs:
-            raise ValueError(f"{name}: error {off:.1e}, the reference's {theirs:.1e}")
-    return off, theirs
+    if own_error > max(SLACK * ref_error, ROUNDINGS * rounding):  # the reference may have been exact by chance
+        nearby = [c.replace({n: x * (1 + sign * rounding) for n, x in c.floats.items()}) for sign in (-1, 1)]
+        references = [_evaluate(c.reference, case) for case in nearby]
+        ref_error = max(ref_error, min(max(_errors(y, y, exact, True))[0] for y in references))
+        if own_error > SLACK * ref_error:
+            raise ValueError(f"{name}: error {own_error:.1e}, the reference's {ref_error:.1e}")
+    return own_error, ref_error
 
 
-def _errors(own: Any, plain: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
+def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
     """Largest errors of finite numbers by tensor. Raises ValueError if non-finite ones differ."""
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
-        got, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, plain, exact))
+        value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
         want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
-        same = want.isfinite() & (got.isfinite() | ~ref.isfinite())
-        same |= torch.isclose(got, want, 0, 0, equal_nan=True) | torch.isclose(got, ref, 0, 0, equal_nan=True)
+        equal = want.isfinite() & (value.isfinite() | ~ref.isfinite())
+        equal |= torch.isclose(value, want, 0, 0, equal_nan=True) | torch.isclose(value, ref, 0, 0, equal_nan=True)
         if wild:
-            same |= (want == 0) & got.isnan() | ~want.isfinite() & ~got.isfinite() & name.startswith("gradient")
-        if not same.all():
-            raise ValueError(f"{name} has {float(got[~same][0])}, the reference {float(want[~same][0])}")
-        largest = max(sizes[name], *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
-        off = [(x - want).abs().where(x.isfinite() & want.isfinite(), 0).max() for x in (got, ref)]
-        yield *(float(x) / max(largest or 1.0, 2.0**-120) for x in off), name
+            is_gradient = name.startswith("gradient")
+            equal |= (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & is_gradient
+        if not equal.all():
+            raise ValueError(f"{name} has {float(value[~equal][0])}, the reference {float(want[~equal][0])}")
+        largest = max(sizes[name], *(SMALL * size for output, size in sizes.items() if output[0] == name[0]))
+        distances = [(x - want).abs().where(x.isfinite() & want.isfinite(), 0).max() for x in (value, ref)]
+        yield *(float(x) / max(largest or 1.0, 2.0**-120) for x in distances), name
 
 
-def _with(get: Form, put: Form, value: Any) -> ExitStack:
+def _with(get: Form, change: Form, value: Any) -> ExitStack:
     stack = ExitStack()
-    stack.callback(put, get())
-    put(value)
+    stack.callback(change, get())
+    change(value)
     return stack
 
 
@@ -252,27 +253,27 @@ def _choices(c: Case) -> Iterator[Case]:
     """Cases for each choice of inputs that require a gradient, of outputs that get one, and of contexts."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
-    for some in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
-        inputs = {name: x.detach().requires_grad_(name in some) for name, x in c.leaves.items()}
-        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(some)} alone: ")
+    for names in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
+        inputs = {name: x.detach().requires_grad_(name in names) for name, x in c.leaves.items()}
+        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(names)} alone: ")
     double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
     for context in (torch.no_grad, torch.inference_mode, double):
         yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
 
 
-def _varied(kinds: Form, c: Case) -> Iterator[Case]:
-    """Cases with each input, all inputs, or the incoming gradient varied by `kinds`."""
-    c = replace(c, wild=kinds is _not_finite)
-    made = {name: dict(kinds(x.detach())) for name, x in c.tensors.items() if x.numel()}
-    for some in [(name,) for name in made] + [tuple(made)] * (kinds is _layouts and len(made) > 1):
-        for kind in made[some[0]]:
-            tensors = {name: made[name].get(kind, c.inputs[name]) for name in some}
-            yield c.changed(tensors, label=f"{kind} {' and '.join(some)}: ")
-    kinds_of_gradient = max(made.values(), key=lambda kinds: len(kinds), default={})
-    for outputs, kind in product(OUTPUTS, kinds_of_gradient) if c.leaves else ():
+def _variants(vary: Form, c: Case) -> Iterator[Case]:
+    """Cases with each input, all inputs, or the incoming gradient replaced by its variants from `vary`."""
+    c = replace(c, wild=vary is _not_finite)
+    variants = {name: dict(vary(x.detach())) for name, x in c.tensors.items() if x.numel()}
+    for names in [(name,) for name in variants] + [tuple(variants)] * (vary is _layouts and len(variants) > 1):
+        for variant in variants[names[0]]:
+            tensors = {name: variants[name].get(variant, c.inputs[name]) for name in names}
+            yield c.replace(tensors, label=f"{variant} {' and '.join(names)}: ")
+    gradient_variants = max(variants.values(), key=len, default={})
+    for outputs, variant in product(OUTPUTS, gradient_variants) if c.leaves else ():
         # A layout that does not exist for a gradient of fewer dimensions is an error of the reference, too.
-        gradient = lambda y, kind=kind: dict(kinds(_incoming(y)))[kind]
-        yield replace(c, gradient=gradient, outputs=outputs, label=f"{kind} the gradient{outputs}: ")
+        gradient = lambda y, variant=variant: dict(vary(_gradient(y)))[variant]
+        yield replace(c, gradient=gradient, outputs=outputs, label=f"{variant} the gradient{outputs}: ")
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -311,15 +312,15 @@ def _sizes(c: Case) -> Iterator[Case]:
         raise NotTried("an index out of bounds ends the process on this device")
     nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
     for lengths, dims in (((0,), 1), ((0, 1, 3, 7, 17, 33, 257), None), ((1031, 4099), 1)):
-        known = {n for x in [*c.tensors.values()][:dims] for n in x.shape[:dims] if n}
-        for size, n in product(sorted(known), lengths):
-            resized = {name: _resized(x, size, n, dims) for name, x in c.tensors.items()}
+        sizes = {n for x in [*c.tensors.values()][:dims] for n in x.shape[:dims] if n}
+        for size, n in product(sorted(sizes), lengths):
+            resized = {name: _resize(x, size, n, dims) for name, x in c.tensors.items()}
             if sum(x.numel() for x in resized.values()) < 2**20:
                 label, may_refuse = f"{n} in place of {size}: ", lengths != (0,)
-                yield c.changed(resized, label=label, context=nan, may_refuse=may_refuse)
+                yield c.replace(resized, label=label, context=nan, may_refuse=may_refuse)
 
 
-def _resized(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
+def _resize(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
     for d in (d for d, n in enumerate(x.shape[:dims]) if n == size):
         x = x.index_select(d, torch.arange(to, device=x.device) % size)
     return x
@@ -327,9 +328,9 @@ def _resized(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
 
 def _gradcheck(c: Case) -> Iterator[Case]:
     """Compare gradients with finite differences; the operation must compute in float64."""
-    found = _compare(c)
-    if isinstance(found, str) or found[0] > 1e-9 or not c.leaves:
-        raise NotTried(found if isinstance(found, str) else "no gradient, or computed in float32")
+    errors = _compare(c)
+    if isinstance(errors, str) or errors[0] > 1e-9 or not c.leaves:
+        raise NotTried(errors if isinstance(errors, str) else "no gradient, or computed in float32")
     form = lambda *arguments: tuple(y for y in tree_leaves(c.op(*arguments)) if y.is_floating_point())
     fast = sum(x.numel() for x in c.leaves.values()) > 100
     torch.autograd.gradcheck(form, [*c.inputs.values()], fast_mode=fast, nondet_tol=1e-5)
@@ -339,22 +340,22 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 def _backward(c: Case) -> Iterator[Case]:
     """Compare a custom backward's gradients with the inputs in shape and dtype, before autograd converts them."""
     yield c
-    made = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
-    function: Any = made[0].grad_fn if made else None
+    outputs = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
+    function: Any = outputs[0].grad_fn if outputs else None
     if hasattr(function, "needs_input_grad"):
-        gradients = compress(tree_leaves(function.apply(*map(_incoming, made))), function.needs_input_grad)
+        gradients = compress(tree_leaves(function.apply(*map(_gradient, outputs))), function.needs_input_grad)
         nodes = [getattr(node, "variable", None) for node, _ in function.next_functions if node]
-        for (name, x), (node, got) in product(c.leaves.items(), zip(nodes, gradients, strict=False)):
-            told = [_described(name, y) for y in (got, x)]
-            if x is node and got is not None and told[0] != told[1]:
-                raise ValueError(f"the backward's gradient for {told[0]}, not {told[1]}")
+        for (name, x), (node, gradient) in product(c.leaves.items(), zip(nodes, gradients, strict=False)):
+            descriptions = [_describe(name, y) for y in (gradient, x)]
+            if x is node and gradient is not None and descriptions[0] != descriptions[1]:
+                raise ValueError(f"the backward's gradient for {descriptions[0]}, not {descriptions[1]}")
 
 
-def _repeated(c: Case) -> Iterator[Case]:
+def _repeat(c: Case) -> Iterator[Case]:
     """Cases with another call between forward and backward, and in several threads."""
-    halves = c.changed({name: x / 2 for name, x in c.floats.items()})
-    between = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
-    cases = [replace(case, op=between) for case in (c, halves)] * 4
+    halves = c.replace({name: x / 2 for name, x in c.floats.items()})
+    interrupted = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
+    cases = [replace(case, op=interrupted) for case in (c, halves)] * 4
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_compare, cases))
     yield from cases
@@ -364,35 +365,35 @@ def _second(c: Case) -> Iterator[Case]:
     """Check that second derivatives are correct or refused."""
 
     def derivative(form: Form, *arguments: Any) -> list[Tensor]:
-        given = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
-        results = _evaluate(form, given, create_graph=True)
+        case = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
+        results = _evaluate(form, case, create_graph=True)
         # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
-        return [results[f"gradient of {name}"] + x * x for name, x in given.leaves.items()]
+        return [results[f"gradient of {name}"] + x * x for name, x in case.leaves.items()]
 
     if c.leaves:
         yield replace(c, op=partial(derivative, c.op), reference=partial(derivative, c.reference), may_refuse=True)
 
 
-def _batched(c: Case) -> Iterator[Case]:
+def _vmap(c: Case) -> Iterator[Case]:
     """Check that torch.func.vmap gives the same as for the reference, or is refused."""
     stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
     vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
-    yield c.changed(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
+    yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
     """`torch.library.opcheck`, and fake tensors of each layout, for operations with a torch operator."""
     operator = getattr(c.op, "operator", c.op)
-    missing = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
-    if missing or not isinstance(operator, CustomOpDef):
+    falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
+    if falls_back or not isinstance(operator, CustomOpDef):
         raise NotTried("torch has no operator of it, or its kernels are missing here")
     torch.library.opcheck(operator, tuple(c.inputs.values()))
-    for case in chain([c], _varied(_layouts, replace(c, inputs=c.inputs | c.floats))):
+    for case in chain([c], _variants(_layouts, replace(c, inputs=c.inputs | c.floats))):
         yield case
         torch.library.opcheck(operator, tuple(case.inputs.values()), test_utils="test_faketensor")
 
 
-def _compiled(c: Case) -> Iterator[Case]:
+def _compile(c: Case) -> Iterator[Case]:
     """Check that torch.compile makes one graph with the results of eager calls."""
     if c.backend == "inductor" and c.device.type == "cpu" and (reason := missing_compiler()):
         raise NotTried(reason)
@@ -405,15 +406,15 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
     **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
     "gradcheck": (_gradcheck, ["float64"]),
     "backward": (_backward, ["float32"]),
-    "NaN": (partial(_varied, _not_finite), MODES),
-    "values": (partial(_varied, _values), MODES[:2]),
+    "NaN": (partial(_variants, _not_finite), MODES),
+    "values": (partial(_variants, _values), MODES[:2]),
     "sizes": (_sizes, MODES[:2]),
-    "not contiguous": (partial(_varied, _layouts), MODES[:2]),
-    "repeated": (_repeated, ["float32"]),
+    "not contiguous": (partial(_variants, _layouts), MODES[:2]),
+    "repeated": (_repeat, ["float32"]),
     "second derivative": (_second, ["float64"]),
-    "torch.func": (_batched, ["float32"]),
+    "torch.func": (_vmap, ["float32"]),
     "opcheck": (_opcheck, ["float32"]),
-    "compiled": (_compiled, ["float32"]),
+    "compiled": (_compile, ["float32"]),
 }
 
 
@@ -422,21 +423,21 @@ def _times(c: Case, seconds: float) -> Iterator[Times]:
     arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
 
     def with_backward(form: Form) -> None:
-        through = [y for y in tree_leaves(form(*arguments)) if y.requires_grad]
-        torch.autograd.grad(through, leaves, through, allow_unused=True)
+        outputs = [y for y in tree_leaves(form(*arguments)) if y.requires_grad]
+        torch.autograd.grad(outputs, leaves, outputs, allow_unused=True)
 
     calls = {"": lambda form: form(*arguments)} | ({", with backward": with_backward} if leaves else {})
     pairs = {"eager": [c.reference, c.op]}
     with suppress(NotTried):
-        pairs[f"compiled ({c.backend})"] = [next(_compiled(replace(c, op=form))).op for form in pairs["eager"]]
+        pairs[f"compiled ({c.backend})"] = [next(_compile(replace(c, op=form))).op for form in pairs["eager"]]
     for (name, pair), (label, call) in product(pairs.items(), calls.items()):
-        spent: list[list[float]] = [[], []]
+        durations: list[list[float]] = [[], []]
         end = perf_counter() + 2 * seconds
         with torch.set_grad_enabled(bool(label)):
-            while perf_counter() < end or len(spent[1]) < 5:
-                for form, into in zip(pair, spent, strict=True):
+            while perf_counter() < end or len(durations[1]) < 5:
+                for form, times in zip(pair, durations, strict=True):
                     start = perf_counter()
                     call(form)
                     measure.synchronize(c.device)
-                    into.append(perf_counter() - start)
-        yield Times(name + label, *map(median, spent))
+                    times.append(perf_counter() - start)
+        yield Times(name + label, *map(median, durations))

@@ -34,10 +34,10 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
     Targets equal to IGNORE are not counted, and their states, which may be inf or NaN, are not used.
     """
-    wanted = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
+    needs_grad = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     # The first call of a custom operator takes a second.
     apply: Any = linear_cross_entropy if torch.compiler.is_compiling() else _Fused.apply
-    loss: Tensor = apply(x, weight, targets, autocast_dtype(x), *wanted)[0]
+    loss: Tensor = apply(x, weight, targets, autocast_dtype(x), *needs_grad)[0]
     return loss
 
 
@@ -48,8 +48,8 @@ def _loss_and_gradients(
     loss = x.new_zeros((), dtype=torch.float32)
     # A frozen head, often the largest matrix, needs no gradient.
     dx, dw = (
-        torch.zeros_like(t, dtype=torch.float32) if wanted else loss.new_empty(0)
-        for t, wanted in ((x, states), (weight, head))
+        torch.zeros_like(t, dtype=torch.float32) if needs_grad else loss.new_empty(0)
+        for t, needs_grad in ((x, states), (weight, head))
     )
     matrix = weight.to(dtype)
     fewest = min(MIN_TOKENS, weight.shape[1])
@@ -57,13 +57,13 @@ def _loss_and_gradients(
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
-            counted = targets[rows] != IGNORE
+            mask = targets[rows] != IGNORE
             # Ignored states are masked before any product, as infinity times zero is NaN.
-            part = x[rows].to(dtype).masked_fill(~counted[:, None], 0.0)
-            part_loss, grad_logits = _chunk(part, matrix, targets[rows], counted, states or head)
+            part = x[rows].to(dtype).masked_fill(~mask[:, None], 0.0)
+            part_loss, grad_logits = _chunk(part, matrix, targets[rows], mask, states or head)
             loss += part_loss
             if states:
-                dx[rows] = grad_logits @ matrix * counted[:, None]
+                dx[rows] = grad_logits @ matrix * mask[:, None]
             if head:
                 dw += grad_logits.T @ part
     return loss, dx, dw
@@ -78,20 +78,20 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss = x.new_empty((), dtype=torch.float32)
-    dx, dw = (loss.new_empty(t.shape if wanted else 0) for t, wanted in ((x, states), (weight, head)))
+    dx, dw = (loss.new_empty(t.shape if needs_grad else 0) for t, needs_grad in ((x, states), (weight, head)))
     return loss, dx, dw
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)
-    ctx.dtypes, ctx.wanted = (inputs[0].dtype, inputs[1].dtype), inputs[4:]
+    ctx.dtypes, ctx.needs_grad = (inputs[0].dtype, inputs[1].dtype), inputs[4:]
     ctx.save_for_backward(*output[1:])
 
 
 def _backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-    saved, grad = zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True), grads[0]
-    some = grad is not None
-    return *((g * grad).to(dtype) if wanted and some else None for g, dtype, wanted in saved), *[None] * 4
+    saved, grad = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_grad, strict=True), grads[0]
+    has_grad = grad is not None
+    return *((g * grad).to(dtype) if needs and has_grad else None for g, dtype, needs in saved), *[None] * 4
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
@@ -103,15 +103,15 @@ class _Fused(torch.autograd.Function):
     backward = staticmethod(once_differentiable("cross_entropy", _backward))
 
 
-def _chunk(x: Tensor, head: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of the counted tokens, and gradients of the logits (chunk, V) if `wanted`."""
+def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
+    """Summed loss of the tokens in the mask, and gradients of the logits (chunk, V) if `needs_grad`."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
-    index = targets.where(counted, 0)[:, None]
+    index = targets.where(mask, 0)[:, None]
     # The largest probability never underflows, so logsumexp follows from it exactly.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
-    loss = (logsumexp - logits.gather(1, index))[:, 0].where(counted, 0.0).sum()
-    if not wanted:
+    loss = (logsumexp - logits.gather(1, index))[:, 0].where(mask, 0.0).sum()
+    if not needs_grad:
         return loss, probs
     probs.scatter_add_(1, index, torch.full_like(logsumexp, -1.0))
     return loss, probs.to(x.dtype)

@@ -51,15 +51,15 @@ class Stacks(NamedTuple):
     down: Stack
 
 
-def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], chosen: Tensor, weights: Tensor) -> Tensor:
-    """The plain form: x (N, D), `chosen` experts int64 and their `weights` (N, k) -> (N, D) in x's dtype.
+def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """The plain form: x (N, D), `expert_ids` int64 and their `weights` (N, k) -> (N, D) in x's dtype.
 
     With gradients enabled, experts without tokens are called, too, since all ranks of a sharded model must take
     part in the same collectives.
     """
     y = torch.zeros_like(x)
     for e, expert in enumerate(experts):
-        token, slot = _routed_tokens(chosen, e, len(experts))
+        token, slot = _routed_tokens(expert_ids, e, len(experts))
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or len(token):
             outputs = expert(x[token]) * weights[token, slot, None]
             y = y.index_add(0, token, outputs.to(y.dtype))
@@ -76,23 +76,23 @@ def one_by_one() -> Iterator[None]:
         _ONE_BY_ONE.reset(token)
 
 
-def _routed_tokens(chosen: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Tokens routed to the expert, and their column in `chosen`; for fake tensors, an average number of them."""
-    if isinstance(chosen, FakeTensor):
+def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
+    """Tokens routed to the expert, and their column in `expert_ids`; for fake tensors, an average number of them."""
+    if isinstance(expert_ids, FakeTensor):
         if torch.compiler.is_exporting():
             raise ValueError("experts of this form run one by one, by the values of the router")
-        token = torch.arange(-(-chosen.numel() // experts), device=chosen.device)
-        return token % len(chosen), torch.zeros_like(token)
-    token, slot = torch.where(chosen == expert)
+        token = torch.arange(-(-expert_ids.numel() // experts), device=expert_ids.device)
+        return token % len(expert_ids), torch.zeros_like(token)
+    token, slot = torch.where(expert_ids == expert)
     return token, slot
 
 
-def grouped(x: Tensor, stacks: Stacks, chosen: Tensor, weights: Tensor) -> Tensor:
+def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> Tensor:
     """The grouped form for experts `down(silu(gate(x)) * up(x))`; arguments and result as in `plain`."""
-    experts, k, dtype = len(stacks.gate), chosen.shape[1], autocast_dtype(x)
-    order = chosen.flatten().argsort(stable=True)
+    experts, k, dtype = len(stacks.gate), expert_ids.shape[1], autocast_dtype(x)
+    order = expert_ids.flatten().argsort(stable=True)
     token = order // k
-    counts = (chosen.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
+    counts = (expert_ids.flatten()[:, None] == torch.arange(experts, device=x.device)).sum(0)
     ends = counts.cumsum(0).to(torch.int32)
 
     def multiply(rows: Tensor, weight: Stack) -> Tensor:
@@ -180,7 +180,7 @@ def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor:
+def stack_view(weights: Sequence[Tensor]) -> Tensor:
     """One view (E, ...) of `adjacent` weights, with gradients to each of them."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]

@@ -30,9 +30,9 @@ class PackedInt4(NamedTuple):
 
 def fits(x: Tensor, outputs: int, width: int) -> bool:
     """True if the kernel supports rows x (..., I) and codes (O, I) in groups of this width."""
-    kind = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
-    few = 0 < x.numel() <= ROWS * x.shape[-1]
-    return kind and few and x.shape[-1] % width == 0 and width in WIDTHS and outputs % OUTPUTS == 0
+    supported = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    has_few_rows = 0 < x.numel() <= ROWS * x.shape[-1]
+    return supported and has_few_rows and x.shape[-1] % width == 0 and width in WIDTHS and outputs % OUTPUTS == 0
 
 
 def pack(codes: Tensor, scale: Tensor, zero: Tensor) -> PackedInt4:

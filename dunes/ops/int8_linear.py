@@ -37,8 +37,8 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
     packs = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.device.type == "cpu"
     # With other widths the packed product reads out of bounds.
-    fits = packs and is_few(x) and x.shape[-1] % WIDTH == 0
-    return packed(x, codes, scale) if fits and _aligned(x, codes) else plain(x, codes, scale)
+    supported = packs and is_few(x) and x.shape[-1] % WIDTH == 0
+    return packed(x, codes, scale) if supported and _aligned(x, codes) else plain(x, codes, scale)
 
 
 def _aligned(x: Tensor, codes: Tensor) -> bool:

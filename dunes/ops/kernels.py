@@ -109,9 +109,9 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def attempt(failed: str, work: Callable[[], T]) -> T:
-    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `failed`."""
+def attempt(message: str, work: Callable[[], T]) -> T:
+    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `message`."""
     try:
         return work()
     except Exception as error:  # torch raises whatever it meets
-        raise ValueError(f"{failed}: {one_line(error)}") from None
+        raise ValueError(f"{message}: {one_line(error)}") from None

@@ -55,7 +55,7 @@ class Operation:
         self.parameters = list(self.signature.parameters)
         self.tensors = _tensor_parameters(name, forward)
         self.saved = Saved.of(self) if backward else None
-        self.keeps = self.saved is not None and KEPT in self.saved.wanted
+        self.keeps = self.saved is not None and KEPT in self.saved.parameters
         self.operator: Any = None if compiled == "reference" else _register(self, fake)
         self._function = _eager_function(self) if backward else None
         self._announced: set[str] = set()
@@ -144,20 +144,20 @@ class Operation:
                 f"{self.name}: the backward returns {plural(len(result), 'gradient')} for "
                 f"{plural(len(self.tensors), 'tensor')} ({names}); return one for each, None where there is none"
             )
-        every: list[Tensor | None] = [None] * len(self.parameters)
+        gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, gradient in zip(self.tensors, result, strict=True):
             if not isinstance(gradient, Tensor | None):
-                kind, name = type(gradient).__name__, self.parameters[i]
-                raise ValueError(f"{self.name}: the backward's gradient for {name!r} is a {kind}, not a tensor")
-            every[i] = gradient
-        return tuple(every)
+                cls, name = type(gradient).__name__, self.parameters[i]
+                raise ValueError(f"{self.name}: the backward's gradient for {name!r} is a {cls}, not a tensor")
+            gradients[i] = gradient
+        return tuple(gradients)
 
 
 @dataclass(frozen=True)
 class Saved:
     """The arguments of a backward, and how they are saved from the forward."""
 
-    wanted: list[str]
+    parameters: list[str]
     tensors: list[int]
     """Positions of the saved tensors among the forward's arguments."""
     values: list[int]
@@ -170,15 +170,15 @@ class Saved:
         """The arguments of an operation's backward. Raises ValueError for a parameter with an unknown name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
-        wanted = list(inspect.signature(backward).parameters)
-        known = [*GRADS, *OUTPUTS, KEPT, NEEDED, *op.parameters]
-        unknown = [name for name in wanted if name not in known]
+        parameters = list(inspect.signature(backward).parameters)
+        names = [*GRADS, *OUTPUTS, KEPT, NEEDED, *op.parameters]
+        unknown = [name for name in parameters if name not in names]
         if unknown:
-            raise ValueError(f"{op.name}: the backward's {unknown[0]!r} is none of {', '.join(known)}")
-        inputs = [op.parameters.index(name) for name in wanted if name in op.parameters]
+            raise ValueError(f"{op.name}: the backward's {unknown[0]!r} is none of {', '.join(names)}")
+        inputs = [op.parameters.index(name) for name in parameters if name in op.parameters]
         tensors, values = [i for i in inputs if i in op.tensors], [i for i in inputs if i not in op.tensors]
-        several = KEPT in wanted or OUTPUTS[1] in wanted
-        first = 0 if OUTPUTS[0] in wanted or OUTPUTS[1] in wanted else 1
+        several = KEPT in parameters or OUTPUTS[1] in parameters
+        first = 0 if OUTPUTS[0] in parameters or OUTPUTS[1] in parameters else 1
         outputs = slice(first, None if several else 1)
 
         def getter(name: str) -> Getter:
@@ -195,7 +195,7 @@ class Saved:
                 NEEDED: lambda ctx, *_: tuple(ctx.needs_input_grad[i] for i in op.tensors),
             }[name]
 
-        return cls(wanted, tensors, values, outputs, [getter(name) for name in wanted])
+        return cls(parameters, tensors, values, outputs, [getter(name) for name in parameters])
 
     def store(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         ctx.save_for_backward(*(inputs[i] for i in self.tensors), *outputs[self.outputs])
@@ -351,8 +351,8 @@ _usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     """True if all are plain tensors or None, outside of any dispatch mode."""
-    known = (Tensor, torch.nn.Parameter, type(None))
-    return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in known for i in tensors)
+    plain_types = (Tensor, torch.nn.Parameter, type(None))
+    return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in plain_types for i in tensors)
 
 
 def _castable(x: Any) -> bool:

@@ -133,21 +133,21 @@ class QueryBlocks:
         blocks = _split_blocks(x, heads).index_select(1, self.numbers)
         return blocks.view(heads * len(self.numbers), -1, x.shape[3])
 
-    def scatter_queries(self, x: Tensor, new: Tensor, heads: int) -> None:
+    def scatter_queries(self, x: Tensor, rows: Tensor, heads: int) -> None:
         """The inverse of `gather_queries`, written into x."""
-        blocks, new = _split_blocks(x, heads), new.view(heads, len(self.numbers), -1, QUERY_BLOCK, x.shape[3])
+        blocks, rows = _split_blocks(x, heads), rows.view(heads, len(self.numbers), -1, QUERY_BLOCK, x.shape[3])
         for i, number in enumerate(self.numbers.tolist()):
-            blocks[:, number] = new[:, i]
+            blocks[:, number] = rows[:, i]
 
     def gather_keys(self, x: Tensor) -> Tensor:
         """(1, K, N, D) -> keys of these blocks (K * n, S, D)."""
         return x[0].index_select(1, self.key_tokens).view(-1, self.bias.shape[4], x.shape[3])
 
-    def add_to_keys(self, x: Tensor, new: Tensor) -> None:
+    def add_to_keys(self, x: Tensor, grads: Tensor) -> None:
         """Add the gradients of these blocks' keys (K * n, S, D) to x (1, K, N, D), in place."""
-        size, new = self.bias.shape[4], new.view(x.shape[1], -1, x.shape[3])
+        size, grads = self.bias.shape[4], grads.view(x.shape[1], -1, x.shape[3])
         for i, start in enumerate(self.key_tokens[::size].tolist()):
-            x[0, :, start : start + size] += new[:, i * size : (i + 1) * size]
+            x[0, :, start : start + size] += grads[:, i * size : (i + 1) * size]
 
 
 def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None = None) -> list[QueryBlocks]:
@@ -166,8 +166,8 @@ def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None
     sizes, order = torch.sort(
         ends - first_key[::QUERY_BLOCK] // QUERY_BLOCK * QUERY_BLOCK, descending=True, stable=True
     )
-    alone = int((sizes > LONG_KEYS).sum())
-    cuts = [*range(alone), *range(alone, len(order), BLOCKS_PER_PRODUCT), len(order)]
+    single = int((sizes > LONG_KEYS).sum())
+    cuts = [*range(single), *range(single, len(order), BLOCKS_PER_PRODUCT), len(order)]
     return [_batch_blocks(order[a:b], first_key, dtype) for a, b in itertools.pairwise(cuts)]
 
 

@@ -89,8 +89,8 @@ class Cache:
 
     def allocate_like(self, other: "Cache") -> None:
         """Allocate layers with the heads and dtypes of the other cache, as its first forward would."""
-        for own, tensors in ((self.keys, other.keys), (self.values, other.values)):
-            own[:] = [t.new_zeros(self.batch, t.shape[1], self.capacity + 1, t.shape[3]) for t in tensors]
+        for layers, tensors in ((self.keys, other.keys), (self.values, other.values)):
+            layers[:] = [t.new_zeros(self.batch, t.shape[1], self.capacity + 1, t.shape[3]) for t in tensors]
 
     def _positions(self, new: int | Tensor) -> Tensor:
         if isinstance(new, int):
@@ -106,8 +106,8 @@ class Cache:
 
     def _write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         if layer == len(self.keys):
-            for stored, new in ((self.keys, k), (self.values, v)):
-                stored.append(new.new_zeros(self.batch, new.shape[1], self.capacity + 1, new.shape[3]))
+            for layers, x in ((self.keys, k), (self.values, v)):
+                layers.append(x.new_zeros(self.batch, x.shape[1], self.capacity + 1, x.shape[3]))
         if self.in_order and self.max_length <= self.capacity:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
@@ -145,9 +145,9 @@ class Cache:
         """Enlarge the cache to `capacity` positions per row, if it is smaller; a rolling cache needs no more."""
         if self.window is not None or capacity <= self.capacity:
             return
-        more, self.capacity = capacity - self.capacity, capacity
+        extra, self.capacity = capacity - self.capacity, capacity
         for tensors in (self.keys, self.values):
-            tensors[:] = [F.pad(t, (0, 0, 0, more)) for t in tensors]
+            tensors[:] = [F.pad(t, (0, 0, 0, extra)) for t in tensors]
 
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain."""
@@ -161,22 +161,22 @@ class Cache:
 
     def select_rows(self, rows: Tensor) -> Self:
         """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
-        new = copy.copy(self)
-        new.batch = len(rows)
+        cache = copy.copy(self)
+        cache.batch = len(rows)
         for name in self.row_state:
-            setattr(new, name, getattr(self, name)[rows])
-        new.keys = [k[rows] for k in self.keys]
-        new.values = [v[rows] for v in self.values]
-        new._measure()
-        return new
+            setattr(cache, name, getattr(self, name)[rows])
+        cache.keys = [k[rows] for k in self.keys]
+        cache.values = [v[rows] for v in self.values]
+        cache._measure()
+        return cache
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
-        for stored, new in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            stored[rows] = new
+        for tensor, rows_of_other in zip(self.keys + self.values, other.keys + other.values, strict=True):
+            tensor[rows] = rows_of_other
 
 
 class RollingCache(Cache):
@@ -226,8 +226,8 @@ class RollingCache(Cache):
         return self._read(layer) if self._new_positions is None else readable
 
     def _slots(self, positions: Tensor) -> Tensor:
-        fits = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
-        return torch.where(fits, positions % self.capacity, self.capacity)
+        is_stored = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
+        return torch.where(is_stored, positions % self.capacity, self.capacity)
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""

@@ -204,17 +204,17 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
     N is padded to a multiple, so that few shapes occur: oneDNN compiles and caches a kernel for every new one.
     """
     starts, real = document_starts(positions), positions >= 0
-    more = -len(starts) % PAD_MULTIPLE
-    row = (F.pad(t[real], (0, more), value=v)[None] for t, v in ((ids, 0), (targets, IGNORE), (positions, -1)))
-    padding = torch.arange(len(starts), len(starts) + more, device=positions.device)
+    extra = -len(starts) % PAD_MULTIPLE
+    row = (F.pad(t[real], (0, extra), value=v)[None] for t, v in ((ids, 0), (targets, IGNORE), (positions, -1)))
+    padding = torch.arange(len(starts), len(starts) + extra, device=positions.device)
     return *row, torch.cat([starts, padding])  # type: ignore[return-value]
 
 
 def _target_index(targets: Tensor) -> Tensor:
     """Indices of the targets (N,) other than IGNORE, padded with a few others to a multiple of PAD_MULTIPLE."""
-    counted = targets != IGNORE
-    count = int(counted.sum())
-    return torch.sort(~counted, stable=True).indices[: count + -count % PAD_MULTIPLE]
+    has_target = targets != IGNORE
+    count = int(has_target.sum())
+    return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
 def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -224,11 +224,11 @@ def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = 
     """
     if positions is None:
         positions = torch.arange(targets.shape[1], device=targets.device)
-    positions, counted, number = positions.expand_as(targets), targets != IGNORE, torch.zeros_like(targets)
+    positions, has_target, number = positions.expand_as(targets), targets != IGNORE, torch.zeros_like(targets)
     starts, number[positions >= 0] = torch.unique(document_starts(positions), return_inverse=True)
-    losses = F.cross_entropy(logits[counted].float(), targets[counted], reduction="none")
-    sums = losses.new_zeros(len(starts)).index_add(0, number[counted], losses)
-    return sums, number[counted].bincount(minlength=len(starts))
+    losses = F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="none")
+    sums = losses.new_zeros(len(starts)).index_add(0, number[has_target], losses)
+    return sums, number[has_target].bincount(minlength=len(starts))
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
@@ -297,21 +297,21 @@ def auxiliary_losses(
     for part, tensors in recorded.items():
         for name, value in part.auxiliary_losses(tensors, real).items() if tensors else ():
             values.setdefault(name, []).append((type(part).auxiliary_losses, value))
-    losses = {name: _sum_of_means(same) for name, same in values.items() if isinstance(same[0][1], Tensor)}
-    metrics = {name: _stacked([pair for _, pair in same]) for name, same in values.items() if name not in losses}
+    losses = {name: _sum_of_means(pairs) for name, pairs in values.items() if isinstance(pairs[0][1], Tensor)}
+    metrics = {name: _stack([pair for _, pair in pairs]) for name, pairs in values.items() if name not in losses}
     return losses, metrics
 
 
 def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
     """Sum of the mean losses of each kind; `values` are pairs of a kind and a loss."""
-    by_kind: dict[Any, list[Tensor]] = {}
-    for kind, loss in values:
-        by_kind.setdefault(kind, []).append(loss)
-    means = [torch.stack(losses).mean() for losses in by_kind.values()]
+    by_method: dict[Any, list[Tensor]] = {}
+    for method, loss in values:
+        by_method.setdefault(method, []).append(loss)
+    means = [torch.stack(losses).mean() for losses in by_method.values()]
     return sum(means[1:], start=means[0])
 
 
-def _stacked(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _stack(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     sums = pad_sequence([total for total, _ in pairs], batch_first=True, padding_value=-1.0)
     return sums, pairs[0][1]
 

@@ -83,12 +83,12 @@ class MoE(nn.Module):
         logits = _at_least_float32(self.router(tokens))
         if self.recorded is not None:
             self.recorded.append(logits)
-        chosen, weights = self.route(logits)
+        expert_ids, weights = self.route(logits)
         stacks = self._stacks(tokens)
         if stacks is None:
-            y = forms.plain(tokens, list(self.experts), chosen, weights)
+            y = forms.plain(tokens, list(self.experts), expert_ids, weights)
         else:
-            y = forms.grouped(tokens, stacks, chosen, weights)
+            y = forms.grouped(tokens, stacks, expert_ids, weights)
         for expert in self.shared or ():
             y = y + expert(tokens).to(y.dtype)
         return y.view_as(x)
@@ -96,11 +96,11 @@ class MoE(nn.Module):
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The chosen experts (N, k) for logits (N, E), most probable first, with weights of at least float32."""
         probs = _at_least_float32(logits).softmax(-1)
-        chosen = self._choose(probs)
-        weights = probs.gather(-1, chosen)
+        expert_ids = self._choose(probs)
+        weights = probs.gather(-1, expert_ids)
         # With a selection bias, the probabilities of chosen experts may underflow.
         total = weights.sum(-1, keepdim=True).clamp(min=TINY)
-        return chosen, weights / total if self.renormalise else weights
+        return expert_ids, weights / total if self.renormalise else weights
 
     def _choose(self, probs: Tensor) -> Tensor:
         bias = self.selection_bias
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling():
             return forms.Stacks(*matrices)
         self.pack()
-        return forms.Stacks(*map(forms.stacked, matrices))
+        return forms.Stacks(*map(forms.stack_view, matrices))
 
 
 def choose_experts(scores: Tensor, top_k: int) -> Tensor:
@@ -212,9 +212,9 @@ def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
     return probs.shape[-1] * (load * probs).sum()
 
 
-def _one_hot(chosen: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
+def _one_hot(expert_ids: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
     """1 for the experts that a real token chose (N, E), else 0, in the dtype of the probabilities."""
-    load = torch.zeros_like(probs).scatter_(-1, chosen, 1.0)
+    load = torch.zeros_like(probs).scatter_(-1, expert_ids, 1.0)
     return load if real is None else load * real[:, None]
 
 

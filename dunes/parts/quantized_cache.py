@@ -99,9 +99,9 @@ class QuantizedGroups:
         """Store groups x (B, K, n, G, D) under these numbers (B, n)."""
         codes, scale, zero = quantize(self._divide(x.float()), -2 if self.axis == "channel" else -1, self.bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
-        new = pack(codes.reshape(*x.shape[:3], -1), self.bits), scale, zero
-        for stored, values in zip(self._tensors(), new, strict=True):
-            stored.transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
+        packed = pack(codes.reshape(*x.shape[:3], -1), self.bits), scale, zero
+        for tensor, values in zip(self._tensors(), packed, strict=True):
+            tensor.transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
 
     def read(self, n: int, out: Tensor) -> None:
         """Write the tokens of the first n groups into `out` (B, K, n * G, D)."""
@@ -120,22 +120,22 @@ class QuantizedGroups:
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.codes, self.scale, self.zero
 
-    def grow(self, more: int) -> None:
+    def grow(self, count: int) -> None:
         """Make room for more groups."""
         self.codes, self.scale, self.zero = (
-            F.pad(t, (*[0] * (2 * (t.dim() - 3)), 0, more)) for t in self._tensors()
+            F.pad(t, (*[0] * (2 * (t.dim() - 3)), 0, count)) for t in self._tensors()
         )
 
     def select_rows(self, rows: Tensor) -> Self:
         """A copy of these rows (N,)."""
-        new = copy.copy(self)
-        new.codes, new.scale, new.zero = (t[rows] for t in self._tensors())
-        return new
+        groups = copy.copy(self)
+        groups.codes, groups.scale, groups.zero = (t[rows] for t in self._tensors())
+        return groups
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,)."""
-        for stored, new in zip(self._tensors(), other._tensors(), strict=True):
-            stored[rows] = new
+        for tensor, rows_of_other in zip(self._tensors(), other._tensors(), strict=True):
+            tensor[rows] = rows_of_other
 
     @property
     def nbytes(self) -> int:
@@ -194,7 +194,7 @@ class _Writes:
     """Numbers (B, n) of the groups that may become complete; the extra last group stands for incomplete ones."""
     index: Tensor
     """Offsets (B, T) in these groups; n * G for none."""
-    begun: Tensor
+    open_slots: Tensor
     """Slots (B, G) of the ring that contain the start of the first of these groups."""
 
 
@@ -247,22 +247,22 @@ class QuantizedCache(Cache):
 
     def _plan(self, positions: Tensor) -> _Writes:
         size, ring = self.format.group, self.format.ring
-        real, begun = positions >= 0, self.length // size
+        real, open_group = positions >= 0, self.length // size
         # Each slot is written once: a GPU does not define which of several values stays.
-        kept = real & (positions >= self._ring_start(positions.amax(1))[:, None])
-        count = self._completed(positions.shape[1])
+        in_ring = real & (positions >= self._ring_start(positions.amax(1))[:, None])
+        count = self._completed_count(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)
-        groups = begun[:, None] + numbers[:count]
+        groups = open_group[:, None] + numbers[:count]
         complete = (groups + 1) * size <= (self.length + real.sum(1))[:, None]
-        index = positions - begun[:, None] * size
+        index = positions - open_group[:, None] * size
         return _Writes(
-            torch.where(kept, positions % ring, ring),
+            torch.where(in_ring, positions % ring, ring),
             torch.where(complete, groups, self._group_count),
             torch.where(real & (index < count * size), index, count * size),
-            (begun[:, None] * size + numbers[:size]) % ring,
+            (open_group[:, None] * size + numbers[:size]) % ring,
         )
 
-    def _completed(self, new: int) -> int:
+    def _completed_count(self, new: int) -> int:
         """Maximum number of groups that become complete in a row; exact if all rows are equal."""
         size = self.format.group
         if self._in_order:
@@ -286,32 +286,32 @@ class QuantizedCache(Cache):
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         format, count = self.format, self._group_count + 1
-        for rings, new in ((self.keys, k), (self.values, v)):
-            rings.append(new.new_zeros(self.batch, new.shape[1], format.ring + 1, new.shape[3]))
+        for rings, x in ((self.keys, k), (self.values, v)):
+            rings.append(x.new_zeros(self.batch, x.shape[1], format.ring + 1, x.shape[3]))
         pair = (k, format.keys), (v, format.values)
-        keys, values = (QuantizedGroups(new, count, format, axis) for new, axis in pair)
+        keys, values = (QuantizedGroups(x, count, format, axis) for x, axis in pair)
         self.groups.append((keys, values))
 
-    def _put(self, ring: Tensor, groups: QuantizedGroups, new: Tensor) -> Tensor:
+    def _put(self, ring: Tensor, groups: QuantizedGroups, x: Tensor) -> Tensor:
         writes = self._writes
         assert writes is not None, "start comes first"
         if writes.groups.shape[1]:
-            groups.write(writes.groups, self._complete_groups(ring, new, writes))
+            groups.write(writes.groups, self._complete_groups(ring, x, writes))
         count = self._readable_groups * self.format.group
-        whole = [new] if self._empty else [ring[:, :, :-1], new]
-        slots = count + sum(x.shape[2] for x in whole)
-        readable = new.new_empty(*new.shape[:2], slots, new.shape[3])
+        parts = [x] if self._empty else [ring[:, :, :-1], x]
+        slots = count + sum(x.shape[2] for x in parts)
+        readable = x.new_empty(*x.shape[:2], slots, x.shape[3])
         groups.read(self._readable_groups, readable[:, :, :count])
-        torch.cat(whole, 2, out=readable[:, :, count:])
-        ring.scatter_(2, writes.ring[:, None, :, None].expand_as(new), new)
+        torch.cat(parts, 2, out=readable[:, :, count:])
+        ring.scatter_(2, writes.ring[:, None, :, None].expand_as(x), x)
         return readable
 
-    def _complete_groups(self, ring: Tensor, new: Tensor, writes: _Writes) -> Tensor:
+    def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
         """Tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
-        (b, heads, _, dim), (count, size) = new.shape, (writes.groups.shape[1], self.format.group)
-        work = new.new_zeros(b, heads, count * size + 1, dim)
-        work[:, :, :size] = ring.gather(2, writes.begun[:, None, :, None].expand(b, heads, size, dim))
-        work.scatter_(2, writes.index[:, None, :, None].expand_as(new), new)
+        (b, heads, _, dim), (count, size) = x.shape, (writes.groups.shape[1], self.format.group)
+        work = x.new_zeros(b, heads, count * size + 1, dim)
+        work[:, :, :size] = ring.gather(2, writes.open_slots[:, None, :, None].expand(b, heads, size, dim))
+        work.scatter_(2, writes.index[:, None, :, None].expand_as(x), x)
         return work[:, :, :-1].view(b, heads, count, size, dim)
 
     def slot_positions(self, last: Tensor) -> Tensor:
@@ -326,10 +326,10 @@ class QuantizedCache(Cache):
         """Attention mask (B, T, S): True if a query at (B, T, 1) may attend to a slot's key, at (B, 1, S)."""
         size = self.format.group
         codes = torch.arange(key.shape[2], device=key.device) < self._readable_groups * size
-        left = query >= (key // size + 1) * size + self.format.residual - 1
+        is_old = query >= (key // size + 1) * size + self.format.residual - 1
         # After a long rollback, some of the last tokens exist only as codes.
-        lost = key < self.first_whole[:, None, None]
-        return super().visible(key, query) & ((left | lost) == codes)
+        codes_only = key < self.first_whole[:, None, None]
+        return super().visible(key, query) & ((is_old | codes_only) == codes)
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row grows by `n` (B or 1,) tokens."""
@@ -360,13 +360,13 @@ class QuantizedCache(Cache):
 
     def select_rows(self, rows: Tensor) -> Self:
         """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
-        new = super().select_rows(rows)
-        new.groups = [(k.select_rows(rows), v.select_rows(rows)) for k, v in self.groups]
-        return new
+        cache = super().select_rows(rows)
+        cache.groups = [(k.select_rows(rows), v.select_rows(rows)) for k, v in self.groups]
+        return cache
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
         """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
-        for own, new in zip(self.groups, other.groups, strict=True):
-            for stored, group in zip(own, new, strict=True):
-                stored.write_rows(rows, group)
+        for pair, other_pair in zip(self.groups, other.groups, strict=True):
+            for groups, other_groups in zip(pair, other_pair, strict=True):
+                groups.write_rows(rows, other_groups)
