@@ -70,7 +70,7 @@ def read(model: Any, context_length: int) -> Config:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """The Config of a config.json. Raises ValueError for unsupported settings."""
-    hf = {new: hf[old] for old, new in OTHER_KEYS.items() if old in hf} | hf
+    hf = {key: hf[alias] for alias, key in OTHER_KEYS.items() if alias in hf} | hf
     rates = [_rate(hf, key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     if len(set(rates)) > 1:
         raise ValueError(f"config.json: resid_pdrop, embd_pdrop and attn_pdrop are {rates}; one rate is supported")

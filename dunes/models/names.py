@@ -87,9 +87,9 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[C
 
 def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
     def make(sources: Sequence[Tensor]) -> Tensor:
-        whole = rule.load(sources[0] if index is None else sources[0][index])
+        weight = rule.load(sources[0] if index is None else sources[0][index])
         # Unlike `chunk`, an uneven split yields a shape that the comparison of shapes refuses.
-        return whole if len(rule.ours) == 1 else whole.tensor_split(len(rule.ours))[part]
+        return weight if len(rule.ours) == 1 else weight.tensor_split(len(rule.ours))[part]
 
     return make
 

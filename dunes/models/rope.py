@@ -18,8 +18,8 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
-    given = {k: v for k, v in {**hf, **rope}.items() if v is not None}
-    check_supported(given, required={"partial_rotary_factor": 1.0, "mrope_section": None})
+    values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
+    check_supported(values, required={"partial_rotary_factor": 1.0, "mrope_section": None})
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ValueError(
@@ -32,8 +32,8 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
     """The rotary keys of a config.json, in both dialects."""
     rope = scaling_to_hf(scaling)
-    old = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
-    return {"rope_theta": base, **old, "rope_parameters": {**rope, "rope_theta": base}}
+    legacy = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
+    return {"rope_theta": base, **legacy, "rope_parameters": {**rope, "rope_theta": base}}
 
 
 def _original_length(rope: Json, hf: Json) -> int:

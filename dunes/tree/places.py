@@ -61,11 +61,11 @@ def matches(where: Where, name: str) -> bool:
     """True if the glob, the ordered list of globs, or the set of names selects this place."""
     if isinstance(where, Set):
         return name in where
-    chosen = False
+    is_selected = False
     for glob in [where] if isinstance(where, str) else where:
         if _pattern(glob.removeprefix("!")).fullmatch(name):
-            chosen = not glob.startswith("!")
-    return chosen
+            is_selected = not glob.startswith("!")
+    return is_selected
 
 
 def _pattern(glob: str) -> re.Pattern[str]:
@@ -118,8 +118,8 @@ def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[P
     if not selected:
         if not any(True for _ in places(model)):
             raise ValueError(f"this {type(model).__name__} has no modules inside; put it into an nn.Sequential")
-        some = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
-        raise ValueError(f"{where!r} selects nothing; the places of that kind are: {some[:300]}")
+        names = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
+        raise ValueError(f"{where!r} selects nothing; the places of that kind are: {names[:300]}")
     return selected
 
 
@@ -143,13 +143,13 @@ def replace(
     targets = [r for p in find(model, where) if kind((r := resolve(p)).module)]
     if not targets:
         raise ValueError(f"{where!r} selects places, but none of the requested kind")
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for place in targets:
         if isinstance(place.parent, torch.jit.ScriptModule):
             raise ValueError(f"{place.name}: a part of a ScriptModule; change the module that it was made from")
-        if id(place.module) not in made:
-            made[id(place.module)] = make(place.module)
-        setattr(place.parent, place.key, made[id(place.module)])
+        if id(place.module) not in replacements:
+            replacements[id(place.module)] = make(place.module)
+        setattr(place.parent, place.key, replacements[id(place.module)])
     return [place.name for place in targets]
 
 
@@ -159,10 +159,10 @@ def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
     Later entries are renumbered, and so are the names of their tensors. Raises ValueError unless `where` selects a
     single ModuleList, `index` is from 0 to its length, and the model does not have the module yet.
     """
-    place, *others = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
+    place, *rest = find(model, where, lambda m: isinstance(innermost(m), nn.ModuleList))
     entries = cast(nn.ModuleList, innermost(place.module))
-    if others or not 0 <= index <= len(entries):
-        names = ", ".join(p.name for p in (place, *others))
+    if rest or not 0 <= index <= len(entries):
+        names = ", ".join(p.name for p in (place, *rest))
         raise ValueError(f"{names}: insert at {index}; expected one ModuleList and an index from 0 to its length")
     if any(m is module for m in model.modules()):
         raise ValueError(f"{place.name}: the model already has this {type(module).__name__}; insert a copy")
@@ -196,8 +196,8 @@ def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
 
 def _entries(model: nn.Module, where: Where) -> list[Place]:
     selected = find(model, where)
-    if others := [p.name for p in selected if not isinstance(p.parent, nn.ModuleList)]:
-        raise ValueError(f"{others[0]}: no entry of a ModuleList; select only entries, like 'blocks.3'")
+    if unsuitable := [p.name for p in selected if not isinstance(p.parent, nn.ModuleList)]:
+        raise ValueError(f"{unsuitable[0]}: no entry of a ModuleList; select only entries, like 'blocks.3'")
     return selected
 
 
@@ -209,8 +209,8 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
     parameters = {name: p for name, p in model.named_parameters() if matches(where, name)}
     if not parameters:
         first = {id(p): name for name, p in reversed([*model.named_parameters()])}
-        others = model.named_parameters(remove_duplicate=False)
-        tied = next((f"; {n} is {first[id(p)]}" for n, p in others if matches(where, n)), "")
+        all_names = model.named_parameters(remove_duplicate=False)
+        tied = next((f"; {n} is {first[id(p)]}" for n, p in all_names if matches(where, n)), "")
         raise ValueError(f"{where!r} selects no parameter{tied}")
     for parameter in parameters.values():
         parameter.requires_grad_(False)
@@ -235,8 +235,8 @@ def _has_codes(module: nn.Module) -> bool:
 
 def require_shapes(model: nn.Module) -> None:
     """Raise ValueError for the first parameter or buffer that gets its shape from the first input."""
-    named = [*model.named_parameters(), *model.named_buffers()]
-    if (name := next((name for name, tensor in named if is_lazy(tensor)), None)) is not None:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if (name := next((name for name, tensor in tensors if is_lazy(tensor)), None)) is not None:
         raise ValueError(f"{name} has no shape yet; run the network once on an example")
 
 
@@ -255,25 +255,25 @@ def move(
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
     require_shapes(model)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    selected = {name: tensor for name, tensor in named if matches(where, name)}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    selected = {name: tensor for name, tensor in tensors if matches(where, name)}
     if not selected:
         raise ValueError(f"{where!r} selects no parameter and no buffer")
-    without = [name for name, tensor in selected.items() if tensor.is_meta]
-    if device is not None and (without or torch.device(device).type == "meta"):
+    on_meta = [name for name, tensor in selected.items() if tensor.is_meta]
+    if device is not None and (on_meta or torch.device(device).type == "meta"):
         raise ValueError(
-            f"{(without or [*selected])[0]}: nothing moves from or to the meta device; load its values"
+            f"{(on_meta or [*selected])[0]}: nothing moves from or to the meta device; load its values"
         )
     gradients = [t.grad for t in selected.values() if t.is_leaf and t.grad is not None]
-    chosen = {id(t): t for t in (*selected.values(), *gradients)}
-    moved: dict[int, Tensor] = {}
+    selected_by_id = {id(t): t for t in (*selected.values(), *gradients)}
+    copies: dict[int, Tensor] = {}
 
     def to(tensor: Tensor) -> Tensor:
-        if id(tensor) not in chosen:
+        if id(tensor) not in selected_by_id:
             return tensor
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device, dtype if tensor.is_floating_point() else None)
-        return moved[id(tensor)]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+        return copies[id(tensor)]
 
     model._apply(to)  # type: ignore[no-untyped-call]
     return [*selected]

@@ -43,8 +43,8 @@ class Layer:
     kept: int | None = None
 
 
-def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
-    """All modules, parents before children; `model(*example, **named)` determines shapes, FLOPs and memory.
+def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
+    """All modules, parents before children; `model(*example, **keywords)` determines shapes, FLOPs and memory.
 
     The example runs in evaluation mode on a copy without values, which takes no time or memory. If that is
     impossible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs
@@ -53,7 +53,7 @@ def layers(model: nn.Module, *example: Any, **named: Any) -> list[Layer]:
     """
     model = uncompiled(model)
     require_shapes(model)
-    runs = _run(model, example, named) if example or named else {}
+    runs = _run(model, example, keywords) if example or keywords else {}
     rows = [("", model), *((place.name, place.module) for place in places(model))]
     return [_layer(name, module, runs.get(name) if runs else None, bool(runs)) for name, module in rows]
 
@@ -69,13 +69,13 @@ class _Run:
     kept: int = 0
 
 
-def _layer(name: str, module: nn.Module, run: _Run | None, ran: bool) -> Layer:
+def _layer(name: str, module: nn.Module, run: _Run | None, has_run: bool) -> Layer:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     size = sum(t.nbytes for t in tensors.values())
-    done = vars(run or _Run()) if ran else {}
+    totals = vars(run or _Run()) if has_run else {}
     container = getattr(type(module), "forward", None) is nn.Module.forward
     container |= isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
-    return Layer(name, _type(module), count(module), size, container, **done)
+    return Layer(name, _type(module), count(module), size, container, **totals)
 
 
 def _type(module: nn.Module) -> str:
@@ -85,7 +85,7 @@ def _type(module: nn.Module) -> str:
     return own if base is module else f"{own}({_type(base)})"
 
 
-def _run(model: nn.Module, example: Sequence[Any], named: Mapping[str, Any]) -> dict[str, _Run]:
+def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
     """The forwards of each place, on a copy without values if possible; otherwise on the network itself."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
@@ -93,12 +93,12 @@ def _run(model: nn.Module, example: Sequence[Any], named: Mapping[str, Any]) -> 
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(fake):
             copy = deepcopy(model)
-        return _forward(copy, example, named, fake)
-    return _forward(model, example, named, None)
+        return _forward(copy, example, keywords, fake)
+    return _forward(model, example, keywords, None)
 
 
 def _forward(
-    model: nn.Module, example: Sequence[Any], named: Mapping[str, Any], fake: "FakeTensorMode | None"
+    model: nn.Module, example: Sequence[Any], keyword_example: Mapping[str, Any], fake: "FakeTensorMode | None"
 ) -> dict[str, _Run]:
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
 
@@ -107,7 +107,7 @@ def _forward(
             return leaf
         return (leaf if fake is None else fake.from_tensor(leaf)).to(device or leaf.device)
 
-    args, keywords = tree_map(convert, (tuple(example), dict(named)))
+    args, keywords = tree_map(convert, (tuple(example), dict(keyword_example)))
     record = _Recorder(model)
     try:
         with mode(model, False), torch.random.fork_rng(devices=[]), _without_kernels(fake), fake or nullcontext():
@@ -146,8 +146,8 @@ class _Recorder:
         for place in places(model):
             modules.setdefault(id(place.module), (place.name, place.module))
         self.runs = {name: _Run() for name, _ in modules.values()}
-        named = model.named_modules(remove_duplicate=False)
-        self.owners = {name: modules[id(m)][0] for name, m in named if id(m) in modules}
+        all_modules = model.named_modules(remove_duplicate=False)
+        self.owners = {name: modules[id(m)][0] for name, m in all_modules if id(m) in modules}
         for name, module in modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -179,12 +179,12 @@ class _Recorder:
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
-            around = {""}
+            owners = {""}
             parts = allocation.owner.split(".")
             for end in range(1, len(parts) + 1):
                 if (place := self.owners.get(".".join(parts[:end]))) is not None:
-                    around.add(place)
-            for place in around:
+                    owners.add(place)
+            for place in owners:
                 self.runs[place].kept += allocation.size
 
     def remove(self) -> None:
@@ -195,8 +195,8 @@ class _Recorder:
 def _shapes(values: Any) -> str:
     """The shapes of all tensors in a module's inputs or outputs: "8x1x28x28", "2x3, 4"."""
     shapes = ["x".join(map(str, leaf.shape)) or "1" for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-    more = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
-    return ", ".join(shapes[:3]) + more
+    rest = f" and {len(shapes) - 3} more" if len(shapes) > 3 else ""
+    return ", ".join(shapes[:3]) + rest
 
 
 @dataclass
@@ -217,10 +217,10 @@ def print_layers(rows: Sequence[Layer]) -> None:
     for name, node in nodes.items():
         if name:
             nodes[name.rpartition(".")[0]].inside.append(node)
-    ran = rows[0].calls is not None
-    columns = ["", "type"] + (["input", "output"] if ran else []) + ["parameters", "memory"]
+    has_run = rows[0].calls is not None
+    columns = ["", "type"] + (["input", "output"] if has_run else []) + ["parameters", "memory"]
     lines = _lines(nodes[""], "all", "")
-    print_table("", columns + (["FLOPs", "kept for backward"] if ran else []), lines)
+    print_table("", columns + (["FLOPs", "kept for backward"] if has_run else []), lines)
 
 
 def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:
@@ -263,11 +263,11 @@ def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
     """Print a table of the results of `statistics`."""
     lines = []
     for name, record in records.items():
-        for what, values in (("output", record.output), ("gradient", record.gradient)):
+        for label, values in (("output", record.output), ("gradient", record.gradient)):
             if values.count:
                 figures = [f"{x:.3g}" for x in (values.mean, values.std, values.largest)]
                 odd = str(values.nonfinite) if values.nonfinite else ""
-                lines.append([name, what, str(record.calls), *figures, f"{values.zeros:.1%}", odd])
+                lines.append([name, label, str(record.calls), *figures, f"{values.zeros:.1%}", odd])
         if not record.calls:
             lines.append([name, "not called", *[""] * 6])
     print_table("", ["", "of", "calls", "mean", "std", "largest", "zeros", "not finite"], lines)
@@ -285,11 +285,11 @@ class ModuleRow(NamedTuple):
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
     """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
     for place, module in model.named_modules():
-        plain = {k: stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
+        attrs = {k: stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}
         shapes = {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
-        kind = getattr(type(module), "structure_name", type(module).__qualname__)
-        yield ModuleRow(place, kind, plain, shapes)
+        class_name = getattr(type(module), "structure_name", type(module).__qualname__)
+        yield ModuleRow(place, class_name, attrs, shapes)
 
 
 def stable_repr(value: Any) -> str:
