@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from dunes.cores import OWN_CHOICE, waits_are_told
+from dunes.cores import OWN_CHOICE, reports_waits
 
 __version__ = "0.2.0"
 _ROOMS = {
@@ -37,7 +37,7 @@ __doc__ = f"{__doc__}\n" + "\n".join(f"    {room:12}{line}" for room, line in _R
 
 # Where `share_cores` cannot measure how long threads wait, waiting threads always sleep early. OpenMP reads this
 # variable once, when torch is loaded.
-if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not waits_are_told():
+if "torch" not in sys.modules and not os.environ.keys() & OWN_CHOICE and not reports_waits():
     os.environ["GOMP_SPINCOUNT"] = "3000"
 
 if not TYPE_CHECKING:  # otherwise a type checker would accept any attribute name

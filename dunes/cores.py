@@ -44,7 +44,7 @@ def share_cores() -> None:
     global _watcher
     with _lock:
         alive = _watcher is not None and _watcher.is_alive()
-        if alive or os.environ.keys() & OWN_CHOICE or not waits_are_told():
+        if alive or os.environ.keys() & OWN_CHOICE or not reports_waits():
             return
         thread = threading.Thread(target=_watch, name="dunes-cores", daemon=True)
         with suppress(RuntimeError):
@@ -62,34 +62,34 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def waits_are_told() -> bool:
+def reports_waits() -> bool:
     """True if the kernel reports how long threads wait for a core."""
     return Path("/proc/self/schedstat").exists()
 
 
-def waits() -> dict[str, float]:
+def wait_times() -> dict[str, float]:
     """Seconds that each thread of this process has waited for a core; empty if the system does not report it."""
-    found = {}
+    seconds = {}
     with suppress(OSError):  # the limit of open files
         for file in _TASKS.glob("*/schedstat"):
             with suppress(OSError, IndexError):  # the thread has ended
-                found[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
-    return found
+                seconds[file.parent.name] = int(file.read_bytes().split()[1]) / 1e9
+    return seconds
 
 
-def waited(before: Mapping[str, float], now: Mapping[str, float]) -> float:
+def waiting_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     """Seconds that threads have waited between two measurements; threads that have ended are left out."""
-    return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in now.items())
+    return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in after.items())
 
 
 def _watch() -> None:
     team: threading.Event | None = None
-    free, now, clock = 0, waits(), perf_counter()
+    free, after, clock = 0, wait_times(), perf_counter()
     while True:
         sleep(SECONDS)
-        before, last = now, clock
-        now, clock = waits(), perf_counter()
-        share = waited(before, now) / (clock - last)
+        before, last = after, clock
+        after, clock = wait_times(), perf_counter()
+        share = waiting_seconds(before, after) / (clock - last)
         free = free + 1 if share < FREE else 0
         if share > BUSY and team is None and "torch" in sys.modules:
             try:
@@ -106,16 +106,16 @@ def _start_team(size: int) -> threading.Event:
 
     Raises AttributeError without libgomp, and RuntimeError if that many threads cannot be started.
     """
-    process, over = ctypes.CDLL(None), threading.Event()
+    process, end = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
     _try_threads(size)  # libgomp would abort the process
 
-    def hold() -> None:  # the team ends with the thread
+    def keep() -> None:  # the team ends with the thread
         parallel(nothing, None, size, 0)
-        over.wait()
+        end.wait()
 
-    threading.Thread(target=hold, name="dunes-team", daemon=True).start()
-    return over
+    threading.Thread(target=keep, name="dunes-team", daemon=True).start()
+    return end
 
 
 def _try_threads(count: int) -> None:

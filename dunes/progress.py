@@ -61,7 +61,7 @@ class Display:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.console.is_terminal and not self.quiet:
             self._bar.stop()
@@ -79,9 +79,9 @@ class Display:
     def time_left(self, text: str, done: float) -> None:
         """Show the progress, and the estimated remaining time at the present rate."""
         elapsed = monotonic() - self._start
-        known = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
-        left = elapsed * (1 / done - 1) if known else None
-        self.state(text if left is None else f"{text}, {format_seconds(round(left))} left", done)
+        can_estimate = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
+        remaining = elapsed * (1 / done - 1) if can_estimate else None
+        self.state(text if remaining is None else f"{text}, {format_seconds(round(remaining))} left", done)
 
     def line(self, text: str = "") -> None:
         """Print a line."""
@@ -96,24 +96,24 @@ class Display:
         """Print text with some parts highlighted: in colour, or in brackets where there is none."""
         from rich.text import Text
 
-        plain = self.console.color_system is None
+        no_colour = self.console.color_system is None
         text = Text(f"{title}\n")
         for part, marked in parts:
-            text.append(f"⟦{part}⟧" if marked and plain else part, style="bold green" if marked else "dim")
+            text.append(f"⟦{part}⟧" if marked and no_colour else part, style="bold green" if marked else "dim")
         self.console.print(text, soft_wrap=True)
 
 
 @contextmanager
-def step(show: Show, what: str, start: float, end: float) -> Iterator[None]:
+def step(show: Show, text: str, start: float, end: float) -> Iterator[None]:
     """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
     reached = 0.0
 
     def listen(share: float) -> None:
         nonlocal reached
         reached = max(reached, share)  # a second loop does not move it back
-        show(what, start + (end - start) * reached)
+        show(text, start + (end - start) * reached)
 
-    show(what, start)
+    show(text, start)
     token = _listener.set(listen)
     try:
         yield

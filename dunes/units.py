@@ -13,24 +13,24 @@ def plural(count: float, noun: str, nouns: str = "") -> str:
 
 def format_bytes(size: float) -> str:
     """Bytes as text: 1.2 GB, 34 MB, 567 B."""
-    return _scaled(size, SIZES, " ")
+    return _scale(size, SIZES, " ")
 
 
 def format_count(count: float) -> str:
     """A count as text: 12.3M, 4.1k, 87."""
-    return _scaled(count, COUNTS)
+    return _scale(count, COUNTS)
 
 
 def format_seconds(seconds: float) -> str:
     """Seconds as text: 2:03:09 or 1:05 from a minute on; below 1.23 s, 45.6 ms, 789 us."""
     if seconds < 59.95:
-        return _scaled(seconds, TIMES)
-    minutes, rest = divmod(round(seconds), 60)
+        return _scale(seconds, TIMES)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _scaled(number: float, units: tuple[tuple[float, str], ...], space: str = "") -> str:
+def _scale(number: float, units: tuple[tuple[float, str], ...], space: str = "") -> str:
     """The number in the largest unit in which it is at least 1 after rounding."""
     scale, unit = next((u for u in units if abs(number) >= 0.9995 * u[0] or (not number and u[0] == 1)), units[-1])
     return f"{number / scale:.3g}{space}{unit}"

@@ -636,7 +636,7 @@ def test_a_mistake_is_one_line_and_status_2():
 
 def adapter_in(folder, **options):
     """A model with an adapter as after training, which is saved there."""
-    base = of_shape("llama", 200_000, 32).written
+    base = of_shape("llama", 200_000, 32).saved_folder
     model = checkpoint.load(base).model
     attach(model, where="**.attn.q", rank=2, **options)
     with torch.no_grad():
@@ -662,4 +662,4 @@ def test_an_adapter_is_measured_with_its_context_length_and_the_tokenizer_of_its
     assert shapes[0] == shapes[1]
     assert any(".adapters." in k for k, _ in loaded.named_parameters())
     assert subject.context == 64
-    assert subject.tokenizer.vocab == Tokenizer.load(of_shape("llama", 200_000, 32).written).vocab
+    assert subject.tokenizer.vocab == Tokenizer.load(of_shape("llama", 200_000, 32).saved_folder).vocab

@@ -93,7 +93,7 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     assert kept(busy) == 10.0, "a folder that cannot be written to"
 
 
-@pytest.mark.skipif(not cores.waits_are_told(), reason="the kernel does not count how long threads wait")
+@pytest.mark.skipif(not cores.reports_waits(), reason="the kernel does not count how long threads wait")
 def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
     """libgomp has more threads than processors exactly while this process waits for cores."""
     monkeypatch.setattr(cores, "SECONDS", 0.02)
@@ -144,8 +144,8 @@ def test_where_no_more_threads_are_to_be_had_nothing_fails(monkeypatch, allowed)
 
 
 def test_the_wait_of_a_thread_that_has_ended_hides_no_other():
-    assert cores.waited({"1": 5.0, "2": 1.0}, {"2": 1.5, "3": 0.25}) == 0.75
-    assert cores.waited({"1": 5.0}, {"1": 0.5}) == 0, "another one with its number"
+    assert cores.waiting_seconds({"1": 5.0, "2": 1.0}, {"2": 1.5, "3": 0.25}) == 0.75
+    assert cores.waiting_seconds({"1": 5.0}, {"1": 0.5}) == 0, "another one with its number"
 
 
 def test_one_thread_watches_however_many_ask(monkeypatch):
@@ -159,7 +159,7 @@ def test_one_thread_watches_however_many_ask(monkeypatch):
         thread.start()
     for thread in asking:
         thread.join()
-    assert watched == [1] * cores.waits_are_told()
+    assert watched == [1] * cores.reports_waits()
 
 
 def until(true, seconds=20):

@@ -117,7 +117,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     prompts = _random_ids(model, setting.batch, half).tolist()
     step = _compiled_step(model, setting.compile) if setting.batch == 1 else None
 
-    def prefilled() -> Any:
+    def prefill_prompts() -> Any:
         requests = [Request(ids, count) for ids in prompts]
         cache = PrefixCache(model, setting.batch, step=step)
         tokens = generate_all(model, requests, context_length=setting.context, cache=cache)
@@ -133,7 +133,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     cached = setting.batch * cache_elements(model, middle) * _table(model).element_size()
     size = steps * (weight_bytes(model, setting.batch) + cached)
     form = None if step is None else "native"
-    return Work(run, setting.batch * steps, setup=prefilled, flops=work, bytes=size, model=model, form=form)
+    return Work(run, setting.batch * steps, setup=prefill_prompts, flops=work, bytes=size, model=model, form=form)
 
 
 def _compiled_step(model: Decoder, anew: bool) -> CompiledStep | None:
@@ -176,16 +176,16 @@ def tokenize(subject: Subject, setting: Setting) -> Work:
 @benchmark(reads=())
 def load(subject: Subject, setting: Setting) -> Work:
     """Loading a model folder from the page cache, and the time to first token."""
-    folder = subject.written
+    folder = subject.saved_folder
     run = lambda _: checkpoint.load(folder, measure.device())
-    then = lambda loaded: next(generate(loaded.model, [0], max_tokens=1, context_length=loaded.context_length))
-    return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes", then=then)
+    to_first = lambda loaded: next(generate(loaded.model, [0], max_tokens=1, context_length=loaded.context_length))
+    return Work(run, _stored_bytes(checkpoint.load(folder).model), "bytes", then=to_first)
 
 
 @benchmark(reads=())
 def save(subject: Subject, setting: Setting) -> Work:
     """Saving a model folder, with digests and fsync."""
-    loaded, folder = checkpoint.load(subject.written, measure.device()), scratch()
+    loaded, folder = checkpoint.load(subject.saved_folder, measure.device()), scratch()
     arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length
     run = lambda _: checkpoint.save(*arguments, architecture=loaded.architecture)
     return Work(run, _stored_bytes(loaded.model), "bytes")
@@ -201,10 +201,10 @@ def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     Embeddings count a few rows, adapters only if active, experts as often as uniform routing would select them.
     """
     tied = _table(model).nbytes if model.head is None else 0
-    whole, embeddings = _active_bytes(model), _active_bytes(model.embed)
+    all_weights, embeddings = _active_bytes(model), _active_bytes(model.embed)
     mixtures = (m for m in model.modules() if isinstance(m, MoE))
     idle = sum(_active_bytes(m.experts) * (1 - m.top_k / len(m.experts)) ** tokens for m in mixtures)
-    return whole - embeddings + tied - idle
+    return all_weights - embeddings + tied - idle
 
 
 def _active_bytes(module: nn.Module) -> int:

@@ -66,13 +66,13 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
     fixed = [n for n in SETTING if all(len({str(r.get(n)) for r in side}) == 1 for side in (a, b))]
     columns = [n for n in SETTING if n not in fixed or n == "benchmark"]
     sides = [group_rows(side, columns) for side in (a, b)]
-    both = [key for key in sides[0] if key in sides[1]]
-    if not both:
+    common = [key for key in sides[0] if key in sides[1]]
+    if not common:
         raise ValueError(
             f"no case was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
             f"B has {_label(columns, next(iter(sides[1])))}"
         )
-    results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in both]
+    results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in common]
     unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
     return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
@@ -93,14 +93,14 @@ def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
     return results
 
 
-def _difference(what: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
+def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
     sides = [{int(row.get("round", i)): float(row["seconds"]) for i, row in enumerate(side)} for side in (a, b)]
     logs = [math.log(sides[1][n] / sides[0][n]) for n in sides[0] if n in sides[1]]
     if not logs:
-        raise ValueError(f"{what}: no round was measured in both; measure again")
+        raise ValueError(f"{label}: no round was measured in both; measure again")
     middle, interval = hodges_lehmann(logs, confidence)
     ratios = interval and (math.exp(interval[0]), math.exp(interval[1]))
-    return Difference(what, math.exp(middle), ratios, len(logs))
+    return Difference(label, math.exp(middle), ratios, len(logs))
 
 
 def hodges_lehmann(
@@ -108,8 +108,8 @@ def hodges_lehmann(
 ) -> tuple[float, tuple[float, float] | None]:
     """The Hodges-Lehmann median and its confidence interval, None for too few values."""
     means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
-    cut = _critical(len(values), (1 - confidence) / 2)
-    return median(means), None if cut is None else (means[cut], means[-1 - cut])
+    count = _critical(len(values), (1 - confidence) / 2)
+    return median(means), None if count is None else (means[count], means[-1 - count])
 
 
 def _critical(n: int, tail: float) -> int | None:

@@ -61,11 +61,11 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Lines of at least two summaries that differ only in the axis, by the settings that distinguish the lines."""
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
-    others = [n for n in SETTING if n not in along]
-    groups = group_rows(results, others)
-    varying = [i for i, _ in enumerate(others) if len({k[i] for k in groups}) > 1]
+    columns = [n for n in SETTING if n not in along]
+    groups = group_rows(results, columns)
+    varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]
     lines = {k: m for k, m in groups.items() if len({f[axis] for f in m}) > 1}
-    return {", ".join(f"{others[i]} {k[i]}" for i in varying): m for k, m in lines.items()}
+    return {", ".join(f"{columns[i]} {k[i]}" for i in varying): m for k, m in lines.items()}
 
 
 def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
@@ -179,9 +179,9 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "loss" not in line:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
-        known = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
+        point = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
         checks = {name: line.get(name) for name in ("bits_per_byte", "validation_loss")}
-        results.append(known | checks)
+        results.append(point | checks)
     return results
 
 
@@ -216,13 +216,13 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
         records += [{"moment": moment, "kind": kind, "bytes": float(sizes.get(kind, 0))} for kind in KINDS]
     polars = extra("polars", "plot")
     frame = _frame(records).with_columns(polars.col("kind").cast(polars.Enum(KINDS)))  # the order of stacking
-    seen = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
+    kinds = [k for k in KINDS if any(r["bytes"] for r in records if r["kind"] == k)]
     return (
         _base(frame, wide=8, x="moment", y="bytes", fill="kind")
         + p.geom_area(position=p.position_stack(reverse=True), alpha=0.95)
         + p.geom_vline(xintercept=log.moment, linetype="dashed", color="#222222", size=0.5)
         + p.annotate("text", x=log.moment, y=log.peak * 1.06, label=f"peak {format_bytes(log.peak)}", size=9)
-        + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=seen)
+        + p.scale_fill_manual(dict(zip(KINDS, COLOURS, strict=False)), breaks=kinds)
         + p.scale_y_continuous(labels=lambda v: [format_bytes(t) for t in v], limits=(0, log.peak * 1.12))
         + p.labs(title="tensor memory", x="allocations and frees", y="")
     )
@@ -251,5 +251,5 @@ def _bar(f: Row, among: Sequence[Row]) -> Row:
     varying = [n for n in columns if len({str(o.get(n)) for o in among}) > 1]
     name = ", ".join(str(f[n]) if n == "subject" else f"{n} {f[n]}" for n in varying) or str(f["subject"])
     amount = f["rate"] * f["seconds"]
-    known = {"rate": f["rate"], "unit": f["unit"], "limit": f.get("limit")}
-    return {"name": name, **known, "low": amount / f["high"], "high": amount / f["low"]}
+    values = {"rate": f["rate"], "unit": f["unit"], "limit": f.get("limit")}
+    return {"name": name, **values, "low": amount / f["high"], "high": amount / f["low"]}

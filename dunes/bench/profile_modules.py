@@ -145,22 +145,22 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
 def profile_work(work: Work) -> tuple[Report, float]:
     """The report of one run, and the relative overhead of the profiler: 0.1 for 10 %."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
-    plain = []
+    unprofiled = []
     for _ in range(4):  # the first runs load kernels
         state, start = work.setup(), perf_counter()
         work.run(state)
         measure.synchronize(measure.device())
-        plain.append(perf_counter() - start)
+        unprofiled.append(perf_counter() - start)
     state = work.setup()
     with profile_modules(work.model) as report:
         work.run(state)
-    return report, report.wall / median(plain[1:]) - 1
+    return report, report.wall / median(unprofiled[1:]) - 1
 
 
 def kind_of_operation(operation: str) -> str:
     """The kind of an operation, by its name."""
-    plain = operation.removeprefix("aten::").removesuffix("_backward").removesuffix("_")
-    return next((name for name, pattern in KINDS.items() if re.search(pattern, plain)), "elementwise")
+    base_name = operation.removeprefix("aten::").removesuffix("_backward").removesuffix("_")
+    return next((name for name, pattern in KINDS.items() if re.search(pattern, base_name)), "elementwise")
 
 
 def _is_autograd_engine(event: FunctionEvent) -> bool:

@@ -62,16 +62,16 @@ def race(
     runs = {}
     for name, work in works.items():
         before(name)
-        first, _ = [_timed(work, 1, clock) for _ in range(2)][1]
+        first, _ = [_time(work, 1, clock) for _ in range(2)][1]
         runs[name] = max(1, round(least / max(first, 1e-9)))
     for number in range(rounds):
         for name in works if number % 2 == 0 else reversed(list(works)):
             before(name)
-            seconds, first_token = _timed(works[name], runs[name], clock)
+            seconds, first_token = _time(works[name], runs[name], clock)
             yield Lap(name, number, seconds, runs[name], first_token)
 
 
-def _timed(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
+def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
     """Seconds per run without the setup, and seconds including `then`, None without it."""
     total = extended = 0.0
     for _ in range(runs):

@@ -72,8 +72,8 @@ def summarize(rows: Sequence[Row]) -> Row:
     results |= {"rounds": len(rows), "seconds": middle, "low": low, "high": high, "unit": first["unit"]}
     results["rate"] = first["amount"] / middle
     for name in ("flop_share", "first_token"):
-        if known := [float(row[name]) for row in rows if row.get(name) is not None]:
-            results[name] = median(known)
+        if values := [float(row[name]) for row in rows if row.get(name) is not None]:
+            results[name] = median(values)
     if first.get("bytes") and (reads := [float(row["read"]) for row in rows if row.get("read")]):
         results["byte_share"] = first["bytes"] / middle / max(reads)
     if "byte_share" in results:
@@ -83,14 +83,14 @@ def summarize(rows: Sequence[Row]) -> Row:
 
 def source_commit() -> str | None:
     """The commit of the running source tree, with + if it has changes; None outside of a checkout."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(here), *arguments]
+        command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        if not Path(git("rev-parse", "--show-toplevel"), "dunes", "bench").samefile(here):
+        if not Path(git("rev-parse", "--show-toplevel"), "dunes", "bench").samefile(folder):
             return None
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):

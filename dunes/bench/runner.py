@@ -62,21 +62,21 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
 class Case:
     """A case to time.
 
-    `bytes` is the size of its weights, `held` its memory between runs, `peak` the estimated peak (None: unknown).
+    `bytes` is the size of its weights, `resident` its memory between runs, `peak` the estimated peak (None: unknown).
     """
 
     subject: Subject
     setting: Setting
     parameters: int
     bytes: int
-    held: int
+    resident: int
     peak: int | None
 
 
 def cases(name: str, request: Request) -> list[Case]:
     """The cases of a request. Raises ValueError for settings that the model or machine does not support."""
-    named = BENCHMARKS[name]
-    results = [_case(named, *pair) for pair in subjects_with_settings(name, request)]
+    benchmark = BENCHMARKS[name]
+    results = [_case(benchmark, *pair) for pair in subjects_with_settings(name, request)]
     _check_memory(results)
     return results
 
@@ -93,8 +93,8 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
         raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
-    if wrong := [d for d in request.dtypes if d not in DTYPES]:
-        raise ValueError(f"--dtype is {wrong[0]!r}; it must be one of {', '.join(DTYPES)}")
+    if invalid := [d for d in request.dtypes if d not in DTYPES]:
+        raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
     subjects, results = [*_subjects(request)], []  # before measurements, which take seconds
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
@@ -123,23 +123,23 @@ def _subjects(request: Request) -> Iterator[Subject]:
         yield of_shape(family, parse_size(size), longest) if longest else of_shape(family, parse_size(size))
 
 
-def _case(named: Benchmark, subject: Subject, setting: Setting) -> Case:
+def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
     with torch.device("meta"):
         model = subject.outline()
     parameters = tree.count(model)
-    dtype = torch.float32 if named.memory is train_allocations else getattr(torch, setting.dtype)
-    stored = (*model.parameters(), *model.buffers())
-    size = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in stored)
-    if named.memory is None:
+    dtype = torch.float32 if benchmark.memory is train_allocations else getattr(torch, setting.dtype)
+    tensors = (*model.parameters(), *model.buffers())
+    size = sum(t.numel() * (dtype if t.is_floating_point() else t.dtype).itemsize for t in tensors)
+    if benchmark.memory is None:
         return Case(subject, setting, parameters, size, size, None)
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype))
-    log = named.memory(subject.outline, shape)
+    log = benchmark.memory(subject.outline, shape)
     return Case(subject, setting, parameters, size, log.live[0], log.peak)
 
 
 def _check_memory(results: Sequence[Case]) -> None:
     """Raise ValueError if the machine would swap: all models are in memory, one runs at a time."""
-    need = FRAGMENTS * (sum(c.held for c in results) + max((c.peak or 0) - c.held for c in results))
+    need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
             f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
@@ -167,23 +167,23 @@ def bench(
     if os.path.lexists(out):
         raise ValueError(f"{out}: already exists; choose another --out")
     report(f"{name}: estimating memory, choosing threads", 0.0)
-    field, works = {f"{number}": c for number, c in enumerate(cases(name, request))}, dict[str, Work]()
-    for n, c in field.items():
+    numbered, works = {f"{number}": c for number, c in enumerate(cases(name, request))}, dict[str, Work]()
+    for n, c in numbered.items():
         compiles = ", and compiling its decoding unless cached" if c.setting.compile else ""
-        report(f"{name}: building {c.subject.name}{compiles} ({len(works) + 1} of {len(field)})", 0.0)
+        report(f"{name}: building {c.subject.name}{compiles} ({len(works) + 1} of {len(numbered)})", 0.0)
         works[n] = BENCHMARKS[name].make(c.subject, c.setting)
-    known = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
+    machine = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
     ceilings, results = Ceilings(), list[rows.Row]()
     report(f"{name}: warming up", 0.0)
     start, laps = perf_counter(), rounds * len(works)
-    before = lambda n: torch.set_num_threads(field[n].setting.threads)
+    before = lambda n: torch.set_num_threads(numbered[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least):
-        row = _row(name, field[lap.name], works[lap.name], lap, ceilings) | known
+        row = _row(name, numbered[lap.name], works[lap.name], lap, ceilings) | machine
         rows.append_row(out, row)
         results.append(row)
         # The warm-up took about as long as a round.
-        left = (perf_counter() - start) / (len(works) + len(results)) * (laps - len(results))
-        words = f"{name} round {lap.round + 1} of {rounds}, {format_seconds(round(left))} left"
+        remaining = (perf_counter() - start) / (len(works) + len(results)) * (laps - len(results))
+        words = f"{name} round {lap.round + 1} of {rounds}, {format_seconds(round(remaining))} left"
         report(words, len(results) / laps)
     return results
 

@@ -80,11 +80,11 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
         "trust": checkpoint.cards_trusted(),
     }
     command, environment = python_command("-m", "dunes.bench.step_memory", json.dumps(request))
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | TRIMMING_MALLOC)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no error message"])[-1][:300]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment | TRIMMING_MALLOC)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or ["no error message"])[-1][:300]
         raise ValueError(f"{f.subject.name}: the step failed: {reason}")
-    return MeasuredMemory(**json.loads(done.stdout))
+    return MeasuredMemory(**json.loads(process.stdout))
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
@@ -101,6 +101,6 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
 
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    with checkpoint.trust_cards(asked["trust"]):
-        print(json.dumps(asdict(_measure_step(asked))))
+    request = json.loads(sys.argv[1])
+    with checkpoint.trust_cards(request["trust"]):
+        print(json.dumps(asdict(_measure_step(request))))

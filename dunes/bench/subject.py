@@ -70,7 +70,7 @@ class Subject:
         return model.to(measure.device(), getattr(torch, dtype))
 
     @cached_property
-    def written(self) -> Path:
+    def saved_folder(self) -> Path:
         """The model's folder; a temporary one for a shape."""
         if self.folder is not None:
             return self.folder

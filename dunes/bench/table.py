@@ -17,7 +17,7 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     """Print one line per case: the settings that distinguish it, and its results."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in results}) > 1]
     columns = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
-    shown: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    formats: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "time/run": lambda f: format_seconds(f["seconds"]),
         "p25 to p75": lambda f: f"{format_seconds(f['low'])} to {format_seconds(f['high'])}",
         "rate": lambda f: f"{format_count(f['rate'])} {f['unit']}/s",
@@ -27,12 +27,12 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
         "to the first token": lambda f: _first_token(f) if "first_token" in f else "",
         "tensors": lambda f: format_bytes(f["peak_bytes"]) if "peak_bytes" in f else "",
     }
-    used = {name: text for name, text in shown.items() if any(text(f) for f in results)}
-    lines = [[_value(f[n]) for n in columns] + [text(f) for text in used.values()] for f in results]
+    columns_shown = {name: text for name, text in formats.items() if any(text(f) for f in results)}
+    lines = [[_value(f[n]) for n in columns] + [text(f) for text in columns_shown.values()] for f in results]
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
     title = f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}"
-    print_table(title, [*columns, *used], lines)
+    print_table(title, [*columns, *columns_shown], lines)
 
 
 def _limit(f: Mapping[str, Any]) -> str:
@@ -57,8 +57,8 @@ def print_comparison(results: Comparison, confidence: float) -> None:
         lines.append([d.what, f"{d.ratio:.3f}", interval, str(d.pairs), d.verdict])
     title = f"seconds of B over seconds of A, {confidence:.0%} confidence"
     print_table(title, ["", "ratio", "interval", "rounds", ""], lines)
-    for what in results.unmatched:
-        print(f"only in one of them: {what}")
+    for label in results.unmatched:
+        print(f"only in one of them: {label}")
 
 
 def print_times(report: Report, overhead: float) -> None:
@@ -88,9 +88,9 @@ def print_memory(log: Allocations) -> None:
         place = places.setdefault((re.sub(r"\b\d+\b", "*", a.owner), a.kind, a.phase), [0, 0])
         place[0] += a.size
         place[1] += 1
-    most = sorted(places.items(), key=lambda item: -item[1][0])[:16]
+    largest = sorted(places.items(), key=lambda item: -item[1][0])[:16]
     print()
-    lines = [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in most]
+    lines = [[w, format_bytes(b), k, p, str(n)] for (w, k, p), (b, n) in largest]
     print_table("allocated by", ["", "bytes", "kind", "phase", "tensors"], lines)
 
 
@@ -103,11 +103,11 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
         line = [f"{f.subject.name}, {f.shape.batch} x {f.shape.context}, {dtype}", format_bytes(f.log.peak)]
         line += [format_bytes(kinds[k]) if kinds.get(k) else "" for k in KINDS]
         if truth:
-            grown = f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"
-            line += [format_bytes(truth.tensors), grown]
+            growth = f"{format_bytes(truth.grown)} ({truth.grown / f.log.peak - 1:+.1%})"
+            line += [format_bytes(truth.tensors), growth]
         lines.append(line)
-    measured = ["measured", "process grew by"] if any(truths) else []
-    print_table("peak memory", ["", "estimated", *KINDS, *measured], lines)
+    measured_columns = ["measured", "process grew by"] if any(truths) else []
+    print_table("peak memory", ["", "estimated", *KINDS, *measured_columns], lines)
 
 
 def bar(share: float, width: int = 30) -> str:

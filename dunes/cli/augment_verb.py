@@ -60,60 +60,60 @@ def _option(name: str, default: Any, annotation: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _command(name: str, kind: type[Options]) -> Callable[..., None]:
+def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
     """The command of a change, with flags for its offered options."""
     group = name.replace("-", "_")
 
-    def command(model: str, out: Path, **given: Any) -> None:
-        given = {p.name: p.default for p in parameters[2:]} | given
-        options = given.pop(group)
-        if given.pop("undo", False):
-            _undo(name, model, out, options, given)
+    def command(model: str, out: Path, **settings: Any) -> None:
+        settings = {p.name: p.default for p in parameters[2:]} | settings
+        options = settings.pop(group)
+        if settings.pop("undo", False):
+            _undo(name, model, out, options, settings)
         else:
-            _augment(name, model, out, options, given)
-            print(kind.NEXT.format(out=quote(str(out))))
+            _augment(name, model, out, options, settings)
+            print(options_type.NEXT.format(out=quote(str(out))))
 
     parameters = [
         Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=Model),
         Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, annotation=Out),
-        _option(group, kind(), Annotated[kind, tyro.conf.arg(help="Options of the change.")]),
+        _option(group, options_type(), Annotated[options_type, tyro.conf.arg(help="Options of the change.")]),
     ]
-    if kind.TEXT:
-        calibration = flag("SOURCE", "the text of the model's training", kind.TEXT)
+    if options_type.TEXT:
+        calibration = flag("SOURCE", "the text of the model's training", options_type.TEXT)
         parameters.append(_option("calibration", (), Annotated[tuple[str, ...], calibration]))
-    if kind.SCORED:
+    if options_type.SCORED:
         parameters.append(_option("validation", (), VALIDATION))
-    if kind.UNDO:
-        parameters.append(_option("undo", False, Annotated[bool, tyro.conf.arg(help=kind.UNDO)]))
-    command.__doc__, command.__name__ = kind.__doc__, name
+    if options_type.UNDO:
+        parameters.append(_option("undo", False, Annotated[bool, tyro.conf.arg(help=options_type.UNDO)]))
+    command.__doc__, command.__name__ = options_type.__doc__, name
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
-def _augment(name: str, model: str, out: Path, options: Options, given: dict[str, Any]) -> None:
+def _augment(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
     """Make the change from folder to folder, and print its report."""
     from dunes import checkpoint, measure
     from dunes.runs.augment import augment_folder, quantize_folder
 
     make = quantize_folder if name == "quantize" else partial(augment_folder, name=name)
-    if name != "quantize" and not options.reads_text and given.pop("calibration", ()):
+    if name != "quantize" and not options.reads_text and settings.pop("calibration", ()):
         raise ValueError(f"with these options {name} reads no text; omit --calibration")
     measure.use_best_threads()
     with _display() as display:
         folder = checkpoint.locate_model(model).folder
         request = {option: value for option, value in vars(options).items() if option != "where" or value}
-        lines = make(folder, out, show=display.time_left, **request, **given)
+        lines = make(folder, out, show=display.time_left, **request, **settings)
     print("\n".join(lines))
 
 
-def _undo(name: str, model: str, out: Path, options: Options, given: dict[str, Any]) -> None:
+def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
     """Take the change back from folder to folder, and print the report. Raises ValueError for other options."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 
-    if more := [*options.changed(), *(flag for flag, value in given.items() if value)]:
-        raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(more)}")
+    if unsupported := [*options.changed(), *(flag for flag, value in settings.items() if value)]:
+        raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(unsupported)}")
     with _display() as display:
         print(undo_folder(checkpoint.locate_model(model).folder, out, name, show=display.time_left))
 

@@ -30,8 +30,8 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
 
 def commands() -> dict[str, Callable[..., Any]]:
     """The commands below `dunes bench`."""
-    named = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
-    of_models = with_trust(named | {"memory": memory})
+    benchmarks = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
+    of_models = with_trust(benchmarks | {"memory": memory})
     return of_models | {"compare": compare, "plot": plot}
 
 
@@ -206,8 +206,8 @@ def memory(
     from dunes.bench import step_memory as estimator
 
     defaults = {"batches": model.batches or (16,), "dtypes": model.dtypes or ("float32",), "threads": (1,)}
-    wanted = runner.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | defaults))
-    estimates = [estimator.estimate_memory(*pair, checkpointing, inference) for pair in wanted]
+    pairs = runner.subjects_with_settings("prefill" if inference else "train", Request(**vars(model) | defaults))
+    estimates = [estimator.estimate_memory(*pair, checkpointing, inference) for pair in pairs]
     measurements = [e.measure() if check else None for e in estimates]
 
     def print_text() -> None:

@@ -76,7 +76,7 @@ def version() -> str:
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 
-def _show_warning(message: Warning | str, *place: Any, **more: Any) -> None:
+def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
     """Print a warning in one line, without its source location."""
     print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 

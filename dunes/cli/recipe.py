@@ -14,12 +14,12 @@ def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
     of arguments prints that line and exits with 2; -h prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
-    given, (_, program, *names) = sys.argv[1:], usage.split()
-    if {"-h", "--help"} & {*given}:
+    arguments, (_, program, *names) = sys.argv[1:], usage.split()
+    if {"-h", "--help"} & {*arguments}:
         print(doc.strip())
         sys.exit(0)
     needed = [name for name in names if not name.startswith("[")]
-    if not len(needed) <= len(given) <= len(names):
+    if not len(needed) <= len(arguments) <= len(names):
         print(f"usage: {usage}", file=sys.stderr)
         sys.exit(2)
-    exit_with(lambda: main(*given), program)
+    exit_with(lambda: main(*arguments), program)

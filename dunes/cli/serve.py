@@ -82,8 +82,8 @@ def serve(
     try:
         running = Running(_folders(models), acceptance, adapter, _say, not no_follow)
     except BaseException:
-        for each in sockets:
-            each.close()
+        for listener in sockets:
+            listener.close()
         raise
     place = url(host, sockets[0].getsockname()[1])
     folders = [] if key else [model.folder for model in running.served.values()]
@@ -99,7 +99,7 @@ def serve(
 def _announce(running: "Running", model: str, place: str) -> None:
     from dunes.serve.editors import EDITORS
 
-    names = ", ".join(name for each in running.served.values() for name in each.names)
+    names = ", ".join(name for served in running.served.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
     print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)

@@ -110,15 +110,15 @@ def _run(
     options: RunOptions,
     **more: int,
 ) -> int:
-    """Start a run. `asked` are the options set on the command line, even to their defaults."""
+    """Start a run, which also gets the names of options set on the command line, even to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.progress import Display
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
-    asked = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
+    set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
     display = Display(quiet=quiet and not options.dry_run)
-    return work(config, out or Path("runs/none"), display, **vars(options) | {"asked": asked} | more)
+    return work(config, out or Path("runs/none"), display, **vars(options) | {"asked": set_options} | more)
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def chat(
         run(talk, sys.stdin, write)
     else:
         note("/help lists the commands")
-        run(talk, _typed_lines(), write, interactive=True)
+        run(talk, _input_lines(), write, interactive=True)
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
@@ -239,7 +239,7 @@ def _cache_format(bits: str | None) -> "CacheFormat | None":
     return CacheFormat(int(bits.removeprefix("int")))
 
 
-def _typed_lines() -> Iterator[str]:
+def _input_lines() -> Iterator[str]:
     """Lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys)
@@ -367,8 +367,8 @@ def evaluate(
     text = {k: v for k, v in text.items() if v}
     if completion:
         of_tasks = {"tasks": names, "task-folder": task_folder, "out": out}
-        if given := [f"--{name}" for name, value in of_tasks.items() if value]:
-            raise ValueError(f"{given[0]}: not with --completion; omit one of them")
+        if unsupported := [f"--{name}" for name, value in of_tasks.items() if value]:
+            raise ValueError(f"{unsupported[0]}: not with --completion; omit one of them")
         _completion(model, sources, lines, all_lines, files=limit, any_base=any_base, **text)
         return
     if all_lines or lines is not None:
@@ -377,9 +377,9 @@ def evaluate(
     if names:
         _tasks(model, sources, names, task_folder=task_folder, limit=limit, out=out, any_base=any_base)
         return
-    others = {"task-folder": task_folder, "limit": limit, "out": out}
-    if given := [f"--{name}" for name, value in others.items() if value is not None]:
-        raise ValueError(f"{given[0]} applies to tasks; select them with --tasks")
+    of_harness = {"task-folder": task_folder, "limit": limit, "out": out}
+    if unsupported := [f"--{name}" for name, value in of_harness.items() if value is not None]:
+        raise ValueError(f"{unsupported[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
     from dunes.evaluate.score import score_folder
     from dunes.units import plural
@@ -396,9 +396,9 @@ def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lin
     from dunes.evaluate.completion_report import evaluate_completion
     from dunes.evaluate.completion_score import CompletionOptions
 
-    chosen = CompletionOptions(all_lines=all_lines)
-    chosen = chosen if lines is None else replace(chosen, lines=lines)
-    evaluate_completion(checkpoint.locate_model(model).folder, sources, chosen, **options)
+    settings = CompletionOptions(all_lines=all_lines)
+    settings = settings if lines is None else replace(settings, lines=lines)
+    evaluate_completion(checkpoint.locate_model(model).folder, sources, settings, **options)
 
 
 def _tasks(model: str, sources: tuple[str, ...], names: list[str], **options: Any) -> None:
@@ -524,8 +524,8 @@ def export(
     if to != "gguf" and dtype in get_args(Blocks):
         raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
     if to in ("compressed-tensors", "onnx") and dtype is not None:
-        stored = "codes are written as they are" if to != "onnx" else "weights are written in float32"
-        raise ValueError(f"--dtype {dtype}: {stored}; omit it")
+        reason = "codes are written as they are" if to != "onnx" else "weights are written in float32"
+        raise ValueError(f"--dtype {dtype}: {reason}; omit it")
     if _exports_network(model, to, dtype, example):
         _NETWORK_EXPORTS[to](model, out, example)
     elif to == "hf":

@@ -50,15 +50,15 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def digest(
-    path: Path, advance: Callable[[int], object] = lambda size: None, hashed: "hashlib._Hash | None" = None
+    path: Path, advance: Callable[[int], object] = lambda size: None, hasher: "hashlib._Hash | None" = None
 ) -> str:
     """SHA-256 of a file in hex, or the continuation of another hash; `advance` gets the size of each part."""
-    hashed = hashed or hashlib.sha256()
+    hasher = hasher or hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
-            hashed.update(part)
+            hasher.update(part)
             advance(len(part))
-    return hashed.hexdigest()
+    return hasher.hexdigest()
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         bar.add_task(task, total=size)
-        yield lambda done: bar.advance(bar.task_ids[0], done)
+        yield lambda size_done: bar.advance(bar.task_ids[0], size_done)
 
 
 def tensor_digests(

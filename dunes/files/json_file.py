@@ -60,9 +60,9 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Hook of the JSON parser that builds an object of these pairs. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} occurs twice")
+        keys: set[str] = set()
+        duplicate = next(k for k, _ in pairs if k in keys or keys.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
     return content
 
 
@@ -126,8 +126,8 @@ def read_records(
         elif text.strip():
             damaged.append(f"line {number}: expected {expected}, found {text[:60]!r}; skipped")
     if damaged:
-        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        (warn or print_warning)(f"warning: {path}, {damaged[0]}{more}")
+        rest = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        (warn or print_warning)(f"warning: {path}, {damaged[0]}{rest}")
     return records
 
 

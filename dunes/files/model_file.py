@@ -73,8 +73,8 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
 def listed_file(folder: Path, name: str, index: Path) -> Path:
     """The path of a file that another file in the folder lists. Raises ValueError like `require_inside`."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
-        shown = ascii(name[:80]) + "..." * (len(name) > 80)
-        raise ValueError(f"{index}: {shown} is not the name of a file in this folder")
+        printable = ascii(name[:80]) + "..." * (len(name) > 80)
+        raise ValueError(f"{index}: {printable} is not the name of a file in this folder")
     return require_inside(folder, folder / name, index.name)
 
 
@@ -113,10 +113,10 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 def stand_in(head: bytes) -> str:
     """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
-    kinds = (
-        f"{kind}, not the file itself; {remedy}" for start, kind, remedy in _STAND_INS if re.match(start, head)
+    reasons = (
+        f"{name}, not the file itself; {remedy}" for start, name, remedy in _STAND_INS if re.match(start, head)
     )
-    return next(kinds, "")
+    return next(reasons, "")
 
 
 def _other_content(suffix: str, head: bytes) -> str:
@@ -127,7 +127,7 @@ def _other_content(suffix: str, head: bytes) -> str:
         return f"a web page, perhaps an error message; {_AGAIN}"
     if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight bytes are a number
         return ""
-    formats = {magic: kind for magic, kind in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
+    formats = {magic: name for magic, name in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
     if magic := next(filter(head.startswith, formats), None):
         return f"{formats[magic]}, unlike its name; unpack it, or {_AGAIN}"
     text = head.decode("utf-8", "ignore")

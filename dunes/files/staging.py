@@ -15,7 +15,7 @@ from secrets import token_hex
 
 STAGED = ".dunes-{}.new"
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_mine = threading.local()
+_local = threading.local()
 
 
 def cache_home() -> Path:
@@ -37,7 +37,7 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        status, locked = os.fstat(handle), _mine.__dict__.setdefault("locked", set())
+        status, locked = os.fstat(handle), _local.__dict__.setdefault("locked", set())
         key = os.getpid(), status.st_dev, status.st_ino
         if key in locked and wait:
             yield

@@ -99,7 +99,7 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     gc.collect()  # otherwise earlier garbage would be freed inside
     with ModuleTracker(model) as places:
         recorder = _Recorder(places, log.made)
-        recorder.beginning(model)
+        recorder.record_model(model)
         trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
         marks: list[Any] = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in trainable]
         marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
@@ -126,10 +126,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
-                self.see(leaf, str(func))
+                self.record(leaf, str(func))
         return out
 
-    def see(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
+    def record(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
         """Record the tensor's storage if it is new; returns its entry."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -137,13 +137,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.recorded[key][1]
         if not (size := storage.nbytes()):
             return None
-        owner, cached = self._where()
+        owner, cached = self._find_owner()
         self.moment += 1
         allocation = Allocation(size, owner, operation, self.phase, self.moment, kind, call=self.places.calls)
         if cached:
             allocation.kind = "cache"
         self.log.append(allocation)
-        self.recorded[key] = (weakref.ref(storage, lambda _: self._freed(key)), allocation)
+        self.recorded[key] = (weakref.ref(storage, lambda _: self._mark_freed(key)), allocation)
         return allocation
 
     @property
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "optimizer"
         return "backward" if in_backward() else "forward"
 
-    def _where(self) -> tuple[str, bool]:
+    def _find_owner(self) -> tuple[str, bool]:
         """The running module or function, and True if a KV cache allocates."""
         frame = sys._getframe(2)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name})"
         return place or "model", cached
 
-    def _freed(self, key: int) -> None:
+    def _mark_freed(self, key: int) -> None:
         _, allocation = self.recorded.pop(key)
         if self.over:
             return
@@ -177,11 +177,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif allocation.kind == "cache" and self.places.calls == allocation.call:
             allocation.kind = "temporaries"
 
-    def beginning(self, model: nn.Module) -> None:
+    def record_model(self, model: nn.Module) -> None:
         """Record the tensors that the model has already."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             for t, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
-                if t is not None and (allocation := self.see(t, "held before", kind)):  # type: ignore[arg-type]
+                if t is not None and (allocation := self.record(t, "held before", kind)):  # type: ignore[arg-type]
                     allocation.owner, allocation.phase, allocation.allocated = (
                         name.rpartition(".")[0] or "model",
                         "before",
@@ -189,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     )
 
     def gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None and (allocation := self.see(parameter.grad, "gradient")):
+        if parameter.grad is not None and (allocation := self.record(parameter.grad, "gradient")):
             allocation.kind = "gradients"
 
     def begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _state(self, optimizer: Optimizer, before: bool = False) -> None:
         for tensor in tree_leaves([*optimizer.state.values()]):
-            if isinstance(tensor, Tensor) and (allocation := self.see(tensor, "held before")):
+            if isinstance(tensor, Tensor) and (allocation := self.record(tensor, "held before")):
                 allocation.kind = "optimizer"
                 if before and allocation.operation == "held before":
                     allocation.phase, allocation.allocated = "before", 0

@@ -118,14 +118,14 @@ def free_memory(device: torch.device) -> int:
 
 def _cgroup_free() -> int:
     """Free bytes below a container's memory limit."""
-    left, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
+    free, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
     with suppress(OSError, ValueError):  # cached files can be evicted
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
     older = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
-    for most, used in (("memory.max", "memory.current"), older):
+    for most, usage in (("memory.max", "memory.current"), older):
         with suppress(OSError, ValueError):
-            left = min(left, int((group / most).read_text()) - int((group / used).read_text()) + cached)
-    return left
+            free = min(free, int((group / most).read_text()) - int((group / usage).read_text()) + cached)
+    return free
 
 
 def synchronize(device: torch.device) -> None:
@@ -136,7 +136,7 @@ def synchronize(device: torch.device) -> None:
 
 def fingerprint() -> dict[str, str | int]:
     """Hardware and software that speed depends on; `machine` is a short digest of the rest."""
-    known: dict[str, str | int] = {
+    facts: dict[str, str | int] = {
         "cpu": processor().get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "memory_bytes": _memory(),
@@ -145,7 +145,7 @@ def fingerprint() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-    return {"machine": hashlib.blake2b(repr(known).encode(), digest_size=4).hexdigest()} | known
+    return {"machine": hashlib.blake2b(repr(facts).encode(), digest_size=4).hexdigest()} | facts
 
 
 @functools.cache
@@ -153,8 +153,8 @@ def processor() -> dict[str, str]:
     """The name of the processor and its instructions ("flags" on x86, "Features" on ARM); empty but on Linux."""
     with suppress(OSError):
         fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
-        named = {key.strip(): value.strip() for key, _, value in fields}
-        return {key: named[key] for key in ("model name", "CPU part", "flags", "Features") if key in named}
+        values = {key.strip(): value.strip() for key, _, value in fields}
+        return {key: values[key] for key in ("model name", "CPU part", "flags", "Features") if key in values}
     return {}
 
 

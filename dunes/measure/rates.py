@@ -18,7 +18,7 @@ from time import perf_counter
 
 import torch
 
-from dunes.cores import FREE, waited, waits
+from dunes.cores import FREE, wait_times, waiting_seconds
 from dunes.files.staging import cache_home
 from dunes.measure.machine import fingerprint, synchronize
 
@@ -65,12 +65,12 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
 def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
     """FLOP/s of a square matrix product on this machine when idle; measured once, then cached."""
     # One product per sample: a longer sample would be interrupted on a busy machine.
-    return _kept(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
+    return _cached_rate(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
 
 
 def peak_read_rate(device: torch.device) -> float:
     """Memory read bandwidth of this machine in bytes/s when idle; measured once, then cached."""
-    return _kept("read", device, lambda: read_rate(device, 1 << 26, 0.0))
+    return _cached_rate("read", device, lambda: read_rate(device, 1 << 26, 0.0))
 
 
 @functools.cache
@@ -98,9 +98,9 @@ def has_fast_bfloat16(device: torch.device) -> bool | None:
 
 def choose_threads() -> int:
     """Number of threads to use: OMP_NUM_THREADS, else the physical cores available to this process."""
-    if asked := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
+    if threads := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
         with suppress(ValueError):
-            return max(1, int(asked))
+            return max(1, int(threads))
     return max(1, min(_physical_cores(), _cpu_quota()))
 
 
@@ -131,7 +131,7 @@ def _cpu_quota() -> int:
     return sys.maxsize
 
 
-def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float:
+def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -> float:
     """The highest sample, taken until samples agree; cached on disk for this machine."""
     name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
     if name in _rates:
@@ -141,7 +141,7 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
         path = cache_home() / "peak-rates" / str(fingerprint()["machine"]) / name
         if 0 < (rate := float(path.read_text())) < math.inf:
             return rate
-    start, before = perf_counter(), waits()
+    start, before = perf_counter(), wait_times()
     rates = sorted(sample() for _ in range(AGREEING))
     while not (sure := _is_sure(rates, start, before)) and perf_counter() - start < LONGEST:
         insort(rates, sample())
@@ -159,5 +159,5 @@ def _kept(name: str, device: torch.device, sample: Callable[[], float]) -> float
 
 def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
     """True if samples agree, without waits for cores since `start` (under a steady load samples agree, too)."""
-    alone = waited(before, waits()) <= FREE * (perf_counter() - start)
+    alone = waiting_seconds(before, wait_times()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]
