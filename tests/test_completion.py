@@ -344,7 +344,7 @@ def test_lines_are_as_probable_as_they_are_given_what_is_typed(typed):
     def look(text):
         """Evaluate all texts that are a part of what is typed."""
         mixture.after([text])
-        for id in engine.files.shorter(mixture.copies.rest(text)):
+        for id in engine.files.shorter(mixture.copies.uncovered(text)):
             look([*text, id])
 
     mixture = Mixture(RememberedLogits(LOADED.model, 1), engine.files)
@@ -426,8 +426,8 @@ def test_ids_of_a_copy_that_the_model_lacks_are_not_proposed(monkeypatch):
     mixture = engine._mixture_of(1)
     engine.complete(CODE, "", "b.py", CompleteOptions(width=1))
     monkeypatch.setattr(Copies, "propose", lambda self, ids, limit: [5, BPE.vocab - 1, BPE.vocab, 5])
-    along = mixture.logits.along
-    monkeypatch.setattr(mixture.logits, "along", lambda text, more=(): asked.append(more) or along(text, more))
+    along = mixture.logits.after_one
+    monkeypatch.setattr(mixture.logits, "after_one", lambda text, more=(): asked.append(more) or along(text, more))
     mixture.after_one([5, 6, 7], 16)
     assert asked == [[5, BPE.vocab - 1]]
 

@@ -325,7 +325,7 @@ def engine(monkeypatch, tmp_path):
 
         known = frozenset()
 
-        def seen(self):
+        def seen_digests(self):
             return self.known
 
         def threshold(self):

@@ -30,7 +30,7 @@ from dunes.generate.copying import (
     mixture_loss,
     top_ids,
 )
-from dunes.generate.remembered import RememberedLogits, assigned
+from dunes.generate.remembered import RememberedLogits, assign_rows
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 
@@ -566,7 +566,7 @@ def test_remembered_logits_are_those_of_the_model(family):
             found = known.after(asked)
             if chance.random() < 0.3:
                 more = grow(6)
-                found.append(known.along(asked[0], more))
+                found.append(known.after_one(asked[0], more))
                 found += [known.get([*asked[0], *more[: n + 1]]) for n in range(len(more))]
                 asked += [asked[0], *([*asked[0], *more[: n + 1]] for n in range(len(more)))]
             count = len(forwards)
@@ -594,8 +594,8 @@ def test_logits_are_remembered_for_one_more_request():
 
 
 def test_a_text_gets_the_row_that_holds_it():
-    assert assigned([[1, 2], [1], [3]], [[1, 9], [3, 4]]) == {1: [1, 9], 2: [3, 4]}
-    rows = assigned([[1], [1], [2]], [[1, 5], [1, 6], [1, 7]])
+    assert assign_rows([[1, 2], [1], [3]], [[1, 9], [3, 4]]) == {1: [1, 9], 2: [3, 4]}
+    rows = assign_rows([[1], [1], [2]], [[1, 5], [1, 6], [1, 7]])
     assert sorted(rows) == [0, 1, 2]
     assert sorted(rows.values()) == [[1, 5], [1, 6], [1, 7]]
 

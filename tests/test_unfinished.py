@@ -168,7 +168,7 @@ def fill_disk(patch, folder, number):
 @pytest.mark.parametrize(("form", "step"), [("int8", 1), ("sparsegpt", 3)])
 def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(made, tmp_path, monkeypatch, form, step):
     """Of blocks, the model, the card and the picture; the same command succeeds afterwards."""
-    monkeypatch.setattr(comparison, "_measured", lambda *arguments: dict(MEASURED))
+    monkeypatch.setattr(comparison, "_run_measurement", lambda *arguments: dict(MEASURED))
     out = tmp_path / "full" / "out"
     for number in itertools.count(1, step):
         with monkeypatch.context() as patch:
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_at_any_file_leaves_nothing_half_written(made, tmp_p
 def test_a_full_disk_for_temporary_files_costs_the_measurement_alone(made, tmp_path, monkeypatch):
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    monkeypatch.setattr(comparison, "_measured", lambda *arguments: dict(MEASURED))
+    monkeypatch.setattr(comparison, "_run_measurement", lambda *arguments: dict(MEASURED))
     with monkeypatch.context() as patch:
         fill_disk(patch, tmp_path / "scratch", 1)
         lines = make(made, "int8", tmp_path / "out", validation=(str(made / "text.txt"),))

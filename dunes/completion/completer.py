@@ -75,7 +75,7 @@ class FolderCompleter(CompletionEngine):
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
-    def seen(self) -> set[bytes] | None:
+    def seen_digests(self) -> set[bytes] | None:
         """Digests of all training and validation texts; None if they cannot be determined."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)

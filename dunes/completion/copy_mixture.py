@@ -57,7 +57,7 @@ class Mixture:
         if self.gate and vocab is not None and self.logits.get(text) is None:
             self._stop_if_cancelled()
             proposed = self.copies.propose(text, min(PROPOSED, room))
-            self.logits.along(text, [*takewhile(lambda id: id < vocab, proposed)])
+            self.logits.after_one(text, [*takewhile(lambda id: id < vocab, proposed)])
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
@@ -74,7 +74,7 @@ class Mixture:
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 
     def _typed_prob(self, text: tuple[int, ...]) -> float:
-        rest = self.copies.rest(text)
+        rest = self.copies.uncovered(text)
         if not rest:
             return 1.0
         if (mixed := self._request_logprobs.get(text)) is None:
@@ -90,7 +90,7 @@ class Mixture:
             raise Cancelled("a newer request came")
 
     def _logprobs(self, text: Sequence[int], logits: Tensor) -> Tensor:
-        rest, first = self.copies.rest(text), len(text) == self.copies.start
+        rest, first = self.copies.uncovered(text), len(text) == self.copies.start
         key = tuple(text), rest, first
         if (mixed := self._cache.get(key)) is None:
             mixed = self._mix(text, logits, self.files.allowed(rest), first)

@@ -23,7 +23,7 @@ from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
 from dunes.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
 from dunes.data.document import NamedText
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, together
+from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, join_far
 from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
@@ -47,7 +47,7 @@ class OpenFiles:
     def far(self, name: str) -> Far:
         """The sources to copy from in these files, except the file `name`."""
         older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
-        return together([index.without(hidden | {name}) for index, hidden in older])
+        return join_far([index.without(hidden | {name}) for index, hidden in older])
 
 
 class CompletionEngine:
@@ -166,7 +166,7 @@ class CompletionEngine:
         for id in text.ids[first:]:
             if cancelled():
                 raise Cancelled("nobody waits")
-            logits = model.along([*window(ids, self.loaded.context_length - 1)])
+            logits = model.after_one([*window(ids, self.loaded.context_length - 1)])
             alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(LIKELY, len(mixed)))
@@ -210,7 +210,7 @@ class CompletionEngine:
     def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
         """Sources in all files but this one: unchanged files of the index, changed files, and these texts."""
         parts = [self.index.without({name, *self._open.texts})] if self.index else []
-        return together([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
+        return join_far([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
 
     def _find_sources(
         self, above: tuple[int, ...], below: tuple[int, ...], name: str, texts: tuple[NamedText, ...]

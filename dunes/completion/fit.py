@@ -58,7 +58,7 @@ class CompletionFiles:
 
     index: TextIndex
     gate: Sequence[NamedText]
-    whole: Sequence[NamedText]
+    all_texts: Sequence[NamedText]
     sources: Sequence[str]
     follow_links: bool
 
@@ -119,7 +119,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
     facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
     write_gate(run, gate, facts)
-    write_index(run, index_texts(files.whole, engine.files), files.sources, files.follow_links)
+    write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
     verdict = ""
     if facts["copies"]:
         verdict = f"; it has {100 * model_shares.mean():.0f} % of ends right and copying "
@@ -146,7 +146,7 @@ def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     """Estimated seconds of `finish_completion` at the end of a run of `seconds`."""
     fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
-    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.whole)
+    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
 def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:

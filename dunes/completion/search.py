@@ -225,7 +225,7 @@ class LineSearch:
 
     def _uncovered(self, beam: Beam) -> bytes:
         """Typed bytes that a beam has not covered yet."""
-        return self.mixture.copies.rest([*self.prompt, *beam.ids])
+        return self.mixture.copies.uncovered([*self.prompt, *beam.ids])
 
     def _data(self, beam: Beam) -> bytes:
         """Bytes of the ids without the typed part."""

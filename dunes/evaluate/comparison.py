@@ -72,7 +72,7 @@ class Comparison:
         """A line if decoding or prefill became slower."""
         a, b = self.before, self.after
         ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
-        slower = [f"{what} takes {ratio:.1f} times" for what, ratio in ratios.items() if ratio > SLOWER]
+        slower = [f"{phase} takes {ratio:.1f} times" for phase, ratio in ratios.items() if ratio > SLOWER]
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
@@ -103,25 +103,25 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
         with TemporaryDirectory() as scratch:
             if ids is not None:
                 _write_ids(Path(scratch) / "ids.npz", ids)
-            first, second = (_measured(folder, Path(scratch)) for folder in (before, after))
+            first, second = (_run_measurement(folder, Path(scratch)) for folder in (before, after))
     except (ValueError, OSError) as error:  # do not lose the work that is to be reported
         return f"not measured: {error}"
-    top = [np.array(found.pop("top")) for found in (first, second)]
+    top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
     return Comparison(Measurement(**first), Measurement(**second), agreement)
 
 
-def _measured(folder: Path, scratch: Path) -> dict[str, Any]:
+def _run_measurement(folder: Path, scratch: Path) -> dict[str, Any]:
     """The result of `measure_folder` in a new process. Raises ValueError with its last line if it fails."""
     options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
     command, environment = python_command(
         "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options
     )
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit status {done.returncode}")
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if process.returncode:
+        reason = next(iter(process.stderr.strip().splitlines()[-1:]), f"exit status {process.returncode}")
         raise ValueError(f"{folder}: {reason}")
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return facts
 
 
@@ -145,15 +145,15 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
         "form": "the modules" if step is None else "compiled code",
         "loss": None if score is None else score.loss,
         "tokens": 0 if score is None else score.tokens,
-        "top": [] if ids is None else _most_probable(loaded, _plain(ids)),
+        "top": [] if ids is None else _most_probable(loaded, _id_array(ids)),
     }
 
 
 def _write_ids(file: Path, ids: TokenIds) -> None:
     if isinstance(ids, PackedText):
-        np.savez(file, ids=_plain(ids), starts=ids.starts, end=ids.end)
+        np.savez(file, ids=_id_array(ids), starts=ids.starts, end=ids.end)
     else:
-        np.savez(file, ids=_plain(ids))
+        np.savez(file, ids=_id_array(ids))
 
 
 def _read_ids(file: Path) -> TokenIds:
@@ -162,14 +162,14 @@ def _read_ids(file: Path) -> TokenIds:
         return PackedText(ids, arrays["starts"], int(arrays["end"])) if "starts" in arrays else ids
 
 
-def _plain(ids: TokenIds) -> Any:
+def _id_array(ids: TokenIds) -> Any:
     return np.asarray(ids.tokens if isinstance(ids, PackedText) else ids)
 
 
 def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
     """Tokens/s of prefill and of decoding, the fastest of ROUNDS rounds."""
     read = max(1, min(READ, loaded.context_length // 2))
-    prompt = [1] * read if ids is None else _plain(ids)[:read].tolist()
+    prompt = [1] * read if ids is None else _id_array(ids)[:read].tolist()
     prefill = decode = 0.0
     for _ in range(ROUNDS):
         cache, start = PrefixCache(loaded.model, step=step), time.perf_counter()

@@ -47,16 +47,16 @@ def evaluate_completion(
     engine = FolderCompleter(folder, any_base=any_base)
     documents = _documents(sources, corpus_options) if sources else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
-    training, seen = list(engine.training_files), engine.seen()
+    training, seen_digests = list(engine.training_files), engine.seen_digests()
     try:
         texts = list(islice(document_texts(documents), files))
-        scored = scored_files(texts, training, options.all_lines, seen or ())
+        scored = scored_files(texts, training, options.all_lines, seen_digests or ())
     except ValueError as error:
         raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
     name, copy = folder.resolve().name, CopyNearest.of_files(training)
     with display or Display() as display:
         display.line(scored.report())
-        if seen is None:
+        if seen_digests is None:
             indexed = "but for those in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
         show = display.time_left
@@ -82,10 +82,10 @@ def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
 
     Cursors in brackets that the line closes later are scored with and without these brackets behind the cursor.
     """
-    closed = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
-    opened = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in closed)
-    typed, shown = score.typing(), score.typing(score.threshold)
-    means = score.means("word"), opened, score.means("exact", lambda p: p.cut.kind == "closed")
+    with_brackets = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
+    without_brackets = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in with_brackets)
+    typed, typed_above = score.typing(), score.typing(score.threshold)
+    means = score.means("word"), without_brackets, score.means("exact", lambda p: p.cut.kind == "closed")
     return [
         score.name,
         score.exact_match().percent(),
@@ -93,8 +93,8 @@ def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
         *(_percent(float(part.mean()) if len(part) else math.nan) for part in means),
         _percent(score.saved()),
         _percent(score.saved(score.threshold)),
-        _number((shown if shown.lines else typed).shown_per_line),
-        _percent((shown if shown.lines else typed).acceptance),
+        _number((typed_above if typed_above.lines else typed).shown_per_line),
+        _percent((typed_above if typed_above.lines else typed).acceptance),
         _number(score.bits_per_character, 3),
         _milliseconds(score.cold),
         _milliseconds(score.warm),

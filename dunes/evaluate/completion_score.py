@@ -60,9 +60,9 @@ class CompleterScore:
     warm: list[float] = field(default_factory=list)
     bits_per_character: float = math.nan
 
-    def means(self, metric: Metric, chosen: Callable[[Point], bool] | None = None) -> np.ndarray:
+    def means(self, metric: Metric, selects: Callable[[Point], bool] | None = None) -> np.ndarray:
         """Mean of a metric in each file (F,), over its cursors inside lines or over the chosen ones."""
-        points = [p for p in self.points if (chosen or is_inside)(p)]
+        points = [p for p in self.points if (selects or is_inside)(p)]
         return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 
     def exact_match(self) -> Interval:
@@ -104,8 +104,8 @@ def score_completer(
             text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
             score.points.append(Point(number, cut, text))
         typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
-        for shown in (0.0, threshold) if threshold > 0 else (0.0,):
-            score.typed.setdefault(shown, []).append(type_file(typed, shown))
+        for limit in (0.0, threshold) if threshold > 0 else (0.0,):
+            score.typed.setdefault(limit, []).append(type_file(typed, limit))
         score.cold += suggestions.cold
         score.warm += suggestions.warm
     if (bits := getattr(completer, "bits", None)) is not None:

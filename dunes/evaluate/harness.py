@@ -178,14 +178,14 @@ class Harness(TemplateLM):
         return answers
 
     def _settings(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
-        wanted = parse_settings(settings, place)
-        if wanted.max_tokens >= self.max_length:
+        parsed = parse_settings(settings, place)
+        if parsed.max_tokens >= self.max_length:
             raise ValueError(
-                f"{place}: {wanted.max_tokens} new tokens leave no room in the context of {self.max_length}; set "
+                f"{place}: {parsed.max_tokens} new tokens leave no room in the context of {self.max_length}; set "
                 "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
                 "--context-length"
             )
-        return replace(wanted, until=(*wanted.until, self._decode([self._end])))
+        return replace(parsed, until=(*parsed.until, self._decode([self._end])))
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
         """The ids of the context, truncated on the left to leave room for the answer."""

@@ -68,8 +68,8 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
     sequences = SEQUENCES if tokens is None else -(-tokens // width)
     if not (sources or trained):
         raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
-    if not sources and (gone := missing_source(loaded.card)):
-        raise ValueError(f"the text of the model's training is gone ({gone}); pass one with --calibration FILE")
+    if not sources and (missing := missing_source(loaded.card)):
+        raise ValueError(f"the text of the model's training is gone ({missing}); pass one with --calibration FILE")
     corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
     tails = not sources and trained.get("split") == "tails"
     documents = corpus.documents if tails else corpus.train or corpus.valid
@@ -98,9 +98,9 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     if not (calibration or validation) or (not validation and trained.get("split") != "files"):
         return
     scored = collect_corpus(validation) if validation else _trained_corpus(trained)
-    used = collect_corpus(calibration) if calibration else _trained_corpus(trained)
+    calibrating = collect_corpus(calibration) if calibration else _trained_corpus(trained)
     digests = {digest for d in (scored.documents if validation else scored.valid) for digest in _digests(d)}
-    for document in used.documents if calibration else used.train:
+    for document in calibrating.documents if calibration else calibrating.train:
         if not digests.isdisjoint(_digests(document)):
             raise ValueError(
                 f"{document.path}: it calibrates the change and would score it; pass other text with "

@@ -103,9 +103,10 @@ def scored_files(
         lines = file_lines(text)
         line_count += len(lines)
         files.append(ScoredFile(name, text, [line for line in lines if not index.has_similar(line.text)]))
-    kept = [file for file in files if any(len(line.text) > 1 for line in file.lines)]
-    left = sum(len(file.lines) for file in kept)
-    scored = ScoredFiles(kept, len(texts) - len(unseen), line_count, line_count - left, len(unseen) - len(kept))
-    if not kept:
+    nonempty = [file for file in files if any(len(line.text) > 1 for line in file.lines)]
+    count = sum(len(file.lines) for file in nonempty)
+    counts = len(texts) - len(unseen), line_count, line_count - count, len(unseen) - len(nonempty)
+    scored = ScoredFiles(nonempty, *counts)
+    if not nonempty:
         raise ValueError(f"no line to complete ({scored.report()}); pass files that the model was not trained on")
     return scored

@@ -78,8 +78,8 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         for batch in batches:
-            total, counted, _ = next_token_loss(model, [part.to(device) for part in batch])
-            loss_sum, count = loss_sum + float(total), count + int(counted)
+            total, batch_count, _ = next_token_loss(model, [part.to(device) for part in batch])
+            loss_sum, count = loss_sum + float(total), count + int(batch_count)
             targets = batch[1].numpy()
             size += int(width[targets[targets != IGNORE]].sum())
     return Score(loss_sum, count, size)

@@ -61,24 +61,24 @@ class ContextIndex:
 
     def longest(self, context: bytes, text: bytes) -> Match:
         """The last one of `matches` of a context, found at once, where the items are these bytes."""
-        wanted = context[-self.depth :][::-1]
-        place = self._place(text, wanted)
+        key = context[-self.depth :][::-1]
+        place = self._place(text, key)
         neighbours = self._positions[max(0, place - 1) : place + 1]
-        equal = (common_length(text[max(0, p - self.depth) : p][::-1], wanted, 0) for p in neighbours)
+        equal = (common_length(text[max(0, p - self.depth) : p][::-1], key, 0) for p in neighbours)
         length = max(equal, default=0)
         if not length:
             return Match(0, 0, 0)
-        return Match(length, self._place(text, wanted[:length]), self._place(text, wanted[:length], bisect_right))
+        return Match(length, self._place(text, key[:length]), self._place(text, key[:length], bisect_right))
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
         """The same index without the positions in these ranges; items are shared."""
-        kept = np.ones(len(self), bool)
+        mask = np.ones(len(self), bool)
         for first, stop in ranges:
-            kept[first:stop] = False
-        other = copy(self)
-        other.order = self.order[kept[self.order]]
-        other._positions = other.order.data
-        return other
+            mask[first:stop] = False
+        index = copy(self)
+        index.order = self.order[mask[self.order]]
+        index._positions = index.order.data
+        return index
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
         """The positions of a match: the indices of the items that followed. At most about so many of them, spread
@@ -86,10 +86,10 @@ class ContextIndex:
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
-    def _place(self, text: bytes, wanted: bytes, bisect: Callable[..., int] = bisect_left) -> int:
+    def _place(self, text: bytes, prefix: bytes, bisect: Callable[..., int] = bisect_left) -> int:
         """Where contexts that begin, read backwards, with these bytes are in the order, or would be."""
-        most = len(wanted)
-        return bisect(self._positions, wanted, key=lambda p: text[max(0, p - most) : p][::-1])
+        most = len(prefix)
+        return bisect(self._positions, prefix, key=lambda p: text[max(0, p - most) : p][::-1])
 
     def _narrow(self, match: Match, item: int) -> Match:
         padded, back = self._padded, self.depth - match.length - 1

@@ -81,7 +81,7 @@ class Far:
     texts: Sequence[TextSource] = ()
 
 
-def together(parts: Sequence[Far]) -> Far:
+def join_far(parts: Sequence[Far]) -> Far:
     """All texts of several."""
     return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
 
@@ -98,11 +98,11 @@ class Vocabulary:
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
         """What kind of text each id is: (V, KINDS)."""
-        rows = [_kind(piece) for piece in self.pieces]
+        rows = [_piece_features(piece) for piece in self.pieces]
         return np.array(rows, np.float32).reshape(-1, self.KINDS)
 
 
-def _kind(piece: bytes) -> list[float]:
+def _piece_features(piece: bytes) -> list[float]:
     text = piece.strip()
     indented, words = piece[:1] in (b" ", b"\t"), (is_word(text[:1]), is_word(piece[-1:]))
     kinds = [indented, b"\n" in piece, *words, text[:1].isdigit(), not text]
@@ -157,13 +157,13 @@ class Copies:
 
     def candidates(self, ids: Sequence[int], top: Sequence[int] = ()) -> Candidates:
         """What may follow the ids by all sources, and the `top` ids, the most probable ones of the model."""
-        sources, rest = self.sources, self.rest(ids)
+        sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         parts = ([followers(index, ids) for index in part] for part in (sources.near, sources.far))
-        known = [max(part, key=lambda each: each.length, default=NONE) for part in parts]
-        known += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
-        union = np.unique(np.concatenate([np.array(top, np.int64), *(each.ids for each in known)]))
-        columns = [column for each in known for column in _columns(each, union)]
+        by_source = [max(part, key=lambda source: source.length, default=NONE) for part in parts]
+        by_source += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
+        union = np.unique(np.concatenate([np.array(top, np.int64), *(source.ids for source in by_source)]))
+        columns = [column for source in by_source for column in _columns(source, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
         # Of lines, only whether the last one begins with an id is a feature; how many do was not tried.
         of_sources = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1).astype(np.float32)
@@ -172,20 +172,20 @@ class Copies:
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
-        sources, rest = self.sources, self.rest(ids)
+        sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = _longest((*sources.near_text, *sources.far_text), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
-    def rest(self, ids: Sequence[int]) -> bytes:
+    def uncovered(self, ids: Sequence[int]) -> bytes:
         """The typed bytes that the ids do not have yet."""
         pieces = self.sources.vocabulary.pieces
-        done = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
-        return self.typed[done:]
+        covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
+        return self.typed[covered:]
 
     def near_match(self, ids: Sequence[int]) -> int:
         """The length in bytes of the longest match of a text in its own file."""
-        return _longest(self.sources.near_text, self._context(ids, self.rest(ids)))[0]
+        return _longest(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """The last bytes of a text, with the rest of what is typed; before a sentinel there is other text."""
@@ -199,10 +199,10 @@ class Copies:
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
-        begun = [encoded[0] for line in lines if (encoded := self.sources.vocabulary.encode(rest + line))]
-        ids, counts = np.unique(np.array(begun, np.int64), return_counts=True)
-        last = (ids == begun[0]).astype(float) if begun else np.zeros(0)
-        return Followers(ids, counts / max(1, len(begun)), last, length, len(positions))
+        first_ids = [encoded[0] for line in lines if (encoded := self.sources.vocabulary.encode(rest + line))]
+        ids, counts = np.unique(np.array(first_ids, np.int64), return_counts=True)
+        last = (ids == first_ids[0]).astype(float) if first_ids else np.zeros(0)
+        return Followers(ids, counts / max(1, len(first_ids)), last, length, len(positions))
 
 
 def _longest(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
@@ -231,25 +231,25 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
         return NONE
     longest, places = matches[-1], matches[-1].last - matches[-1].first
     levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > places]
-    followed = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
-    ids, place = np.unique(np.concatenate(followed), return_inverse=True)
-    level = np.repeat(np.arange(len(followed)), [len(items) for items in followed])
-    counts = np.bincount(level * len(ids) + place, minlength=len(followed) * len(ids)).reshape(-1, len(ids))
-    sums, different = counts.sum(1), (counts > 0).sum(1)
+    next_ids = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
+    ids, place = np.unique(np.concatenate(next_ids), return_inverse=True)
+    level = np.repeat(np.arange(len(next_ids)), [len(items) for items in next_ids])
+    counts = np.bincount(level * len(ids) + place, minlength=len(next_ids) * len(ids)).reshape(-1, len(ids))
+    sums, distinct = counts.sum(1), (counts > 0).sum(1)
     probs, shares = np.zeros(len(ids)), counts[-1] / sums[-1]
-    for own, n, k in zip(counts, sums, different, strict=True):
-        probs = (probs * k + own) / (n + k)
+    for level_counts, n, k in zip(counts, sums, distinct, strict=True):
+        probs = (probs * k + level_counts) / (n + k)
     best = np.argsort(-probs, kind="stable")[:CANDIDATES]
     return Followers(ids[best].astype(np.int64), probs[best], shares[best], longest.length, places)
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
     """The features of these ids by one source."""
-    probs, shares, known = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
+    probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
-    probs[place], shares[place], known[place] = source.probs, source.shares, 1.0
+    probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
     length = np.full(len(ids), np.log2(1 + source.length))
-    return [np.log(probs + LEAST), shares, known, length, np.full(len(ids), np.log2(1 + source.places))]
+    return [np.log(probs + LEAST), shares, mask, length, np.full(len(ids), np.log2(1 + source.places))]
 
 
 class Gate(nn.Module):
@@ -280,8 +280,8 @@ class Gate(nn.Module):
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs
-        known, mixed = candidates.ids[:count], logprobs.clone()
-        mixed[known] += self(candidates.features[:count], logprobs[known], logprobs.amax())
+        ids, mixed = candidates.ids[:count], logprobs.clone()
+        mixed[ids] += self(candidates.features[:count], logprobs[ids], logprobs.amax())
         return mixed.log_softmax(-1)
 
 
@@ -292,17 +292,17 @@ def top_ids(logprobs: Tensor) -> list[int]:
 
 
 def mixture_loss(
-    change: Tensor, logprobs: Tensor, target: Tensor, known: Tensor, other: Tensor, rest: Tensor
+    change: Tensor, logprobs: Tensor, target: Tensor, mask: Tensor, target_logprob: Tensor, rest_logprob: Tensor
 ) -> Tensor:
-    """The negative log-likelihood (N,) of targets under the mixture, in nats.
+    """Negative log-likelihood (N,) of the targets under the mixture, in nats.
 
-    `change` and `logprobs` (N, C) are the gate's changes and the model's log-probabilities of the candidates, of
-    which `known` (N, C) says which exist; `target` (N,) is the candidate that is the target, or -1, and `other`
-    (N,) the model's log-probability of the target. `rest` (N,) is that of all ids that are no candidates; as 1
-    less the others, it would be lost in rounding where these have nearly all.
+    `change`, `logprobs` and `mask` (N, C) are the candidates' changes by the gate, log-probabilities under the
+    model, and False for padding. `target` (N,) is the target's index among the candidates, or -1, `target_logprob`
+    (N,) its log-probability under the model. `rest_logprob` (N,) is the log of the total probability of all other
+    ids; 1 minus the candidates' total would lose it in rounding if that is nearly 1.
     """
     # Not infinite: where none exists, gradients are finite.
-    changed = (logprobs + change).masked_fill(~known, -1e30)
-    total = torch.logaddexp(changed.logsumexp(-1), rest)
+    mixed = (logprobs + change).masked_fill(~mask, -1e30)
+    total = torch.logaddexp(mixed.logsumexp(-1), rest_logprob)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)
-    return total - other - gain
+    return total - target_logprob - gain

@@ -59,8 +59,8 @@ class Request:
     def window(self, context_length: int) -> list[int]:
         """The ids that the model attends to, which go on from their last half when there are too many."""
         if len(self.ids) - self._start > context_length:
-            grown = len(self.ids) > len(self.prompt)
-            self._start = len(self.ids) - (max(1, context_length // 2) if grown else context_length)
+            has_new = len(self.ids) > len(self.prompt)
+            self._start = len(self.ids) - (max(1, context_length // 2) if has_new else context_length)
         return self.ids[self._start :] if self._start else self.ids
 
     def append(self, token: Token) -> Token | None:
@@ -153,24 +153,24 @@ def _accept(
     logits: Mapping[int, Tensor],
 ) -> Iterator[list[Token | None]]:
     """Yield the next token of each active row, and further ones of those rows whose proposal holds."""
-    step = 0
+    index = 0
     while active:
-        rows = [logits[i][step] for i in active]
-        tokens = dict(zip(active, _next_tokens(active, rows, proposals, step), strict=True))
+        rows = [logits[i][index] for i in active]
+        tokens = dict(zip(active, _next_tokens(active, rows, proposals, index), strict=True))
         if any(tokens.values()):
             yield [tokens.get(i) for i in range(len(requests))]
-        held = [i for i, r in active.items() if r.ids[-1:] == [*proposals[i].ids[step : step + 1]]]
-        active = {i: active[i] for i in held if requests[i] is active[i] and active[i].unfinished}
-        step += 1
+        accepted = [i for i, r in active.items() if r.ids[-1:] == [*proposals[i].ids[index : index + 1]]]
+        active = {i: active[i] for i in accepted if requests[i] is active[i] and active[i].unfinished}
+        index += 1
 
 
 def _next_tokens(
-    requests: Mapping[int, Request], logits: Sequence[Tensor], proposals: Mapping[int, Proposal], step: int
+    requests: Mapping[int, Request], logits: Sequence[Tensor], proposals: Mapping[int, Proposal], index: int
 ) -> list[Token | None]:
     """Choose a token for each request by its logits (V,), and append it."""
     rows = zip(requests.items(), logits, strict=True)
-    chosen = _stack([choose(r.sample, x, r.ids, proposals[i], step) for (i, r), x in rows])
-    tokens = _tokens(_stack(logits), chosen, [r.alternatives for r in requests.values()])
+    ids = _stack([choose(r.sample, x, r.ids, proposals[i], index) for (i, r), x in rows])
+    tokens = _tokens(_stack(logits), ids, [r.alternatives for r in requests.values()])
     return [r.append(token) for r, token in zip(requests.values(), tokens, strict=True)]
 
 

@@ -51,8 +51,8 @@ from dunes.tree.summary import stable_repr
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
 """Native code of the step of one token, and where a model has them, of a few, and of a text's beginning."""
-OF_TEXTS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
-OPTIONS = OF_TEXTS | {
+TEXT_OPTIONS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+OPTIONS = TEXT_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,
     "cpp.enable_floating_point_contract_flag": "fast",
     "realize_reads_threshold": 1,
@@ -78,7 +78,7 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
             return None
         folder = _folder(model)
-        for choice in [dtype] if dtype else [_chosen(model, folder), _dtype(model)]:
+        for choice in [dtype] if dtype else [_read_choice(model, folder), _dtype(model)]:
             if names := native_files(package := folder / str(choice)):
                 return _bind(model, package, names, choice)
     except (ValueError, OSError) as error:
@@ -97,16 +97,16 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
     """
 
     def steps() -> Iterator[CompiledStep | None]:
-        looked, files, step, process = time.monotonic(), _files(), load_step(model), None
+        checked_at, files, step, process = time.monotonic(), _files(), load_step(model), None
         if start is not None and step is None and _dtypes(model) and not why_not_compiled():
             process = start()
         while process is not None:
             yield step
             if process.poll() is not None:
                 process = None
-            elif time.monotonic() < looked + LOOK_EVERY:
+            elif time.monotonic() < checked_at + LOOK_EVERY:
                 continue
-            looked, before, files = time.monotonic(), files, _files()
+            checked_at, before, files = time.monotonic(), files, _files()
             step = load_step(model) if files != before else step
         yield from repeat(step)
 
@@ -149,7 +149,7 @@ def compile_step(
                 break
     folder = _folder(model)
     package = folder / str(choice)
-    if _chosen(model, folder) != choice:
+    if _read_choice(model, folder) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
     for tokens in FILES:
         with suppress(ValueError):
@@ -242,7 +242,7 @@ def _dtypes(model: nn.Module) -> list[torch.dtype]:
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
 
 
-def _chosen(model: nn.Module, folder: Path) -> torch.dtype:
+def _read_choice(model: nn.Module, folder: Path) -> torch.dtype:
     """The dtype that `compile_step` chose for these weights; without one, their own."""
     record = _record(model, folder) if any(folder.glob(f"{CHOSEN}*")) else folder
     choice = record.read_text() if record.is_file() else ""
@@ -258,8 +258,8 @@ def _record(model: nn.Module, folder: Path) -> Path:
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         words = data[: len(data) // 8 * 8].view("int64")
-        some = words[::997].tobytes() + data[words.nbytes :].tobytes()
-        digest.update(repr((name, int(words.sum()))).encode() + some)
+        sample = words[::997].tobytes() + data[words.nbytes :].tobytes()
+        digest.update(repr((name, int(words.sum()))).encode() + sample)
     return folder / f"{CHOSEN}{digest.hexdigest()[:32]}"
 
 
@@ -269,15 +269,15 @@ def _folder(model: nn.Module) -> Path:
     modules = []
     for place, module in model.named_modules():
         files.add(inspect.getsourcefile(type(module)) or "")
-        plain = [(k, _describe(v, files)) for k, v in sorted(vars(module).items()) if k not in internal]
-        modules.append((place, type(module).__qualname__, plain))
+        attributes = [(k, _describe(v, files)) for k, v in sorted(vars(module).items()) if k not in internal]
+        modules.append((place, type(module).__qualname__, attributes))
     tensors = [(k, t.shape, t.dtype) for k, t in chain(model.named_parameters(), model.named_buffers())]
     files.update(str(file) for pattern in SOURCES for file in package.glob(pattern))
     sources = [atomic.digest(Path(file)) for file in sorted(files) if os.path.isfile(file)]
     processor = measure.processor() or (platform.processor(), torch.backends.cpu.get_cpu_capability())
     machine = torch.__version__, sys.platform, platform.machine(), processor
-    everything = FORMAT, sorted(OPTIONS.items()), machine, modules, tensors, sources
-    return packages_folder() / sha256(repr(everything).encode()).hexdigest()[:32]
+    dependencies = FORMAT, sorted(OPTIONS.items()), machine, modules, tensors, sources
+    return packages_folder() / sha256(repr(dependencies).encode()).hexdigest()[:32]
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
@@ -334,11 +334,11 @@ def bind_step(
     return step
 
 
-def require_close(what: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError for compiled code, with weights of this dtype, that differs by more than its tolerance."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
-        raise ValueError(f"{what} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
+        raise ValueError(f"{subject} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
@@ -371,7 +371,7 @@ def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: boo
     # Others may be writing files of these names into the usual cache; the compiler takes no spaces in `path`.
     with TemporaryDirectory() as folder, fresh_cache(dir=folder), limit, nullcontext() if as_usual else writer:
         archive = f"{folder}/archive.pt2"
-        options: Any = {"package_path": archive, "inductor_configs": {**(OF_TEXTS if as_usual else OPTIONS)}}
+        options: Any = {"package_path": archive, "inductor_configs": {**(TEXT_OPTIONS if as_usual else OPTIONS)}}
         attempt("torch cannot compile this model", lambda: aoti_compile_and_package(graph, **options))
         with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
@@ -392,8 +392,8 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
     """Raises ValueError if a forward inside changes a buffer, which compiled code cannot."""
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     yield
-    for (name, before, version), now in zip(buffers, model.buffers(), strict=True):
-        if now is not before or now._version != version:
+    for (name, before, version), after in zip(buffers, model.buffers(), strict=True):
+        if after is not before or after._version != version:
             raise ValueError(f"{name}: a buffer that forward changes, which compiled code cannot; remove it")
 
 
@@ -408,9 +408,9 @@ def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.ex
 def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:
     """True if the model writes the same by itself after each of the first ids, with the step and without."""
 
-    def written(first: int, step: CompiledStep | None) -> list[int]:
+    def greedy_ids(first: int, step: CompiledStep | None) -> list[int]:
         cache, limit = PrefixCache(model, step=step), min(GREEDY_TOKENS, context_length - 1)
         tokens = generate(model, [first], max_tokens=limit, context_length=context_length, cache=cache)
         return [token.id for token in tokens]
 
-    return all(written(first, None) == written(first, step) for first in (0, 1))
+    return all(greedy_ids(first, None) == greedy_ids(first, step) for first in (0, 1))

@@ -58,8 +58,8 @@ class PrefixCache:
         self.ids: list[list[int]] = [[] for _ in range(rows)]
         self.adapters: list[str | None] = [None] * rows
         self.step, self.format = step, format
-        self._adapted: list[Any] = []
-        self._fitting: object = None  # the `_state` in which the step fitted the model
+        self._adapter_modules: list[Any] = []
+        self._fitting_state: object = None  # the `_state` in which the step fitted the model
         self.vocab: int | None = None
         """The number of logits, known after a forward."""
         self.forwards = 0
@@ -95,8 +95,8 @@ class PrefixCache:
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
             # Many tokens in one row would be as many of padding in all others; a few cost less than rows apart.
-            new = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
-            prefill = [i for i in texts if new[i] > last[i] + PADDED] if any(self.ids) else []
+            missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
+            prefill = [i for i in texts if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
             logits = self._evaluate({i: texts[i] for i in prefill}, prefill, last)
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
@@ -107,31 +107,31 @@ class PrefixCache:
 
         None if the step does not fit, or a forward of the ids that are new is faster.
         """
-        held, step, cache = self.ids[0], self.step, self.cache
+        cached, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
             return None
-        kept = common_length(held, text, last) if len(self.ids) == 1 else 0
+        common = common_length(cached, text, last) if len(self.ids) == 1 else 0
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
-        begins = not kept and last == 1 and len(text) > limit and self._reads_text(step, len(text))
-        if (len(text) - kept > limit and not begins) or not self._fits_after(kept, step, cache):
+        starts_text = not common and last == 1 and len(text) > limit and self._reads_text(step, len(text))
+        if (len(text) - common > limit and not starts_text) or not self._step_fits_after(common, step, cache):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
-        if kept < len(held) or not kept:  # an interrupted forward leaves tokens in a row without ids
-            del held[kept:]
-            if cache.truncate(torch.tensor([kept])) != kept:
+        if common < len(cached) or not common:  # an interrupted forward leaves tokens in a row without ids
+            del cached[common:]
+            if cache.truncate(torch.tensor([common])) != common:
                 return None  # a rolling cache that had to drop everything
         scores: list[Scores] = []
         try:
-            while len(held) < len(text):
-                ids = text if begins else text[len(held) : len(held) + step.most(cache, len(held))]
-                scores += (step.read_text if begins else step)(ids, cache)
-                held += ids
+            while len(cached) < len(text):
+                ids = text if starts_text else text[len(cached) : len(cached) + step.most(cache, len(cached))]
+                scores += (step.read_text if starts_text else step)(ids, cache)
+                cached += ids
                 self.forwards += 1
             if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse
                 return None
         except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
             return None
-        self.ids[0], self.vocab = held, self.vocab or len(scores[0].logits)
+        self.ids[0], self.vocab = cached, self.vocab or len(scores[0].logits)
         return scores[-last:]
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
@@ -140,25 +140,25 @@ class PrefixCache:
             return False
         return not multiplies_in_float32(next(self.model.parameters()), tokens)
 
-    def _fits_after(self, kept: int, step: CompiledStep, cache: Cache) -> bool:
+    def _step_fits_after(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step may go on after the ids that are kept, or if there are none, begin a text."""
-        if kept:
-            return self._fitting == self._state()
+        if common:
+            return self._fitting_state == self._state()
         if len(self.ids) > 1 or step.most(cache, 0) == 1:
             return False
-        if self._fitting != self._state():
-            self._fitting = self._state() if self._fits(step, cache) else None
-        if self._fitting and not cache.keys:
+        if self._fitting_state != self._state():
+            self._fitting_state = self._state() if self._step_fits(step, cache) else None
+        if self._fitting_state and not cache.keys:
             cache.allocate_like(step.example)
-        return self._fitting is not None
+        return self._fitting_state is not None
 
     def _state(self) -> object:
         """What may change between two tokens: the step, the number of hooks until now, and the active adapters."""
-        return self.step, RemovableHandle.next_id, [m.active for m in self._adapted]
+        return self.step, RemovableHandle.next_id, [m.active for m in self._adapter_modules]
 
-    def _fits(self, step: CompiledStep, cache: Cache) -> bool:
+    def _step_fits(self, step: CompiledStep, cache: Cache) -> bool:
         """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
-        self._adapted = [m for m in self.model.modules() if hasattr(m, "active")]
+        self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]
         if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
         dtypes, expected = ([t.dtype for t in c.keys + c.values] for c in (cache, step.example))
@@ -171,24 +171,24 @@ class PrefixCache:
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
-        whole = len(rows) == len(self.ids)
-        index = torch.tensor(() if whole else rows, dtype=torch.long, device=self.cache.length.device)
-        part = self.cache if whole else self.cache.select_rows(index)
-        kept = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
-        held = [len(self.ids[i]) for i in rows]
-        if kept != held or not all(held):  # an interrupted forward leaves tokens in a row without ids
-            kept = part.truncate(torch.tensor(kept)).tolist()
+        all_rows = len(rows) == len(self.ids)
+        index = torch.tensor(() if all_rows else rows, dtype=torch.long, device=self.cache.length.device)
+        part = self.cache if all_rows else self.cache.select_rows(index)
+        common = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
+        cached = [len(self.ids[i]) for i in rows]
+        if common != cached or not all(cached):  # an interrupted forward leaves tokens in a row without ids
+            common = part.truncate(torch.tensor(common)).tolist()
         for i in texts:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
-        pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, kept, strict=True)]
+        pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, common, strict=True)]
         with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
             logits = self._forward(pending, max(last[i] for i in texts), part)
-            fits = self.step is not None and self._fits(self.step, part)
-        if not whole:
+            step_fits = self.step is not None and self._step_fits(self.step, part)
+        if not all_rows:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._fitting = self._state() if fits else None
+        self._fitting_state = self._state() if step_fits else None
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
@@ -217,14 +217,14 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
-def common_length(held: Sequence[int], ids: Sequence[int], last: int) -> int:
+def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
     """How many ids at the beginning are equal, but for the last ones, which give the logits."""
-    equal, most = 0, min(len(held), len(ids) - last)
-    if (held if most == len(held) else held[:most]) == ids[:most]:  # as usual
+    equal, most = 0, min(len(cached), len(ids) - last)
+    if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # as usual
         return max(most, 0)
     while equal < most:  # by halves, since comparing slices is much faster than comparing ids
         middle = (equal + most + 1) // 2
-        if held[equal:middle] == ids[equal:middle]:
+        if cached[equal:middle] == ids[equal:middle]:
             equal = middle
         else:
             most = middle - 1
@@ -245,11 +245,11 @@ class PieceReader:
         """Read a text but for its last piece into a row, and yield before each piece. The cache needs room for it;
         nothing is read for a model that mixes tokens, which has no cache."""
         while cache.cache is not None:
-            known = common_length(cache.ids[row], text, 1)
-            if len(text) - 1 - known <= self._size:
+            cached = common_length(cache.ids[row], text, 1)
+            if len(text) - 1 - cached <= self._size:
                 return
             yield
             start = perf_counter()
-            cache.logits({row: text[: known + int(self._size)]})
-            took = perf_counter() - start
-            self._size = max(LEAST, min(self._size * self.seconds / took, 2 * self._size))
+            cache.logits({row: text[: cached + int(self._size)]})
+            seconds = perf_counter() - start
+            self._size = max(LEAST, min(self._size * self.seconds / seconds, 2 * self._size))

@@ -60,8 +60,8 @@ class Sampler:
 
     def returns_best(self, best: int) -> bool:
         """Whether the next id is certainly `best`, the first of the most probable ids."""
-        plain = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
-        return plain and all(_keeps(processor, best) for processor in self.processors)
+        is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
+        return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
     def after(self, *processors: Processor) -> "Sampler":
         """The sampler with these processors before its own."""
@@ -106,7 +106,7 @@ def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
     return logits[:count]
 
 
-def _keeps(processor: Processor, id: int) -> bool:
+def _preserves(processor: Processor, id: int) -> bool:
     """Whether it changes no order of ids, and keeps this one."""
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 

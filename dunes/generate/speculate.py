@@ -71,26 +71,26 @@ def first_proposal(*proposers: Proposer) -> Proposer:
     return propose
 
 
-def choose(sample: Sampler, logits: Tensor, ids: Sequence[int], proposal: Proposal, step: int) -> Tensor:
-    """The next id () for logits (V,) after `ids`, which end with the first `step` ids of the proposal.
+def choose(sample: Sampler, logits: Tensor, ids: Sequence[int], proposal: Proposal, index: int) -> Tensor:
+    """The next id () for logits (V,) after `ids`, which end with the first `index` ids of the proposal.
 
     It is distributed as without the proposal, and as often as possible equal to the one proposed next.
     """
     logits = sample.process(logits, ids)
-    if step < len(proposal.probs):
-        logits = _corrected(logits.softmax(-1), proposal.probs[step], proposal.ids[step]).log()
+    if index < len(proposal.probs):
+        logits = _correct(logits.softmax(-1), proposal.probs[index], proposal.ids[index]).log()
     return sample.choose(logits)
 
 
-def _corrected(p: Tensor, q: Tensor, proposed: int) -> Tensor:
+def _correct(p: Tensor, q: Tensor, proposed: int) -> Tensor:
     """The distribution to draw from when `proposed` was drawn from q, so that in all the draw is from p.
 
     With probability min(1, p/q) it is the proposed id, else one by the positive part of p - q.
     """
     if len(p) != len(q):
         raise ValueError(f"a draft has {len(q)} ids, the model {len(p)}; use one with the same vocabulary")
-    accepted = (p[proposed] / q[proposed]).clamp(max=1)
-    rest = (p - q).clamp(min=0)
-    mixed = rest * ((1 - accepted) / rest.sum().clamp(min=1e-30))
-    mixed[proposed] += accepted
+    acceptance = (p[proposed] / q[proposed]).clamp(max=1)
+    residual = (p - q).clamp(min=0)
+    mixed = residual * ((1 - acceptance) / residual.sum().clamp(min=1e-30))
+    mixed[proposed] += acceptance
     return mixed

@@ -93,8 +93,8 @@ class _TextContext(ForwardContext):
         self.keys, self.values = keys, values
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        for stored, new in ((self.keys[layer], k), (self.values[layer], v)):
-            stored.narrow(2, 0, new.shape[2]).copy_(new)
+        for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
+            cache.narrow(2, 0, x.shape[2]).copy_(x)
         return k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -112,8 +112,8 @@ class _StepContext(ForwardContext):
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         readable = self.slot_positions.shape[0]  # `len` would make it a constant
-        for stored, new in ((self.keys[layer], k), (self.values[layer], v)):
-            stored.index_copy_(2, self.slots, new.to(stored.dtype))
+        for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
+            cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
 
     def mask(self, window: int | None = None) -> Tensor:
@@ -132,19 +132,19 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
     That of texts is for any number of tokens above FEW. In others, operations have forms that Inductor fuses.
     Raises whatever torch.export raises for parts that it cannot trace.
     """
-    new: tuple[Tensor, ...]
+    args: tuple[Tensor, ...]
     shapes: dict[str, Any] = {}
     if isinstance(step, TextStep):
-        least, forms, new = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
+        least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
     else:
         # Of caches in half precision, tracing finds that there are more slots than readable ones.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
-        forms, new = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
+        forms, args = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
         shapes |= {"ids": None, "slots": None, "slot_positions": {0: readable}}
     shapes["keys"] = shapes["values"] = [{2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
-        return torch.export.export(step, (*new, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
+        return torch.export.export(step, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
 
 class Scores(NamedTuple):
@@ -205,8 +205,8 @@ class CompiledStep:
 
     def most(self, cache: Cache, length: int) -> int:
         """How many tokens it takes at once after `length`; it writes to as many slots even if they are fewer."""
-        fits = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
-        return FEW if fits else 1
+        takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
+        return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
         """The scores after each of these more tokens of the only row of a cache, up to as many as `most`.
@@ -263,7 +263,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
     weights = {name: rounded.get(id(t), t) for name, t in named_tensors(Step(model)).items()}
-    for name, layer in _replaced(model).items():
+    for name, layer in _step_layers(model).items():
         weights |= {f"model.{name}.{key}": t for key, t in named_tensors(layer).items()}
     return weights
 
@@ -272,11 +272,11 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy of the model to export, whose matrices have this dtype and no values."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
-    memo |= {id(model.get_submodule(name)): layer for name, layer in _replaced(model).items()}
+    memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}
     return copy.deepcopy(model, memo)
 
 
-def _replaced(model: nn.Module) -> dict[str, nn.Module]:
+def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that have another form in a step of few tokens, by name."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}

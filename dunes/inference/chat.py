@@ -333,7 +333,7 @@ class Chat:
         elif word in ("/help", "/adapter"):
             current = self.name or next(iter(self.engine.models))
             names = ", ".join(f"{name} (now)" if name == current else name for name in self.engine.models)
-            usage = [f"{key:14} {what}" for key, what in COMMANDS.items()] if word == "/help" else []
+            usage = [f"{key:14} {effect}" for key, effect in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*usage, f"adapters: {names}"]))
         else:
             raise ValueError(
