@@ -62,7 +62,8 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
 class Case:
     """A case to time.
 
-    `bytes` is the size of its weights, `resident` its memory between runs, `peak` the estimated peak (None: unknown).
+    `bytes` is the size of its weights, `resident` its memory between runs, `peak` the estimated peak (None:
+    unknown).
     """
 
     subject: Subject

@@ -77,7 +77,8 @@ def one_by_one() -> Iterator[None]:
 
 
 def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Tokens routed to the expert, and their column in `expert_ids`; for fake tensors, an average number of them."""
+    """Tokens routed to the expert, and their column in `expert_ids`; for fake tensors, an average number of
+    tokens."""
     if isinstance(expert_ids, FakeTensor):
         if torch.compiler.is_exporting():
             raise ValueError("experts of this form run one by one, by the values of the router")
