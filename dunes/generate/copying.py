@@ -27,11 +27,16 @@ from dunes.generate.context_index import ContextIndex, last_match
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 """The lengths of matches that are blended, besides the longest."""
-FOLLOWERS, CANDIDATES, TOP = 256, 16, 24
+FOLLOWERS = 256
+CANDIDATES = 16
+TOP = 24
 """Positions of a match that are looked at, and ids that a source and the model propose, at most."""
-DEPTH_BYTES, CONTEXT_IDS = 64, 48
+DEPTH_BYTES = 64
+CONTEXT_IDS = 48
 """Bytes that are matched at most, and ids of the text that have them."""
-CONTINUATIONS, AHEAD, LINE = 8, 24, 120
+CONTINUATIONS = 8
+AHEAD = 24
+LINE = 120
 """Positions behind a match of bytes that are looked at, bytes of each that are encoded, and bytes proposed."""
 LEAST = 1e-4
 """The probability that stands for none in a feature."""

@@ -65,7 +65,9 @@ a step of ten million parameters.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
-GREEDY_TOKENS, CHECKED, LOOK_EVERY = 64, 6, 1.0
+GREEDY_TOKENS = 64
+CHECKED = 6
+LOOK_EVERY = 1.0
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 

@@ -25,7 +25,8 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
 """Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
-MAX_STEPPED, IN_FLOAT32 = 16, 8
+MAX_STEPPED = 16
+IN_FLOAT32 = 8
 """New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M,
 15 at 1.1B; with matrices in float32 16, 9 and 10."""
 PADDED = 8
@@ -231,7 +232,8 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
     return equal
 
 
-FIRST, LEAST = 128, 32
+FIRST = 128
+LEAST = 32
 """Tokens of the first piece, and of any, at least."""
 
 

@@ -10,10 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-37, 1e37
+MIN_TEMPERATURE = 1e-37
+MAX_TEMPERATURE = 1e37
 """Temperatures are clamped to these, so that dividing by them stays within float32."""
 
-MIN_PENALTY, MAX_PENALTY = 1e-30, 1e30
+MIN_PENALTY = 1e-30
+MAX_PENALTY = 1e30
 """Penalties are clamped to these, which leaves room for the logits."""
 
 Processor = Callable[[Tensor, Sequence[int]], Tensor]
