@@ -1,8 +1,8 @@
-"""Where a text has occurred before: the contexts of all positions of a text, sorted, and what followed each.
+"""Index of all contexts of a text, sorted, to look up what followed a context earlier in the text.
 
-A context is what stands before a position, read backwards. Contexts that end alike lie side by side in their
-sorted order, so the positions whose contexts end with the same n items are a range, and the range for one more
-item lies within it. The order is a suffix array of the reversed text up to some depth, made by prefix doubling.
+A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
+are adjacent: their positions form a range, which contains the range for one more item. The order is a suffix array
+of the reversed text, limited to some depth and built by prefix doubling.
 https://doi.org/10.1137/0222058
 """
 
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from dunes.generate.prefix_cache import common_length
 
 DEPTH = 32
-"""Items of a context that are compared, unless it is said otherwise."""
+"""Default maximum number of items of a context that are compared."""
 Text = TypeVar("Text", str, bytes)
 
 
 class Match(NamedTuple):
-    """The positions `order[first:last]` of an index, whose contexts end with the same `length` items."""
+    """Positions `order[first:last]` of an index, whose contexts end with the same `length` items."""
 
     length: int
     first: int
@@ -32,26 +32,27 @@ class Match(NamedTuple):
 
 
 class ContextIndex:
-    """The contexts of all positions of `items` (N,), unsigned integers below 2^32 - 1.
+    """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
-    `order` (N,), int32, is the sorted order of the positions, if it is known. Besides the items, 8 bytes for each.
+    `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 8 bytes per
+    item in addition to the items.
     """
 
     def __init__(self, items: NDArray[Any], order: NDArray[np.int32] | None = None, depth: int = DEPTH) -> None:
         self.items, self.depth = items, depth
-        # Zeros stand before the text, which no context of a query has.
+        # The padding is zero, which no context of a query contains.
         padded = np.zeros(depth + len(items), np.uint32)
         padded[depth:] = items
         padded[depth:] += 1
         self.order = sorted_contexts(padded, depth) if order is None else order
-        # Items of a memoryview are Python's integers, which are faster here than numpy's.
+        # A memoryview returns Python's integers, which are faster here than NumPy's.
         self._padded, self._positions = padded.data, self.order.data
 
     def __len__(self) -> int:
         return len(self.items)
 
     def matches(self, context: Sequence[int]) -> Iterator[Match]:
-        """The positions after the last item of the context, after its last two, and so on, while there are any."""
+        """Yield the match of the last item of the context, then of its last two, and so on, until none is left."""
         match = Match(0, 0, len(self.order))
         for item in reversed(context[-self.depth :]):
             match = self._narrow(match, item + 1)
@@ -60,7 +61,7 @@ class ContextIndex:
             yield match
 
     def longest(self, context: bytes, text: bytes) -> Match:
-        """The last one of `matches` of a context, found at once, where the items are these bytes."""
+        """The last of `matches` for a context, by binary search in `text`, the bytes of the items."""
         key = context[-self.depth :][::-1]
         place = self._place(text, key)
         neighbours = self._positions[max(0, place - 1) : place + 1]
@@ -71,7 +72,7 @@ class ContextIndex:
         return Match(length, self._place(text, key[:length]), self._place(text, key[:length], bisect_right))
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
-        """The same index without the positions in these ranges; items are shared."""
+        """A copy of the index without the positions in these ranges; items are shared."""
         mask = np.ones(len(self), bool)
         for first, stop in ranges:
             mask[first:stop] = False
@@ -81,13 +82,15 @@ class ContextIndex:
         return index
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
-        """The positions of a match: the indices of the items that followed. At most about so many of them, spread
-        evenly over their order."""
+        """Positions of a match, which are the indices of the items that followed it.
+
+        At most about `most` of them are returned, spread evenly over their order.
+        """
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
     def _place(self, text: bytes, prefix: bytes, bisect: Callable[..., int] = bisect_left) -> int:
-        """Where contexts that begin, read backwards, with these bytes are in the order, or would be."""
+        """Insertion point in the order for contexts that, read backwards, start with `prefix`."""
         most = len(prefix)
         return bisect(self._positions, prefix, key=lambda p: text[max(0, p - most) : p][::-1])
 
@@ -99,9 +102,9 @@ class ContextIndex:
 
 
 def last_match(text: Text, context: Text) -> tuple[int, int]:
-    """The length of the longest match in `text` of the end of `context`, and the last position behind one.
+    """Length of the longest suffix of `context` that occurs in `text`, and the position after its last occurrence.
 
-    The end of the text is no match: nothing follows it.
+    An occurrence at the end of the text does not count, since nothing follows it.
     """
     longest, position, low, high = 0, 0, 1, len(context)
     while low <= high:
@@ -117,9 +120,9 @@ def last_match(text: Text, context: Text) -> tuple[int, int]:
 
 
 def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:
-    """The positions (N,), int32, of a text by the `depth` items before each, the nearest first.
+    """Positions (N,), int32, of a text, sorted by the `depth` items before each, the nearest item first.
 
-    `padded` (depth + N,) are the items, none of them zero, after as many zeros.
+    `padded` (depth + N,) has `depth` zeros, then the items, none of them zero.
     """
     count = len(padded) - depth
     width = min(63 // max(1, int(padded.max(initial=0)).bit_length()), depth)

@@ -1,11 +1,11 @@
-"""Copying: what followed the same text before, mixed with a language model by a gate that is fitted.
+"""Copying: continuations of earlier occurrences of a text, mixed with a language model by a fitted gate.
 
-Of texts as ids, what followed the longest match with the context, and shorter ones, is blended as in prediction
-by partial matching (PPM): the counts after n ids, and as many more for the shorter contexts as there are different
-ids. Of texts as bytes, which match wherever a token ends, the lines behind the longest match are proposed. A gate
-then changes the log-probability of each proposed id, and of the model's most probable ones, by what is known of
-it: how long the matches are, how sure the sources and the model are, how often and how long ago the file has it,
-and what kind of text it is. The result is a distribution again.
+In texts as ids, the ids that followed the longest match with the context, and shorter matches, are blended as in
+prediction by partial matching (PPM): the counts after n ids, and one pseudocount from shorter contexts for each
+distinct id. In texts as bytes, which match wherever a token ends, the lines after the longest match are proposed.
+A gate then changes the log-probability of each proposed id, and of the model's most probable ids, by features: how
+long the matches are, how sure the sources and the model are, how often and how recently the file has the id, and
+what characters it consists of. The result is normalised again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
@@ -26,25 +26,33 @@ from torch import Tensor, nn
 from dunes.generate.context_index import ContextIndex, last_match
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
-"""The lengths of matches that are blended, besides the longest."""
+"""Lengths of the matches that are blended, besides the longest."""
 FOLLOWERS = 256
+"""Maximum positions of a match that are read."""
 CANDIDATES = 16
+"""Maximum ids that a source proposes."""
 TOP = 24
-"""Positions of a match that are looked at, and ids that a source and the model propose, at most."""
+"""Ids that the model proposes."""
 DEPTH_BYTES = 64
+"""Maximum bytes of a match."""
 CONTEXT_IDS = 48
-"""Bytes that are matched at most, and ids of the text that have them."""
+"""Last ids of a text whose bytes are matched."""
 CONTINUATIONS = 8
+"""Maximum positions of a match of bytes that are read."""
 AHEAD = 24
+"""Bytes after a match that are encoded."""
 LINE = 120
-"""Positions behind a match of bytes that are looked at, bytes of each that are encoded, and bytes proposed."""
+"""Maximum bytes of a proposed line."""
 LEAST = 1e-4
-"""The probability that stands for none in a feature."""
+"""Probability that is added before the logarithm in a feature."""
 
 
 class Followers(NamedTuple):
-    """What followed a context in one source: ids (C,), int64, their blended probabilities, which leave some for
-    others, and their share among what followed the longest match, of `length` ids at so many `places`."""
+    """Ids (C,), int64, that followed a context in one source.
+
+    `probs` are their blended probabilities, which leave some for other ids; `shares` are their fractions among the
+    ids after the longest match, which has `length` ids and `places` positions.
+    """
 
     ids: NDArray[np.int64]
     probs: NDArray[np.float64]
@@ -57,20 +65,20 @@ NONE = Followers(np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0, 0)
 
 
 class Candidates(NamedTuple):
-    """Ids (C,) that sources propose, int64, ascending, and what these know of each: (C, F), float32."""
+    """Proposed ids (C,), int64, ascending, and their features (C, F), float32."""
 
     ids: Tensor
     features: Tensor
 
 
 class TextSource(NamedTuple):
-    """A text of bytes and where its contexts are; without them, it is searched from its end."""
+    """A text of bytes with the index of its contexts; without an index it is searched from its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """The length of the longest match of the end of `context`, and positions behind it, the last one first."""
+        """Length of the longest match of the end of `context`, and positions after it, the last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -80,20 +88,20 @@ class TextSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Far:
-    """Texts besides the file that is completed, as ids and as bytes."""
+    """Texts of other files, as ids and as bytes."""
 
     ids: Sequence[ContextIndex] = ()
     texts: Sequence[TextSource] = ()
 
 
 def join_far(parts: Sequence[Far]) -> Far:
-    """All texts of several."""
+    """Concatenate the texts of several sources."""
     return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each id, and what gives the ids of a part of a line."""
+    """The bytes of each id, and a function that encodes a part of a line."""
 
     pieces: Sequence[bytes]
     encode: Callable[[bytes], Sequence[int]]
@@ -102,7 +110,7 @@ class Vocabulary:
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """What kind of text each id is: (V, KINDS)."""
+        """Features of the text of each id, (V, KINDS)."""
         rows = [_piece_features(piece) for piece in self.pieces]
         return np.array(rows, np.float32).reshape(-1, self.KINDS)
 
@@ -115,7 +123,7 @@ def _piece_features(piece: bytes) -> list[float]:
 
 
 def is_word(character: bytes) -> bool:
-    """Whether this byte is a part of an identifier; none is not."""
+    """True if this byte is a part of an identifier; False for an empty string."""
     return character.isalnum() or character == b"_" or character >= b"\x80"
 
 
@@ -123,7 +131,7 @@ def is_word(character: bytes) -> bool:
 class Sources:
     """Texts to copy from, as ids and as bytes.
 
-    `near` is the text above the cursor, and what else the file has; `far` are others.
+    `near` has the text above the cursor and the rest of the file, `far` other files.
     """
 
     near: Sequence[ContextIndex]
@@ -136,23 +144,28 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """How the file uses each id: (V, USES). How often, how long before the cursor (in ids; the whole text if
-        never), and the length of the text above, all as logarithms."""
+        """Features of the file's use of each id, (V, USES), as logarithms.
+
+        These are its count, its distance before the cursor (in ids; the length of the text above if absent), and
+        the length of the text above.
+        """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, self.USES), np.float32)
         for index in self.near:
             uses[:, 0] += np.bincount(index.items, minlength=size)[:size]
         above = self.near[0].items if self.near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
-        places[above] = np.arange(len(above))  # of an id that occurs again, the last one
+        places[above] = np.arange(len(above))  # the last one, if an id occurs again
         uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
         return np.log2(1 + uses)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What can be copied after the ids of a text. `typed` are bytes that stand after its first `start` ids: those
-    that the next ids have to begin with."""
+    """Proposes ids to copy after the ids of a text.
+
+    `typed` are bytes after its first `start` ids, with which the next ids have to start.
+    """
 
     sources: Sources
     typed: bytes = b""
@@ -161,7 +174,7 @@ class Copies:
     FEATURES: ClassVar[int] = 18 + Sources.USES + Vocabulary.KINDS
 
     def candidates(self, ids: Sequence[int], top: Sequence[int] = ()) -> Candidates:
-        """What may follow the ids by all sources, and the `top` ids, the most probable ones of the model."""
+        """Ids that may follow, from all sources and from `top`, the model's most probable ids."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         parts = ([followers(index, ids) for index in part] for part in (sources.near, sources.far))
@@ -170,7 +183,7 @@ class Copies:
         union = np.unique(np.concatenate([np.array(top, np.int64), *(source.ids for source in by_source)]))
         columns = [column for source in by_source for column in _columns(source, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
-        # Of lines, only whether the last one begins with an id is a feature; how many do was not tried.
+        # Of the lines, only the first id of the last one is a feature; their number was not tried.
         of_sources = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1).astype(np.float32)
         features = np.concatenate([of_sources, sources.uses[rows], sources.vocabulary.kinds[rows]], 1)
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
@@ -183,23 +196,23 @@ class Copies:
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
-        """The typed bytes that the ids do not have yet."""
+        """Typed bytes that the ids do not cover yet."""
         pieces = self.sources.vocabulary.pieces
         covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[covered:]
 
     def near_match(self, ids: Sequence[int]) -> int:
-        """The length in bytes of the longest match of a text in its own file."""
+        """Length in bytes of the longest match of a text in its own file."""
         return _longest(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """The last bytes of a text, with the rest of what is typed; before a sentinel there is other text."""
+        """Last bytes of a text since its last sentinel, with the uncovered typed bytes."""
         pieces = self.sources.vocabulary.pieces
         parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
         return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
-        """The ids that begin the lines behind the longest match of the text."""
+        """First ids of the lines after the longest match, with their frequencies."""
         length, positions, text = _longest(part, context)
         if length <= len(rest):
             return NONE
@@ -211,26 +224,25 @@ class Copies:
 
 
 def _longest(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
-    """The longest match of the end of `context`: its length, positions behind it, and its text, the first of equal
-    ones."""
+    """Longest match of the end of `context`: its length, positions after it, and its text; the first if equal."""
     matches = ((*source.longest(context), source.text) for source in sources)
     return max(matches, key=lambda match: match[0], default=(0, [], b""))
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line at a position, with its end, of at most `size` bytes; it ends where its file does."""
+    """The rest of the line at a position with its line end, at most `size` bytes, within its file."""
     line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
 
 
 def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
-    """The index of some ids below `vocab`."""
+    """The index of ids below `vocab`."""
     return ContextIndex(np.array(ids, np.uint16 if vocab <= 1 << 16 else np.uint32))
 
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
-    """What followed this context in an index."""
+    """Ids that followed this context in an index."""
     matches = [*index.matches(context)]
     if not matches:
         return NONE
@@ -249,7 +261,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """The features of these ids by one source."""
+    """Features of these ids from one source."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -258,22 +270,22 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """By how much each candidate's log-probability changes: two layers on its features and the model's."""
+    """Predicts each candidate's change of log-probability: two layers on its features and the model's logprobs."""
 
     def __init__(self, hidden: int = 24) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(Copies.FEATURES + 2, hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """(..., C) for features (..., C, F), the model's log-probabilities (..., C) and its highest one (...)."""
+        """Changes (..., C) for features (..., C, F), the model's logprobs (..., C) and the highest one (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
 
     def mix(self, copies: Copies, logprobs: Tensor, ids: Sequence[int], allowed: Tensor | None = None) -> Tensor:
-        """The log-probabilities (V,) of the mixture, for those of the model after these ids.
+        """Log-probabilities (V,) of the mixture, from the model's log-probabilities (V,) after these ids.
 
-        With `allowed` (V,), bool, candidates are also the most probable ones of those that are allowed.
+        With a mask `allowed` (V,), bool, the most probable allowed ids are candidates, too.
         """
         top = top_ids(logprobs)
         if allowed is not None:
@@ -281,7 +293,7 @@ class Gate(nn.Module):
         return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """The log-probabilities (V,) of the mixture; those of the model, where there are no candidates."""
+        """Log-probabilities (V,) of the mixture, from the model's (V,); the same without candidates."""
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs
@@ -306,7 +318,7 @@ def mixture_loss(
     (N,) its log-probability under the model. `rest_logprob` (N,) is the log of the total probability of all other
     ids; 1 minus the candidates' total would lose it in rounding if that is nearly 1.
     """
-    # Not infinite: where none exists, gradients are finite.
+    # A finite value: gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)
     total = torch.logaddexp(mixed.logsumexp(-1), rest_logprob)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)

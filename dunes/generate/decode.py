@@ -22,7 +22,7 @@ GREEDY = Sampler()
 class Token:
     """An id and its log-probability (nats) under the model, before any processor.
 
-    `alternatives` are the most probable (id, log-probability), as many as the request asks for.
+    `alternatives` are the most probable (id, log-probability) pairs, as many as the request asks for.
     """
 
     id: int
@@ -32,10 +32,10 @@ class Token:
 
 @dataclass(eq=False)
 class Request:
-    """Up to `max_tokens` tokens after the prompt, or until one in `stop`, by an adapter of the model; `ids` grow.
+    """A text to generate: up to `max_tokens` tokens after the prompt, or until an id in `stop`.
 
-    What the `proposer` proposes is verified by one forward: the tokens are those without it, in fewer forwards.
-    Raises ValueError for an empty prompt.
+    `ids` grows with the text. `adapter` names an adapter of the model. Proposals of the `proposer` are verified by
+    one forward, so that the tokens are the same in fewer forwards. Raises ValueError for an empty prompt.
     """
 
     prompt: Sequence[int]
@@ -53,18 +53,18 @@ class Request:
 
     @property
     def unfinished(self) -> bool:
-        """Whether another token may follow."""
+        """True if another token may follow."""
         return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:
-        """The ids that the model attends to, which go on from their last half when there are too many."""
+        """The ids that the model attends to; beyond the context length, they restart from their last half."""
         if len(self.ids) - self._start > context_length:
             has_new = len(self.ids) > len(self.prompt)
             self._start = len(self.ids) - (max(1, context_length // 2) if has_new else context_length)
         return self.ids[self._start :] if self._start else self.ids
 
     def append(self, token: Token) -> Token | None:
-        """The token as part of the text; None if the text ends instead."""
+        """Append the token and return it; None if it ends the text instead."""
         if token.id in self.stop:
             self.end = len(self.ids)
             return None
@@ -83,10 +83,10 @@ def generate(
     cache: PrefixCache | None = None,
     proposer: Proposer | None = None,
 ) -> Iterator[Token]:
-    """Yield up to `max_tokens` tokens after the prompt, or until one in `stop`, which is not yielded.
+    """Yield up to `max_tokens` tokens after the prompt, or until an id in `stop`, which is not yielded.
 
-    `context_length` is how many tokens the model can attend to; when a text reaches it, generation continues from
-    its last half. Without a sampler decoding is greedy. With a `proposer` the tokens are the same, in fewer
+    `context_length` is the number of tokens that the model can attend to; a text that reaches it continues from
+    its last half. Decoding is greedy without a sampler. With a `proposer`, the tokens are the same in fewer
     forwards. Raises ValueError for an empty prompt, and for a proposal with ids that the model does not have.
     """
     request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
@@ -98,11 +98,11 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each request; None where a row has ended, or waits for what others accept.
+    """Yield the next token of each request; None for a row that has ended, or waits for others' accepted tokens.
 
-    Each row's text is the same as alone. Between two tokens the caller may put another request, or None, into a
-    place of `requests`. A `cache` has as many rows: what it holds of the beginning of a text is not evaluated, and
-    afterwards it holds the new texts.
+    The text of each row is the same as alone. Between two tokens the caller may replace an entry of `requests` by
+    another request or None. A `cache` has as many rows: the prefix of a text that it contains is not evaluated
+    again, and afterwards it contains the new texts.
     """
     cache = cache or PrefixCache(model, len(requests))
     while active := {i: r for i, r in enumerate(requests) if r is not None and r.unfinished}:
@@ -121,7 +121,7 @@ def generate_all(
 
 
 def _step_token(request: Request, context_length: int, cache: PrefixCache) -> Token | None:
-    """The next token of the only row by the compiled step; None where it takes more, or the step does not fit."""
+    """The next token of a single row by the compiled step; None if the request needs more, or no step fits."""
     if request.proposer is not None or request.alternatives:
         return None
     if (steps := cache.scores(request.window(context_length))) is None:
@@ -132,10 +132,10 @@ def _step_token(request: Request, context_length: int, cache: PrefixCache) -> To
 
 
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
-    """A proposal that fits into the `room` of the context and into the request's `max_tokens`.
+    """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
-    It is empty for a model that reads whole texts, whose logits may depend on all ids of a forward. A cache in few
-    bits gets no more than it can drop without a trace.
+    It is empty for a model that reads entire texts, since its logits may depend on all ids of a forward. With a
+    quantized cache it is limited to the tokens that a rollback drops exactly.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
@@ -152,7 +152,7 @@ def _accept(
     proposals: Mapping[int, Proposal],
     logits: Mapping[int, Tensor],
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each active row, and further ones of those rows whose proposal holds."""
+    """Yield the next token of each active row, and further tokens of rows whose proposal is accepted."""
     index = 0
     while active:
         rows = [logits[i][index] for i in active]
@@ -167,7 +167,7 @@ def _accept(
 def _next_tokens(
     requests: Mapping[int, Request], logits: Sequence[Tensor], proposals: Mapping[int, Proposal], index: int
 ) -> list[Token | None]:
-    """Choose a token for each request by its logits (V,), and append it."""
+    """Choose a token for each request from its logits (V,), and append it."""
     rows = zip(requests.items(), logits, strict=True)
     ids = _stack([choose(r.sample, x, r.ids, proposals[i], index) for (i, r), x in rows])
     tokens = _tokens(_stack(logits), ids, [r.alternatives for r in requests.values()])
@@ -175,11 +175,11 @@ def _next_tokens(
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*tensors]) if len(tensors) > 1 else tensors[0][None]  # a view, of the usual single row
+    return torch.stack([*tensors]) if len(tensors) > 1 else tensors[0][None]  # a view for a single row
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
-    """The ids after the first one, with their log-probabilities after those before them.
+    """The ids after the first, each with its log-probability after the ids before it.
 
     Raises ValueError for an id that the model does not have.
     """
@@ -191,7 +191,7 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
 
 
 def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """The ids (N,) chosen from logits (N, V), each with as many alternatives."""
+    """Tokens of ids (N,) chosen from logits (N, V), each with its number of alternatives."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):

@@ -1,7 +1,8 @@
-"""Compiled decode steps, kept in the user's own cache: one for each shape of model, dtype, torch and CPU.
+"""Compiled decode steps in the user's cache: a package for each shape of model, dtype, torch version and CPU.
 
-A package is native code, so it is read only from a folder that no other user can write to, and never from a model
-folder. It holds no weights. AOTInductor makes it: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+A package contains native code, so it is read only from a folder that no other user can write to, never from a
+model folder. It contains no weights. It is compiled by AOTInductor:
+https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
 import inspect
@@ -50,7 +51,7 @@ from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
-"""Native code of the step of one token, and where a model has them, of a few, and of a text's beginning."""
+"""Files of native code by number of tokens: one, and for some models FEW, and TEXT for the start of a text."""
 TEXT_OPTIONS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 OPTIONS = TEXT_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,
@@ -58,23 +59,26 @@ OPTIONS = TEXT_OPTIONS | {
     "realize_reads_threshold": 1,
     "score_fusion_memory_threshold": 1,
 }
-"""Weights stay outside; any number of threads; a norm is computed once, and not for each row that follows.
+"""Inductor's options for a step: weights stay outside, any number of threads, each norm is computed only once.
 
-Buffers lie on the stack, up to ten times Inductor's own limit: to allocate some hundred tensors takes a seventh of
-a step of ten million parameters.
+Buffers are on the stack up to ten times Inductor's limit: allocating some hundred tensors takes a seventh of a
+step at ten million parameters.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
-"""Of the largest logit: how much a step with matrices of this dtype may differ from the model."""
+"""Maximum error of a step with matrices of this dtype, as a fraction of the largest logit."""
 GREEDY_TOKENS = 64
+"""Tokens that the model and a float16 step generate for comparison."""
 CHECKED = 6
+"""Tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
+"""Seconds between two checks for a new package."""
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
-    """The step of this model if a package for it is there; of one that cannot be used it warns.
+    """The compiled step of this model if its package exists; warns of a package that cannot be used.
 
-    Its matrices have this dtype; without one, that which `compile_step` chose for these weights, or their own.
+    Its matrices have this dtype; by default the dtype that `compile_step` chose for these weights, or their own.
     """
     try:
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
@@ -93,9 +97,9 @@ Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
-    """A function that returns the step of the model, as soon as there is a package for it.
+    """A function that returns the compiled step of the model as soon as its package exists, else None.
 
-    Where native code is missing and there is a compiler, `start` starts the process that makes it.
+    If the package is missing and a compiler exists, `start` starts the process that compiles it.
     """
 
     def steps() -> Iterator[CompiledStep | None]:
@@ -125,7 +129,7 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
 
 
 def _files() -> dict[Path, int]:
-    """When the files that say which step to use were written."""
+    """Modification times of the files that determine which step is used."""
     with suppress(ValueError, OSError):
         names = f"*/{CARD}", f"{CHOSEN}*"
         return {f: f.stat().st_mtime_ns for name in names for f in packages_folder().glob(f"*/{name}")}
@@ -135,11 +139,11 @@ def _files() -> dict[Path, int]:
 def compile_step(
     model: nn.Module, context_length: int, dtype: torch.dtype | None = None
 ) -> tuple[Path, torch.dtype]:
-    """Make the package that `load_step` will choose unless it is there; its folder and dtype.
+    """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
-    Without a dtype, float32 matrices are rounded to float16 if that gives equal greedy ids. Raises ValueError for
-    a model whose step cannot be exported or compiled, or has no such dtype, and says why, and without a C++
-    compiler. Steps of a few tokens, and of a text's beginning, follow where a model has them.
+    By default, float32 matrices are rounded to float16 if greedy decoding then gives the same ids. Raises
+    ValueError with the reason if the step cannot be exported or compiled, if it does not support the dtype, and
+    without a C++ compiler. Steps for FEW tokens and for the start of a text are added if the model supports them.
     """
     own = _dtype(model)
     choices = [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]
@@ -160,7 +164,7 @@ def compile_step(
 
 
 def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
-    """The step with matrices of this dtype, whose package is made unless it is there. Raises as above."""
+    """The step with matrices of this dtype, compiled unless it exists. Raises ValueError like `compile_step`."""
     check_step(model, dtype)
     packages_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     package = _folder(model) / str(dtype)
@@ -170,13 +174,15 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
 
 
 def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> None:
-    """Compile the step of so many tokens into a package, unless it is there.
+    """Compile the step for this number of tokens into a package, unless it exists.
 
-    Raises ValueError, and leaves it out, if it cannot be compiled or computes something else than the model.
+    Raises ValueError, and adds nothing, if the step cannot be compiled, or if its logits differ from the model's.
     """
     name, digests = FILES[tokens], dict[str, str]()
-    with folder_lock(package):  # another process may be making it
-        with suppress(ValueError) if tokens == 1 else nullcontext():  # damaged ones are made again, from the first
+    with folder_lock(package):  # another process may be compiling it
+        with (
+            suppress(ValueError) if tokens == 1 else nullcontext()
+        ):  # a damaged package is compiled again, from its first file on
             digests |= native_files(package)
         if name in digests:
             return
@@ -194,8 +200,8 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError for a model on another device, with hooks, that is no Decoder, that needs its whole text
-    for each token, or that can have no step of this dtype."""
+    """Raise ValueError for a model that is no Decoder, is on another device, has hooks, or needs its entire text
+    for each token, and for an unsupported dtype."""
     Step(model)
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
@@ -214,9 +220,9 @@ def has_hooks(model: nn.Module) -> bool:
 
 
 def native_files(package: Path) -> dict[str, str]:
-    """Digests of the files of native code in a package, by name; none if it is not made.
+    """Digests of a package's files of native code, by name; empty if the package does not exist.
 
-    Raises ValueError for damaged ones.
+    Raises ValueError for damaged files.
     """
     digests = json_file.read(package / CARD) if (package / CARD).is_file() else {}
     for file in (package / name for name in digests):
@@ -226,7 +232,7 @@ def native_files(package: Path) -> dict[str, str]:
 
 
 def packages_folder() -> Path:
-    """The folder of packages. Raises ValueError if it is another user's, or others have access to it."""
+    """The folder of packages. Raises ValueError if it belongs to another user, or if others have access to it."""
     folder = cache_home() / "steps"
     if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
         raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
@@ -238,23 +244,23 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The dtypes that a step's matrices can have, the model's own last; none on a device, or with hooks."""
+    """Supported dtypes of a step's matrices, the model's own last; empty on another device, and with hooks."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
 
 
 def _read_choice(model: nn.Module, folder: Path) -> torch.dtype:
-    """The dtype that `compile_step` chose for these weights; without one, their own."""
+    """The dtype that `compile_step` chose for these weights; their own if none is recorded."""
     record = _record(model, folder) if any(folder.glob(f"{CHOSEN}*")) else folder
     choice = record.read_text() if record.is_file() else ""
     return next((dtype for dtype in _dtypes(model) if str(dtype) == choice), _dtype(model))
 
 
 def _record(model: nn.Module, folder: Path) -> Path:
-    """The file with the dtype that was chosen for these weights.
+    """The file with the dtype chosen for these weights.
 
-    Its name has the sum of all words of each tensor, which takes as long as reading them, and some of the words.
+    Its name is a digest of some words of each tensor, and of the sum of all, which takes as long as reading them.
     """
     digest = sha256()
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):
@@ -266,7 +272,7 @@ def _record(model: nn.Module, folder: Path) -> Path:
 
 
 def _folder(model: nn.Module) -> Path:
-    """The folder of the packages of each dtype, named by a digest of everything that compiled code depends on."""
+    """The folder of a model's packages, named by a digest of everything that its compiled code depends on."""
     internal, package, files = vars(nn.Module()), Path(dunes.__file__).parent, set[str]()
     modules = []
     for place, module in model.named_modules():
@@ -283,7 +289,7 @@ def _folder(model: nn.Module) -> Path:
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
-    """A text with everything in an attribute that traced code may depend on; `files` get those of its code."""
+    """A text with everything in an attribute that traced code may depend on; `files` gets its source files."""
     if isinstance(value, Tensor | nn.Module):
         return type(value).__qualname__
     if not depth:
@@ -318,7 +324,7 @@ def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.
 def bind_step(
     model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
 ) -> CompiledStep:
-    """The step of these files with these weights. Raises ValueError if it computes something else."""
+    """The step of these files with these weights. Raises ValueError if its logits differ from the model's."""
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
@@ -337,16 +343,16 @@ def bind_step(
 
 
 def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError for compiled code, with weights of this dtype, that differs by more than its tolerance."""
+    """Raise ValueError if the difference of compiled code with weights of this dtype exceeds its tolerance."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
         raise ValueError(f"{subject} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
-    """A cache of 8 slots that holds tokens, which count down to 1, and the logits (FEW, V) after the last of them.
+    """A cache of 8 slots with CHECKED tokens, which count down to 1, and the logits (FEW, V) after the last FEW.
 
-    The tokens differ where there are enough.
+    The tokens differ if the vocabulary is large enough.
     """
     cache = cache_for(model, 1, 8)
     assert cache is not None, "check_step refuses others"
@@ -356,9 +362,9 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 
 
 def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
-    """Write native code of a graph, and beside it what its calls of other operators need, if anything.
+    """Write native code of a graph, and beside it a file for its calls of other operators, if any.
 
-    It is compiled as usual, or as a step of few tokens is. Raises ValueError for what Inductor cannot compile.
+    `as_usual` selects TEXT_OPTIONS instead of OPTIONS. Raises ValueError for a graph that Inductor cannot compile.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.codegen import common
@@ -366,11 +372,11 @@ def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: boo
     from torch._inductor.utils import fresh_cache
 
     limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
-    # The first compilation of a process, which may be another's, decides what all have.
+    # The first compilation in a process, which may be the user's, registers the backends for all.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
-    # Others may be writing files of these names into the usual cache; the compiler takes no spaces in `path`.
+    # Other processes may write the same names into the usual cache; the compiler accepts no spaces in `path`.
     with TemporaryDirectory() as folder, fresh_cache(dir=folder), limit, nullcontext() if as_usual else writer:
         archive = f"{folder}/archive.pt2"
         options: Any = {"package_path": archive, "inductor_configs": {**(TEXT_OPTIONS if as_usual else OPTIONS)}}
@@ -391,7 +397,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
 
 @contextmanager
 def buffers_unchanged(model: nn.Module) -> Iterator[None]:
-    """Raises ValueError if a forward inside changes a buffer, which compiled code cannot."""
+    """Raise ValueError if a forward inside changes a buffer, which compiled code cannot."""
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     yield
     for (name, before, version), after in zip(buffers, model.buffers(), strict=True):
@@ -400,7 +406,7 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The graph that `export` makes. Raises ValueError for what cannot be exported, or needs more than weights."""
+    """The graph from `export`. Raises ValueError if that fails, or if the graph needs tensors besides weights."""
     graph = attempt("torch cannot export this model", export)
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")
@@ -408,7 +414,7 @@ def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.ex
 
 
 def _same_greedy_ids(model: nn.Module, context_length: int, step: CompiledStep) -> bool:
-    """True if the model writes the same by itself after each of the first ids, with the step and without."""
+    """True if greedy decoding after each of the first two ids gives the same ids with and without the step."""
 
     def greedy_ids(first: int, step: CompiledStep | None) -> list[int]:
         cache, limit = PrefixCache(model, step=step), min(GREEDY_TOKENS, context_length - 1)

@@ -1,6 +1,6 @@
-"""A cache that knows which ids it holds, so that a text is evaluated from where it differs from the last one.
+"""A KV cache that records its ids, so that only the part of a text after the common prefix is evaluated.
 
-Long texts are read in pieces, so that other work can be done, or this one be cancelled, in between.
+Long texts are prefilled in pieces, so that other work, or a cancellation, can come in between.
 """
 
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
@@ -24,23 +24,25 @@ from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
-"""Tokens of a prompt that are evaluated at once: fewer are no faster, and more only take memory."""
+"""Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
 MAX_STEPPED = 16
+"""New ids that steps of FEW compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M, 15 at
+1B."""
 IN_FLOAT32 = 8
-"""New ids that steps of a few compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M,
-15 at 1.1B; with matrices in float32 16, 9 and 10."""
+"""MAX_STEPPED for matrices in float32: 16, 9 and 10."""
 PADDED = 8
-"""Tokens of padding in the other rows that cost no more than a copy of the keys and values of one."""
+"""Padding in tokens up to which batching is cheaper than copying a row's KV cache."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
+"""Returns a context in which row i of a forward uses the adapter `names[i]`."""
 
 
 class PrefixCache:
-    """The cache of a model, whose weights must not change meanwhile, and the ids in each of its rows.
+    """The KV cache of a model, whose weights must not change, and the ids in each of its rows.
 
-    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; without it, all use
-    what is active in the model. `step`, if set, computes single tokens of a single row. With a `format`, keys and
-    values are stored in it; raises ValueError for that together with a step.
+    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; by default all rows use
+    the model's active adapter. `step`, if set, computes single tokens of a single row. `format` quantizes keys and
+    values. Raises ValueError for a format together with a step.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class PrefixCache:
         return f"PrefixCache(ids in its rows: {', '.join(str(len(ids)) for ids in self.ids)}; {self.cache})"
 
     def reserve(self, capacity: int) -> None:
-        """Make room for as many ids in each row."""
+        """Make room for `capacity` ids in each row."""
         if self.cache is None:
             device = next(self.model.parameters()).device
             self.cache = cache_for(self.model, len(self.ids), capacity, device, self.format)
@@ -77,25 +79,25 @@ class PrefixCache:
             self.cache.grow(capacity)
 
     def set_adapter(self, row: int, adapter: str | None) -> None:
-        """Let the row use this adapter; ids that it holds of another one are dropped."""
+        """Set the adapter of a row; ids that were evaluated with another adapter are dropped."""
         if adapter != self.adapters[row]:
             self.adapters[row], self.ids[row] = adapter, []
 
     def logits(
         self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None
     ) -> dict[int, Tensor]:
-        """Logits (n, V) after the n `last` ids of each text (by default one), by row.
+        """Logits (n, V) after the last n ids of each text, by row; `last` maps rows to n (default: 1).
 
-        What a row holds of a text's beginning is not evaluated.
+        The prefix of a text that is in the row already is not evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
         if last.keys() == {0} and (scores := self.scores(texts[0], last[0])):
             return {0: torch.stack([s.logits for s in scores])}
-        if self.cache is None:  # the model may mix tokens, so it reads whole texts
+        if self.cache is None:  # the model may mix tokens, so it reads entire texts
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many tokens in one row would be as many of padding in all others; a few cost less than rows apart.
+            # Many tokens in one row would be padding in all others; a few cost less than a forward for each row.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in texts if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
@@ -104,9 +106,9 @@ class PrefixCache:
         return {i: logits[i][-last[i] :] for i in texts}
 
     def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
-        """The step's scores of the next token after each of the text's `last` ids.
+        """Scores of the next token after each of the text's `last` ids, by the step.
 
-        None if the step does not fit, or a forward of the ids that are new is faster.
+        None if the step does not fit, or if a forward of the new ids is faster.
         """
         cached, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
@@ -128,21 +130,21 @@ class PrefixCache:
                 scores += (step.read_text if starts_text else step)(ids, cache)
                 cached += ids
                 self.forwards += 1
-            if any(math.isnan(s.log_sum) for s in scores):  # what the model, too, will refuse
+            if any(math.isnan(s.log_sum) for s in scores):  # the model refuses it, too
                 return None
-        except (OverflowError, RuntimeError):  # an id or a position that the model, too, will refuse
+        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
             return None
         self.ids[0], self.vocab = cached, self.vocab or len(scores[0].logits)
         return scores[-last:]
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
-        """Whether the step reads a text of so many tokens at once, faster than the model."""
+        """True if the step reads a text of this many tokens at once, faster than the model."""
         if not step.reads_texts or self.cache is None or tokens > min(CHUNK, self.cache.capacity):
             return False
         return not multiplies_in_float32(next(self.model.parameters()), tokens)
 
     def _step_fits_after(self, common: int, step: CompiledStep, cache: Cache) -> bool:
-        """Whether the step may go on after the ids that are kept, or if there are none, begin a text."""
+        """True if the step can continue after the `common` cached ids or, if that is 0, start a text."""
         if common:
             return self._fitting_state == self._state()
         if len(self.ids) > 1 or step.most(cache, 0) == 1:
@@ -154,11 +156,11 @@ class PrefixCache:
         return self._fitting_state is not None
 
     def _state(self) -> object:
-        """What may change between two tokens: the step, the number of hooks until now, and the active adapters."""
+        """State that may change between two tokens: the step, the number of hooks so far, the active adapters."""
         return self.step, RemovableHandle.next_id, [m.active for m in self._adapter_modules]
 
     def _step_fits(self, step: CompiledStep, cache: Cache) -> bool:
-        """Whether the step is of the model as it is now, for its caches; rows with adapters need the model."""
+        """True if the step matches the model's present state and caches; rows with adapters need the model."""
         self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]
         if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
             return False
@@ -212,18 +214,18 @@ class PrefixCache:
 
 
 def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
-    """Raises ValueError for an id that a model with this many ids, if known, does not have."""
+    """Raise ValueError for an id outside of a vocabulary of this size, if it is known."""
     for id in (i for text in texts if text for i in (min(text), max(text))):
         if vocab is not None and not 0 <= id < vocab:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """How many ids at the beginning are equal, but for the last ones, which give the logits."""
+    """Length of the common prefix, without the last ids of the text, which give the logits."""
     equal, most = 0, min(len(cached), len(ids) - last)
     if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # as usual
         return max(most, 0)
-    while equal < most:  # by halves, since comparing slices is much faster than comparing ids
+    while equal < most:  # a binary search, since comparing slices is much faster than comparing ids
         middle = (equal + most + 1) // 2
         if cached[equal:middle] == ids[equal:middle]:
             equal = middle
@@ -233,19 +235,22 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
 
 
 FIRST = 128
+"""Tokens of the first piece."""
 LEAST = 32
-"""Tokens of the first piece, and of any, at least."""
+"""Minimum tokens of a piece."""
 
 
 class PieceReader:
-    """Reads texts into a cache in pieces that take about so many seconds each."""
+    """Prefills texts in pieces that take about `seconds` each."""
 
     def __init__(self, seconds: float = 0.03) -> None:
         self.seconds, self._size = seconds, float(FIRST)
 
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
-        """Read a text but for its last piece into a row, and yield before each piece. The cache needs room for it;
-        nothing is read for a model that mixes tokens, which has no cache."""
+        """Prefill all but the last piece of a text into a row, and yield before each piece.
+
+        The cache needs room for the text. Nothing is read for a model that mixes tokens, which has no cache.
+        """
         while cache.cache is not None:
             cached = common_length(cache.ids[row], text, 1)
             if len(text) - 1 - cached <= self._size:

@@ -1,4 +1,4 @@
-"""The logits after texts, remembered from one request to the next: after a keystroke most texts are the same."""
+"""Logits after texts, cached from one request to the next: after a keystroke most texts are the same."""
 
 # Shapes: V vocabulary.
 
@@ -12,45 +12,45 @@ from dunes.generate.prefix_cache import PADDED, PrefixCache, common_length
 from dunes.generate.step import CompiledStep
 
 ROOM = 128
-"""Room for ids is made in multiples of this, since all keys and values are copied for it."""
+"""Capacities are multiples of this, since growing copies all keys and values."""
 
 FEW = 32
-"""A request that asked for less, and for less than those before it, may have been cancelled."""
+"""Requests with fewer values than this, and than the previous request, may have been cancelled."""
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
 class Remembered(Generic[Key, Value]):
-    """What this request and the last one that was not cut short have asked for."""
+    """Cache of the values used by this request and by the previous one that was not cancelled."""
 
     def __init__(self) -> None:
         self._previous: dict[Key, Value] = {}
         self._current: dict[Key, Value] = {}
 
     def begin(self) -> None:
-        """Begin a request: what was not asked for since the last time is forgotten, but not for one cut short."""
+        """Begin a request, and drop values that the last one did not use, unless it may have been cancelled."""
         if len(self._current) >= min(len(self._previous), FEW):
             self._previous, self._current = self._current, {}
 
     def get(self, key: Key) -> Value | None:
-        """What is known of a key."""
+        """The value of a key; None if it is not cached."""
         value = self._current.get(key)
         if value is None and (value := self._previous.get(key)) is not None:
             self._current[key] = value
         return value
 
     def put(self, key: Key, value: Value) -> None:
-        """Remember a value."""
+        """Cache a value."""
         self._current[key] = value
 
 
 class RememberedLogits:
-    """The logits (V,) of a model, whose weights must not change meanwhile, after texts.
+    """Cached logits (V,) after texts, for a model whose weights must not change.
 
-    Up to `width` texts, which should begin alike, are evaluated side by side; single ones by the `step`, if there
-    is one. A text that this request or the last one asked for is not evaluated again; of another one, what the
-    cache has of its beginning is not.
+    Up to `width` texts, which should have a common prefix, are evaluated in one batch, a single text by the
+    `step`, if any. Logits that this request or the previous one used are not computed again, nor is the prefix of
+    a text that is in the KV cache.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
@@ -65,7 +65,7 @@ class RememberedLogits:
         self.rows.reserve(room)
 
     def get(self, text: Sequence[int]) -> Tensor | None:
-        """The logits after a text, if they are remembered."""
+        """The logits after a text; None if they are not cached."""
         return self._logits.get(tuple(text))
 
     def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -78,9 +78,9 @@ class RememberedLogits:
         return [self._require(text) for text in texts]
 
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
-        """The logits after a text; those after each of the ids that may follow are remembered.
+        """The logits after a text; logits after each id of its continuation `more` are computed, too, and cached.
 
-        A model that mixes tokens, which has no cache, gets the text alone.
+        A model that mixes tokens, which has no KV cache, evaluates the text alone.
         """
         ids = [*text, *(more if self.cache.cache is not None else ())]
         rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
@@ -94,7 +94,7 @@ class RememberedLogits:
         return logits
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts side by side, where possible in rows that have their beginnings; else in new rows."""
+        """Evaluate texts in one batch, in rows with their prefixes if possible, else in new rows."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -103,7 +103,7 @@ class RememberedLogits:
             self._logits.put(tuple(rows[row]), logits[-1])
 
     def _copy_prefix(self, texts: Sequence[list[int]]) -> dict[int, list[int]]:
-        """Rows for these texts, which begin as the texts do; all but a few ids are evaluated once."""
+        """Rows for these texts with copies of their common prefix, so that nearly all ids are evaluated once."""
         assert self.cache.cache is not None, "both caches are of the same model"
         start = texts[0][: min(common_length(texts[0], text, 0) for text in texts)]
         if len(start) - common_length(self.cache.ids[0], start, 0) > PADDED:
@@ -115,7 +115,7 @@ class RememberedLogits:
 
 
 def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:
-    """A row for each text, where possible one that holds all of it but the last id."""
+    """A row for each text; if possible, one that contains all but its last id."""
     free, rows, later = set(range(len(cached))), dict[int, list[int]](), []
     for text in texts:
         row = next((r for r in sorted(free) if list(cached[r]) == text[:-1]), None)

@@ -1,4 +1,4 @@
-"""From logits to the next id: processors change the logits, then a choice takes an id."""
+"""From logits to the next id: processors change the logits, then a choice selects an id."""
 
 # Shapes: V vocabulary.
 
@@ -11,27 +11,29 @@ import torch
 from torch import Tensor
 
 MIN_TEMPERATURE = 1e-37
+"""Lower bound that temperatures are clamped to, so that dividing by them stays within float32."""
 MAX_TEMPERATURE = 1e37
-"""Temperatures are clamped to these, so that dividing by them stays within float32."""
+"""Upper bound that temperatures are clamped to."""
 
 MIN_PENALTY = 1e-30
+"""Lower bound that penalties are clamped to, which leaves room for the logits in float32."""
 MAX_PENALTY = 1e30
-"""Penalties are clamped to these, which leaves room for the logits."""
+"""Upper bound that penalties are clamped to."""
 
 Processor = Callable[[Tensor, Sequence[int]], Tensor]
-"""(logits (V,), the ids so far) -> logits (V,), or of the first ids only; -inf excludes an id."""
+"""(logits (V,), ids so far) -> logits (V,), or of the first ids only; -inf excludes an id."""
 
 Choice = Callable[[Tensor], Tensor]
 """Processed logits (V,) -> id ()."""
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The choice of the most probable id."""
+    """The most probable id."""
     return logits.argmax(-1)
 
 
 def draw(seed: int) -> Choice:
-    """A choice by the probabilities, with random numbers of its own. Seeds are taken modulo 2^64."""
+    """A choice that samples from the probabilities with its own random generator. Seeds are taken modulo 2^64."""
     generators: list[torch.Generator] = []
 
     def choose(logits: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ def draw(seed: int) -> Choice:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Processors in their order, and a choice. Requests that draw need a sampler each."""
+    """Processors in order, and a choice. Each request that samples needs its own sampler."""
 
     processors: tuple[Processor, ...] = ()
     choose: Choice = greedy
@@ -54,14 +56,14 @@ class Sampler:
         return self.choose(self.process(logits, ids))
 
     def process(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """The processed logits (V,), whose softmax is the distribution that is drawn from."""
+        """The processed logits (V,), whose softmax is the distribution that is sampled from."""
         logits = logits.float()
         for processor in self.processors:
             logits = processor(logits, ids)
         return logits
 
     def returns_best(self, best: int) -> bool:
-        """Whether the next id is certainly `best`, the first of the most probable ids."""
+        """True if the next id is certain to be `best`, the first of the most probable ids."""
         is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
@@ -109,12 +111,12 @@ def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _preserves(processor: Processor, id: int) -> bool:
-    """Whether it changes no order of ids, and keeps this one."""
+    """True if the processor preserves the order of the ids, and keeps this one."""
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 
 def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Divide positive logits of ids that occurred before and multiply negative ones.
+    """Divide the positive logits of ids that occurred before by the penalty, and multiply the negative ones.
 
     https://arxiv.org/abs/1909.05858
     """
@@ -126,7 +128,7 @@ def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Divide by the temperature. The largest logit is 0 before the division and stays 0 for any temperature."""
+    """Divide by the temperature, after subtracting the largest logit, which thus stays 0 for any temperature."""
     return (logits - logits.amax()) / min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
 
 

@@ -1,8 +1,8 @@
-"""The forward of one new token, or a few, in one row as a unit that can be compiled ahead of time.
+"""The forward of one or a few new tokens in one row, as a unit that can be compiled ahead of time.
 
-The model's own parts are traced; only what they call is given another form, in which Inductor fuses the whole step
-into few loops: matrix products as a multiplication and a sum, with weights that may be of another dtype, and
-attention over the readable slots of the cache, whose number is dynamic, for one token without a mask. The cache is
+The model's own parts are traced; only the operations that they call are replaced by forms in which Inductor fuses
+the step into few loops: matrix products as a multiplication and a sum, with weights of any dtype, and attention
+over the readable slots of the cache, whose number is dynamic, without a mask for a single token. The cache is
 changed in place.
 """
 
@@ -29,21 +29,22 @@ from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""What it returns may be overwritten by the next call in the same thread."""
+"""Runs native code; the next call in the same thread may overwrite the results."""
 LARGE = 1 << 20
+"""Elements of a matrix from which it is read from memory, not from a cache."""
 STACK = 1 << 20
-"""Bytes of buffers up to which native code has them on the stack of its thread."""
+"""Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Tokens of a step of a few: it takes 1.9 times as long as a step of one; with 8 it would take 3.5 times."""
+"""Tokens of a step of a few, which takes 1.9 times as long as a step of one; with 8 it would be 3.5 times."""
 TEXT = 0
-"""Stands for any number of tokens, with which a text begins."""
+"""Key of the step for any number of tokens at the start of a text."""
 
 
 class Step(nn.Module):
-    """Logits (T, V) in float32 after each of some more tokens, whose keys and values are written into the cache.
+    """Logits (T, V) in float32 after each new token, and a summary; writes keys and values into the cache.
 
-    Beside them a summary (T, 3) in float64: the most probable id, its logit, and the logarithm of the sum of the
-    exponentials of all logits less that one. Raises ValueError for a model that is no plain decoder.
+    The summary (T, 3) in float64 has the most probable id, its logit, and the logsumexp of all logits minus that
+    logit. Raises ValueError for a model that is no plain decoder.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,8 +56,8 @@ class Step(nn.Module):
     def forward(
         self, ids: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Arguments: the new ids (T,), the slots (T,) to write, the position in each readable slot (S,), and the
-        layers' keys and values (1, K, slots, D)."""
+        """Arguments: new ids (T,), slots (T,) to write, the position in each readable slot (S,), and the layers'
+        keys and values (1, K, slots, D)."""
         return self._score(self._hidden(ids, _StepContext(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -75,18 +76,19 @@ class Step(nn.Module):
 
 
 class TextStep(Step):
-    """The same after the last of the tokens that a text begins with, computed as the model's own forward does.
+    """The step for the first tokens of a text, computed like the model's own forward, with the last token's
+    scores.
 
     Raises ValueError for a model with windows, whose mask would have to be a constant.
     """
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Arguments: the ids (T,), and the layers' keys and values (1, K, slots, D), of which T are written."""
+        """Arguments: ids (T,), and the layers' keys and values (1, K, slots, D); the first T slots are written."""
         return self._score(self._hidden(ids, _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
 
 
 class _TextContext(ForwardContext):
-    """The context of tokens without earlier ones: each attends to those before it."""
+    """Context of the first tokens of a text: each attends to itself and the tokens before it."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Tensor) -> None:
         super().__init__(positions[None])
@@ -104,7 +106,7 @@ class _TextContext(ForwardContext):
 
 
 class _StepContext(ForwardContext):
-    """The context of new tokens: one reads all slots, less those outside of a layer's window."""
+    """Context of new tokens: a single one reads all slots except those outside of a layer's window."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
         super().__init__(slot_positions[slots][None])
@@ -127,10 +129,10 @@ class _StepContext(ForwardContext):
 
 
 def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.ExportedProgram:
-    """The step as a graph, for caches of any capacity with the dtypes of this one, which has tokens and 8 slots.
+    """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
-    That of texts is for any number of tokens above FEW. In others, operations have forms that Inductor fuses.
-    Raises whatever torch.export raises for parts that it cannot trace.
+    The graph of a TextStep takes any number of tokens above FEW. In other graphs, operations have forms that
+    Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Tensor, ...]
     shapes: dict[str, Any] = {}
@@ -138,7 +140,7 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
     else:
-        # Of caches in half precision, tracing finds that there are more slots than readable ones.
+        # For caches in half precision, tracing requires more slots than readable ones.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         forms, args = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
         shapes |= {"ids": None, "slots": None, "slot_positions": {0: readable}}
@@ -148,7 +150,7 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
 
 
 class Scores(NamedTuple):
-    """Row `row` of the logits (T, V) of next tokens, and of the summary of a `Step`."""
+    """Scores of the next token: row `row` of the logits (T, V), and that row of the summary of a `Step`."""
 
     all_logits: Tensor
     row: int
@@ -158,7 +160,7 @@ class Scores(NamedTuple):
 
     @property
     def logits(self) -> Tensor:
-        """The logits (V,); a view, which is made when it is needed."""
+        """The logits (V,), a view created on access."""
         return self.all_logits[self.row]
 
     def logprob(self, id: int) -> float:
@@ -167,9 +169,9 @@ class Scores(NamedTuple):
 
 
 class _Numbers(threading.local):
-    """Ids and slots of one token and of a few, written through views of NumPy: a tenth of the time of new tensors.
+    """Ids and slots of one and of FEW tokens, written through NumPy views in a tenth of the time of new tensors.
 
-    Each thread has its own: code runs while Python goes on in other threads.
+    Each thread has its own, since native code runs while other threads run Python.
     """
 
     def __init__(self) -> None:
@@ -182,12 +184,12 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 
 
 class CompiledStep:
-    """Compiled steps and the weights they are bound to, by their names in the step; they are not copied.
+    """Native code of a step, bound to the model's weights without copying them.
 
-    `files` has the file and the weights of the step of one token, of FEW, which takes up to as many at once, and
-    of TEXT, for the beginning of a text. `dtype` is that of the matrices, `example` a cache as they were made for,
-    and `state` the model's.
-    Raises ValueError for a package that torch cannot load, or that needs other weights.
+    `files` maps numbers of tokens to a file and its weights by name: 1; FEW, for up to that many; TEXT, for the
+    start of a text. `dtype` is the dtype of the matrices, `example` a cache like those it was compiled for,
+    `state` the model's `model_state`. Raises ValueError for a package that torch cannot load, or that needs other
+    weights.
     """
 
     def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:
@@ -204,14 +206,14 @@ class CompiledStep:
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
     def most(self, cache: Cache, length: int) -> int:
-        """How many tokens it takes at once after `length`; it writes to as many slots even if they are fewer."""
+        """Maximum tokens per call after `length` tokens; a call writes that many slots even for fewer tokens."""
         takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
         return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """The scores after each of these more tokens of the only row of a cache, up to as many as `most`.
+        """Scores after each of these new tokens, at most `most`, in the only row of a cache.
 
-        A single one follows others.
+        A single token must follow earlier ones.
         """
         n = 1 if len(ids) == 1 and cache.max_length else FEW
         (id_view, slot_view), (slot, slot_positions) = _numbers.views[n], cache.start_row(len(ids), n)
@@ -222,7 +224,7 @@ class CompiledStep:
         return _scores(summary, logits.clone())[: len(ids)]
 
     def read_text(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """The scores after all ids that a text begins with, two or more, in the only row of an empty cache."""
+        """Scores after the last of two or more ids that start a text, in the only row of an empty cache."""
         cache.start(len(ids))
         logits, summary = self._run[TEXT]([torch.tensor(ids), *cache.keys, *cache.values])
         cache.advance(torch.tensor([len(ids)]))
@@ -234,13 +236,13 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
-    """A function of the inputs with these weights. Raises ValueError where threads have small stacks."""
+    """A function that runs native code with these weights. Raises ValueError if threads have small stacks."""
     import resource  # which Windows does not have, nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
         raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
-    # Inductor's own loader imports its compiler first, which takes two seconds; that of packages leaves files
+    # Inductor's loader imports its compiler first, which takes two seconds; the loader of packages leaves files
     # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:
         for file in package.parent.glob(f"{package.stem}.*"):
@@ -254,13 +256,13 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
 
 
 def model_state(model: nn.Module) -> object:
-    """What changes a model without changing a weight: hooks, the active adapters and dtypes."""
+    """State that changes a model's results without changing a weight: hooks, active adapters and dtypes."""
     of_module = lambda m: (len(m._forward_hooks), len(m._forward_pre_hooks), getattr(m, "active", None))
     return [*map(of_module, model.modules())], [p.dtype for p in model.parameters()]
 
 
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors of a step, by name: matrices of plain linear layers and embeddings in this dtype."""
+    """Tensors of a step by name; matrices of plain linear layers and embeddings are converted to this dtype."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
     weights = {name: rounded.get(id(t), t) for name, t in named_tensors(Step(model)).items()}
     for name, layer in _step_layers(model).items():
@@ -287,13 +289,13 @@ def _matrices(model: nn.Module) -> list[Tensor]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names: tied ones stand under each."""
+    """Parameters and buffers by all of their names; tied tensors have several."""
     parameters, buffers = module.named_parameters, module.named_buffers
     return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 
 
 class _OneRow(TorchFunctionMode):
-    """Gives the operations of a step these forms for one row."""
+    """Replaces operations of a step by these forms for one row."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -304,13 +306,13 @@ class _OneRow(TorchFunctionMode):
     ) -> Any:
         if func in self.forms or not hasattr(func, "__wrapped__"):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
-        with self:  # what an operation of ours calls
+        with self:  # operations called inside one of ours
             return func.__wrapped__(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
-    # Those of several tokens become one loop, which reads the weights once; of slices, not `unbind`, it is faster.
+    # Several tokens become one loop, which reads the weights once, and is faster with slices than with `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
@@ -342,7 +344,7 @@ def _embedding(
 
 
 def _rows_of_ids(input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-    # An index out of range in native code would end the process; what NaN gives is not used.
+    # An index out of range in native code would end the process; results of NaN are not used.
     inside = (input >= 0) & (input < len(weight))
     return weight[input.clamp(0, len(weight) - 1)].where(inside[..., None], torch.nan)
 
