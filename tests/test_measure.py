@@ -70,13 +70,13 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     kept = lambda samples: rates._kept("x", torch.device("cpu"), lambda: sample(samples))
     monkeypatch.setattr(rates, "_rates", {})
     monkeypatch.setattr(rates, "_unsure", set())
-    monkeypatch.setattr(rates, "waits", dict)
+    monkeypatch.setattr(rates, "wait_times", dict)
     assert kept(2.0 ** (n % 900) for n in itertools.count()) > 3
     assert not list(tmp_path.rglob("x-*")), "they do not agree"
     monkeypatch.setattr(rates, "LONGEST", 1.0)
     rates._rates.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(rates, "waits", lambda: {"1": perf_counter()})  # one thread waits all the time
+        patch.setattr(rates, "wait_times", lambda: {"1": perf_counter()})  # one thread waits all the time
         assert kept(itertools.repeat(4.0)) == 4.0
     assert not list(tmp_path.rglob("x-*")), "they agree beside other programs"
     rates._rates.clear()
@@ -106,7 +106,7 @@ def test_threads_that_wait_go_to_sleep_soon_while_cores_are_wanted(monkeypatch):
             last[0] = float(next(waited))
         return {"1": last[0]}
 
-    monkeypatch.setattr(cores, "waits", waits)
+    monkeypatch.setattr(cores, "wait_times", waits)
     started = lambda: set(os.listdir("/proc/self/task")) - before  # others may end meanwhile
     teams = lambda: [thread.name for thread in threading.enumerate()].count("dunes-team")
     torch.rand(256, 256) @ torch.rand(256, 256)  # starts PyTorch's own
