@@ -108,7 +108,7 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
 
 
 def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Take the change back from folder to folder, and print the report. Raises ValueError for other options."""
+    """Undo the change from folder to folder, and print the report. Raises ValueError for other options."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 

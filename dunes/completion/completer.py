@@ -52,7 +52,7 @@ class FolderCompleter(CompletionEngine):
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
         """The most probable suggestions; only the copied line if no gate was fitted, or if the model was worse
-        than copying on validation lines. Raises Cancelled as the options say."""
+        than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
         copied = _copy_line(self.far(name, options.files).texts, before, after, options)
@@ -107,7 +107,7 @@ class CopyCompleter:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The same as a list, cut at a stop string. Raises Cancelled as the options say."""
+        """The same as a list, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
@@ -123,7 +123,7 @@ class CopyCompleter:
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:
-        """Also copy from these files from now on, with these texts by name (None: deleted)."""
+        """Also copy from these files from now on: texts by name, None for a deleted file."""
         self._open |= files
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
@@ -132,7 +132,7 @@ class CopyCompleter:
 
 
 def _copy_line(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
-    """The copied line, cut at a stop string. Raises Cancelled as the options say."""
+    """The copied line, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     copied = CopyNearest(far).complete(near_text(before), after)
@@ -169,7 +169,10 @@ def index_in_training(folder: Path) -> TextIndex | None:
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run that has no model yet; `line` gets a note if it only copies."""
+    """The completer of a model folder, or of a run that has no model yet.
+
+    `line` is called with a note if it only copies.
+    """
     if (index := index_in_training(folder)) is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)

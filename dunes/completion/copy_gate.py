@@ -29,11 +29,11 @@ PLACES_PER_STEP = 5
 RENEWED = 100
 """Sources of a long text are rebuilt once it has grown by 1/100; rebuilding per line sorts N lines N times."""
 CONTEXT = 64
-"""Ids above a position that are matched."""
+"""Ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
-"""Candidates of a position."""
+"""Maximum number of candidates of a position."""
 CHUNK = 64
-"""Positions in a contiguous chunk, about."""
+"""Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
 """Minimum positions per text. With fewer, many small files give only positions with little text above, and the
 gate lost 0.17 nats on others (docs/log/completion.md, "Completion of lines: probabilities given what is typed, a

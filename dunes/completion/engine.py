@@ -114,7 +114,7 @@ class CompletionEngine:
     def complete(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> Suggestion:
-        """The rest of the line, or several lines as `options` say. Raises Cancelled as they say."""
+        """The rest of the line, or `options.lines` lines. Raises Cancelled if `options.cancelled()`."""
         return self.alternatives(before, after, name, options)[0]
 
     def alternatives(
@@ -122,7 +122,7 @@ class CompletionEngine:
     ) -> list[Suggestion]:
         """The most probable suggestions, best first, at most `options.alternatives`; the first may be empty.
 
-        Raises Cancelled as the options say.
+        Raises Cancelled if `options.cancelled()`.
         """
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)

@@ -31,9 +31,9 @@ from dunes.progress import Display
 from dunes.units import plural
 
 BEFORE = 1.2
-"""End of the indexed part of a text whose tail is for validation, in tail lengths before the text's end."""
+"""Tail lengths before the end of a text at which its indexed part ends, if its tail is for validation."""
 BEHIND = 0.9
-"""Start of the part that the gate is fitted on, in tail lengths before the text's end."""
+"""Tail lengths before the end of a text at which the part starts that the gate is fitted on."""
 PLACES = (40.0, 500, 20_000)
 """Positions that the gate is fitted on: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)

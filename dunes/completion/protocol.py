@@ -19,7 +19,7 @@ class LineCompleter(Protocol):
     """Completes lines. The answers depend on the arguments alone, not on earlier requests."""
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line, given the text before and behind the cursor and the file's path."""
+        """The rest of the line, given the text before and after the cursor and the file's path."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Completion files of a run, in RUN/completion: the training text with its indexes, the gate, thresholds.
 
 `index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` their names
-and offsets; both are written seconds after a run has begun. `gate.safetensors` and `gate.json` follow at its end,
+and offsets; both are written in the first seconds of a run. `gate.safetensors` and `gate.json` follow at its end,
 when the validation files are added to the index.
 """
 

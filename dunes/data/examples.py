@@ -34,7 +34,7 @@ SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys of a system prompt beside a conversation or a task."""
 
 VARIABLES = "chat_template_kwargs"
-"""Key of further variables of the chat template."""
+"""Key of additional variables for the chat template."""
 
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""

@@ -31,7 +31,7 @@ LEAST = 16
 SPAN_LINES = 4
 """Maximum line ends in a middle that is a span of several lines."""
 TRIES = 8
-"""Cuts that are tried before a window is left unchanged."""
+"""Maximum number of cuts that are tried for a window."""
 
 
 class Sentinels(NamedTuple):
@@ -167,7 +167,7 @@ def _line_end(text: str, start: int, lines: int) -> int:
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index, moved out of a \\r\\n."""
+    """The index, or the index before it inside a \\r\\n."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 

@@ -130,7 +130,7 @@ def validation_share(size: float, least: float = LEAST) -> float:
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
-    """The corpus with about `share` of its text moved from training to the test split.
+    """The corpus with about `share` of its text in the test split, taken from the training split.
 
     Of three or more files at least one is for the test, never all. Near-duplicates are on one side. The documents
     are then sorted by path. Records are not divided again. Up to version 1 of the split, test files have hashes in

@@ -61,7 +61,7 @@ class CompleterScore:
     bits_per_character: float = math.nan
 
     def means(self, metric: Metric, selects: Callable[[Point], bool] | None = None) -> np.ndarray:
-        """Mean of a metric in each file (F,), over its cursors inside lines or over the chosen ones."""
+        """Mean of a metric in each file (F,), over cursors inside lines, or over those that `selects` accepts."""
         points = [p for p in self.points if (selects or is_inside)(p)]
         return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 

@@ -61,7 +61,7 @@ OPTIONS = TEXT_OPTIONS | {
 }
 """Inductor's options for a step: weights stay outside, any number of threads, each norm is computed only once.
 
-Buffers are on the stack up to ten times Inductor's limit: allocating some hundred tensors takes a seventh of a
+Buffers of up to ten times Inductor's limit are on the stack: allocating some hundred tensors takes a seventh of a
 step at ten million parameters.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}

@@ -51,7 +51,7 @@ class DraftModel:
     def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         half = max(1, self.context_length // 2)
         count = min(self.count, limit, self.context_length - half)
-        # A window that moved with each id would be evaluated anew each time.
+        # A window that shifts with each id would be evaluated from its start each time.
         start = -(-max(0, len(ids) + count - self.context_length) // half) * half
         self.cache.reserve(min(self.context_length, 1 << (len(ids) + count).bit_length()))
         text, probs = list(ids), []

@@ -22,7 +22,7 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """Their tensor is one of ours, or several of ours concatenated along the first dimension.
+    """A tensor of the other format: one of ours, or several of ours concatenated along the first dimension.
 
     `load` converts a complete tensor of theirs to our layout before it is split, `save` is the inverse.
     """

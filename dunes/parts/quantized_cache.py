@@ -35,10 +35,10 @@ SMALLEST = 2.0**-24
 class CacheFormat:
     """Quantization of a cache. Raises ValueError for unsupported settings.
 
-    Each quantization grid has 2 ** bits values in equal steps from a minimum; step and minimum are float16. Keys
-    have one grid per channel and `group` tokens; values have one per token and `group` channels, or per head if
-    `group` does not divide head_dim. The last `residual` tokens are read in full precision. `keys` and `values`
-    are for comparisons.
+    Each quantization grid has 2 ** bits values from a minimum on, a scale apart; both are float16. Keys have one
+    grid per channel and `group` tokens; values have one per token and `group` channels, or per head if `group`
+    does not divide head_dim. The last `residual` tokens are read in full precision. `keys` and `values` are for
+    comparisons.
     """
 
     bits: int
@@ -144,10 +144,10 @@ class QuantizedGroups:
 
 
 def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8, like x), steps and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
+    """Codes (uint8, like x), scales and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
 
-    The ends of a grid are rounded outwards, so that it covers its values: code * step + minimum is off by half a
-    step at most. Values beyond the range of float16 are clipped first.
+    The ends of a grid are rounded outwards, so that it covers its values: code * scale + minimum is off by at most
+    half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -157,7 +157,7 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_outwards(x: Tensor, towards: float) -> Tensor:
-    """The next float16 in this direction."""
+    """Round to float16, towards -inf or inf."""
     y = x.half()
     inside = y.float() > x if towards < 0 else y.float() < x
     return torch.where(inside, torch.nextafter(y, torch.full_like(y, towards)), y)
@@ -340,9 +340,9 @@ class QuantizedCache(Cache):
         """Drop all but the first `n` (B,) tokens of each row; returns the remaining number (B,), at most G - 1
         fewer.
 
-        Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes: these are
-        read instead, off by half a step at most. A group of codes that is cut in two is dropped, and the caller
-        evaluates it again, so that nothing is quantized twice.
+        Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes, which are
+        then read, with an error of at most half the scale. A group of codes that is cut in two is dropped, and the
+        caller evaluates it again, so that nothing is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         remaining = super().truncate(

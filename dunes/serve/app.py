@@ -267,7 +267,7 @@ class Server:
 
 
 async def _page(request: Request) -> Response:
-    """The page to try the server, self-contained."""
+    """The self-contained page for trying the server."""
     page = files("dunes.serve").joinpath("page.html").read_text()
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     return HTMLResponse(page, headers={"Content-Security-Policy": policy})

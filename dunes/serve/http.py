@@ -22,7 +22,7 @@ OLLAMA_PORT = 11434
 CONNECTIONS = 512
 """Maximum concurrent connections."""
 ENDING = 30
-"""Seconds in which streams may end when the server stops."""
+"""Seconds that streams get to end when the server stops."""
 
 
 class DeadlineProtocol(H11Protocol):

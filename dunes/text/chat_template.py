@@ -187,7 +187,7 @@ def compile_template(template: str) -> Any:
             super().__setitem__(name, value)
 
     class Environment(sandbox.ImmutableSandboxedEnvironment):
-        """The sandbox, with counted loops."""
+        """jinja2's sandbox, with a limit on the passes of loops."""
 
         def _parse(self, *source: Any) -> nodes.Template:
             tree = super()._parse(*source)

@@ -347,7 +347,7 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 def encode_prompt(
     template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a prompt, the same as before its answer in training."""
+    """The ids of a prompt, identical to those before its answer in training."""
     template.check_tokenizer(tokenizer)
     (segments,) = template.render([turns], True, [variables or {}])
     return encode_segments(segments, tokenizer)[0]

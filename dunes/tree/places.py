@@ -49,7 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers, each with its wrappers; not larger modules that also have in_features."""
+    """The linear layers with their wrappers, but no larger modules that have in_features, too."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
