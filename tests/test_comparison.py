@@ -188,7 +188,7 @@ def test_each_side_is_measured_with_the_threads_of_this_process(run, monkeypatch
     monkeypatch.setattr(comparison.torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(comparison.subprocess, "run", lambda words, **options: command.extend(words))
     with pytest.raises(AttributeError):
-        comparison._measured(run, run)
+        comparison._run_measurement(run, run)
     assert command[-1] == "7"
 
 

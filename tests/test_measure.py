@@ -67,7 +67,7 @@ def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(rates, "LONGEST", 0.0)
     busy, sampled = itertools.cycle([3.0, 5.0, 10.0, 4.0, 9.9, 2.0, 9.8]), []
     sample = lambda samples: sampled.append(next(samples)) or sampled[-1]
-    kept = lambda samples: rates._kept("x", torch.device("cpu"), lambda: sample(samples))
+    kept = lambda samples: rates._cached_rate("x", torch.device("cpu"), lambda: sample(samples))
     monkeypatch.setattr(rates, "_rates", {})
     monkeypatch.setattr(rates, "_unsure", set())
     monkeypatch.setattr(rates, "wait_times", dict)
