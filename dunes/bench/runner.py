@@ -190,7 +190,7 @@ def bench(
 
 
 class Ceilings:
-    """The machine's peak rates, measured alongside: matrix products in each round, the highest read rate."""
+    """The machine's peak rates: of matrix products, measured in each round, and of reads, the highest so far."""
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}

@@ -31,9 +31,9 @@ from dunes.progress import Display
 from dunes.units import plural
 
 BEFORE = 1.2
-"""Tail lengths before the end of a text at which its indexed part ends, if its tail is for validation."""
+"""The indexed part of a text ends this many tail lengths before its end, if its tail is for validation."""
 BEHIND = 0.9
-"""Tail lengths before the end of a text at which the part starts that the gate is fitted on."""
+"""The part that the gate is fitted on starts this many tail lengths before the end of a text."""
 PLACES = (40.0, 500, 20_000)
 """Positions that the gate is fitted on: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)

@@ -124,7 +124,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts)
 
     def _tokenize_lines(self, text: str, name: str) -> TokenizedText:
-        """The same for a text of complete lines, without the empty line at its end."""
+        """`tokenize` for a text of complete lines, without the empty line at its end."""
         ids, starts = self.start(name), list[int]()
         for line in split_lines(text)[:-1]:
             starts.append(len(ids))

@@ -35,8 +35,8 @@ class Walk:
     """The files of sources, sorted by name. `skipped` has the other files by reason, `folders` the folders' times
     (ns).
 
-    `stdlib` is the standard library of the running Python. A link that is itself a source is followed, and with
-    `follow_links` any other whose target is outside the sources. Raises ValueError for a missing source.
+    `stdlib` is the standard library of the running Python. A link that is a source is followed; with
+    `follow_links` also any other link to a target outside the sources. Raises ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:

@@ -29,7 +29,7 @@ FILE = "<|file_sep|>"
 LEAST = 16
 """Minimum tokens of a text that is rearranged."""
 SPAN_LINES = 4
-"""Maximum line ends in a middle that is a span of several lines."""
+"""Maximum number of line ends in a middle of several lines."""
 TRIES = 8
 """Maximum number of cuts that are tried for a window."""
 

@@ -293,7 +293,7 @@ class Gate(nn.Module):
         return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the mixture, from the model's (V,); the same without candidates."""
+        """Log-probabilities (V,) of the mixture, from the model's (V,), which it equals without candidates."""
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs

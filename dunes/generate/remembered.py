@@ -78,7 +78,7 @@ class RememberedLogits:
         return [self._require(text) for text in texts]
 
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
-        """The logits after a text; logits after each id of its continuation `more` are computed, too, and cached.
+        """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
 
         A model that mixes tokens, which has no KV cache, evaluates the text alone.
         """

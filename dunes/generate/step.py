@@ -271,7 +271,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model to export, whose matrices have this dtype and no values."""
+    """A copy of the model for export: its matrices have this dtype and no data."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}

@@ -96,7 +96,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def resident_memory() -> int:
-    """Resident memory of this process in bytes; its peak if the system reports only that."""
+    """Resident memory of this process in bytes, or its peak on systems that report only the peak."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()

@@ -68,7 +68,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Use the plain form in the context: it calls the experts' linear layers, so that hooks see their tokens."""
+    """Use the plain form in a `with`: it calls the experts' linear layers, so that hooks see their tokens."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 ROWS = 16
-"""Most rows for the packed product; with 32 it takes as long as dequantizing."""
+"""Maximum rows of the packed product; with 32 it takes as long as dequantizing."""
 
 WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes, and the divisor of outputs, that the kernel supports
 MIDDLE = 8  # the kernel's code of zero

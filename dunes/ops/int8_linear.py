@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 4
-"""Most rows for the packed product: 0.3 to 0.7 of a bfloat16 product's time with 1 row, 0.5 to 0.9 with 4."""
+"""Maximum rows of the packed product: 0.3 to 0.7 of a bfloat16 product's time with 1 row, 0.5 to 0.9 with 4."""
 
 WIDTH = 32
 """Divisor of the number of inputs for the packed product."""

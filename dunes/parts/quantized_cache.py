@@ -6,7 +6,8 @@ complete. A query reads these codes once the entire group is older than the last
 own); until then it reads the group in full precision. So the values a query reads follow from its position alone,
 not from how a text was split into forwards, nor from other rows.
 
-Full-precision tokens stay longer than they are read, in a ring of a few groups, so that a short rollback is exact.
+Full-precision tokens are kept longer than they are read, in a ring of a few groups, so that a short
+rollback is exact.
 """
 
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, N groups, G tokens in a group, D head dim,

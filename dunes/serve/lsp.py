@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
-"""Seconds without a change after which an open file is indexed for the completion of others."""
+"""An open file is indexed, for the completion of other files, after this many seconds without a change."""
 COMMAND = types.Command("accepted", ACCEPTED)
 
 

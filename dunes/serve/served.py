@@ -309,7 +309,7 @@ LINES = 400
 LENGTH = 8
 """Minimum length of these lines without indentation."""
 FEWEST = 3
-"""Minimum number of lines that occur in the found file alone."""
+"""Minimum number of lines that occur only in the selected file."""
 SHARE = 0.5
 """Minimum fraction of such lines among all lines that occur in a single file."""
 

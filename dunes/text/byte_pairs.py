@@ -48,7 +48,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split the spelling of tokens unreachable by merges, since the model would look it up.
+    """Pre-tokenizers that split the spelling of tokens that merges do not reach; else the model would look it up.
 
     `lookalikes` maps these tokens to the parts into which merges encode their spelling.
     """

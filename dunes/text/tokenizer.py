@@ -387,7 +387,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """A tokenizer_config.json for a converted tokenizer.json: other classes would use only its tokens."""
+    """The tokenizer_config.json of a converted tokenizer.json, which names the class that uses all of it."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
