@@ -151,11 +151,11 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
         raise ValueError(f"{out}: a GGUF file is known by its suffix; name it {out.name}{SUFFIX}")
     model, weights, tokenizer = (_open_plain if is_plain(folder) else _merge_all)(folder)
     stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
-    kind = dtype or stored.most_common(1)[0][0]
-    if kind not in gguf.TYPES:
-        raise ValueError(f"{folder}: stored in {kind}; choose --dtype {'|'.join(gguf.TYPES)}")
+    type_name = dtype or stored.most_common(1)[0][0]
+    if type_name not in gguf.TYPES:
+        raise ValueError(f"{folder}: stored in {type_name}; choose --dtype {'|'.join(gguf.TYPES)}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, kind))
+    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, type_name))
     listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
     return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal{gguf.window_note(model)}"
 

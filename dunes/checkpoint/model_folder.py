@@ -30,15 +30,6 @@ MOST = 2000
 """Most files to list in order to describe a folder."""
 
 
-def require_model_folder(path: Path) -> None:
-    """Raise ValueError unless a path is a GGUF file, or the folder of a model, adapter or network.
-
-    The message says what the path is instead, and which path to name or command to run.
-    """
-    if not (path.suffix == SUFFIX and path.is_file()) and not is_model_folder(path):
-        raise ValueError(explain(path))
-
-
 def named_folder(folder: Path) -> Path:
     """The folder as a user names it: the parent of a `.ready` subfolder."""
     return folder.parent if folder.name == READY else folder
@@ -120,17 +111,17 @@ def _contents(folder: Path) -> str:
         more = f" and {len(below) - 3} more" if len(below) > 3 else ""
         return f"it holds model folders, name one: {', '.join(map(str, sorted(below)[:3]))}{more}"
     files = [*islice(_files(folder), MOST)]
-    if found := [f for f in files if f.suffix == SUFFIX]:
-        return f"it holds a GGUF file, name that: {found[0]}"
+    if ggufs := [f for f in files if f.suffix == SUFFIX]:
+        return f"it holds a GGUF file, name that: {ggufs[0]}"
     if weights := [f for f in files if f.suffix in WEIGHT_SUFFIXES]:
         missing = CONFIG if not (folder / CONFIG).is_file() else SINGLE[0]
         return f"it holds {weights[0].relative_to(folder)}, but no {missing}; get the whole model folder"
     if not files:
         return "it holds no files"
     counts = Counter(f.suffix or f.name for f in files).most_common(2)
-    held = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
+    listed = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
     text = any(map(_is_text, files))
-    return f"it holds {held}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
+    return f"it holds {listed}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
 
 
 def _files(folder: Path) -> Iterator[Path]:

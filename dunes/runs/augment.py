@@ -195,8 +195,8 @@ def quantize_folder(
     """
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
-    gone = missing_source(card)
-    text = bool(calibration) or (bool(trained_text(card)) and not gone)
+    missing = missing_source(card)
+    text = bool(calibration) or (bool(trained_text(card)) and not missing)
     chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
     require_method(all_kinds(kind, request.get("override", ())), chosen)
     if calibration and chosen != "gptq":
@@ -209,9 +209,9 @@ def quantize_folder(
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
-    if method is None and kind in BY_GROUP and gone:
+    if method is None and kind in BY_GROUP and missing:
         lines.append(
-            f"method rtn: the text of the model's training is gone ({gone}); --calibration FILE uses gptq"
+            f"method rtn: the text of the model's training is gone ({missing}); --calibration FILE uses gptq"
         )
     return lines
 
