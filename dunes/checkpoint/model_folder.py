@@ -49,7 +49,8 @@ def explain(path: Path) -> str:
         return no_such_folder(path)
     if not path.is_dir():
         return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
-    if runs := [run for run in (path.parent, path.parent.parent) if _is_run(run) and _is_state(path, run)]:
+    runs = [run for run in (path.parent, path.parent.parent) if _is_run(run)]
+    if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
         return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
     if _is_run(path):
         return _explain_run(path)
@@ -77,13 +78,8 @@ def no_such_folder(path: Path | str) -> str:
 def _is_run(folder: Path) -> bool:
     """True if a folder has the state of a training run."""
     state, files = folder / "state", ("plan.json", "tokenizer.json")
-    if not state.is_dir() or any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*")):
-        return state.is_dir()
-    return not any(state.iterdir())
-
-
-def _is_state(path: Path, run: Path) -> bool:
-    return (run / "state").resolve() in (path.resolve(), path.resolve().parent)
+    known = any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*"))
+    return known or (state.is_dir() and not any(state.iterdir()))
 
 
 def _explain_run(run: Path) -> str:
