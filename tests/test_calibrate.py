@@ -219,6 +219,6 @@ def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
 
 
 def test_too_few_tokens_are_refused():
-    layers = linears(model_of())
-    require_text(IDS, layers)
-    refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_text, IDS[:1], layers)
+    layers = linears(model := model_of())
+    require_text(model, IDS, layers)
+    refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_text, model, IDS[:1], layers)

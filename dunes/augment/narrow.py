@@ -149,7 +149,7 @@ def _kept_units(
     """Units that each place keeps: the best of each layer, or with `uneven` of all layers, at least one each."""
     places: dict[str, dict[str, Any]] = {}
     for unit in ("groups", "neurons"):
-        chosen = {name: keep for name, (its_kind, _, keep) in units.items() if its_kind == unit}
+        chosen = {name: keep for name, (its_unit, _, keep) in units.items() if its_unit == unit}
         if uneven and chosen:
             total, least = sum(chosen.values()), {name: int(scores[name].argmax()) for name in chosen}
             forced = {n: scores[n].index_fill(0, torch.tensor(least[n]), torch.inf) for n in chosen}
