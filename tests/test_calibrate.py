@@ -10,7 +10,7 @@ from torch import nn
 from conftest import refuses
 from dunes import tree
 from dunes.augment import attach, quantize
-from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
+from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_text
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.progress import step
@@ -219,6 +219,6 @@ def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
 
 
 def test_too_few_tokens_are_refused():
-    layers = linears(model_of())
-    require_tokens(IDS, layers)
-    refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_tokens, IDS[:1], layers)
+    layers = linears(model := model_of())
+    require_text(model, IDS, layers)
+    refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_text, model, IDS[:1], layers)

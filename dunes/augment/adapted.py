@@ -121,13 +121,13 @@ class Adapter(nn.Module):
         """The base's weight plus the update, (O, I) for a linear layer; zeros of a pruned base stay zero."""
         a, b = self.factors()
         with _without_autocast(a):
-            whole = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
+            weight = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
         if keeps_zeros(base):
-            whole = whole * (dense(base) != 0)
+            weight = weight * (dense(base) != 0)
         if self.magnitude is None:
-            return whole
-        norms = whole.detach().square().sum(1).clamp(min=TINY).sqrt()
-        return whole * (self.magnitude.to(dtype) / norms)[:, None]
+            return weight
+        norms = weight.detach().square().sum(1).clamp(min=TINY).sqrt()
+        return weight * (self.magnitude.to(dtype) / norms)[:, None]
 
 
 class EmbeddingAdapter(Adapter):

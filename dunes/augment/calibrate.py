@@ -9,7 +9,7 @@ SparseGPT https://arxiv.org/abs/2301.00774
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +58,8 @@ Solve = Callable[[Mapping[str, Gram]], None]
 def require_ids(model: nn.Module, ids: Any) -> None:
     """Raise ValueError unless the calibration text is int64 ids (S, T) of the model's vocabulary."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.long or 0 in ids.shape:
-        kind = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"the calibration text is {kind}; expected int64 ids (sequences, tokens)")
+        actual = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"the calibration text is {actual}; expected int64 ids (sequences, tokens)")
     vocab = _decoder(model).embed.token.num_embeddings
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise ValueError(
@@ -205,12 +205,10 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(count(name)) for name, module in linears.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, module in linears.items():
+            hooks.enter_context(module.register_forward_pre_hook(count(name)))
         yield grams
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
@@ -240,9 +238,9 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
     for name in names:
         module = modules.get(name)
         if not isinstance(module, nn.Linear):
-            kind = "no module" if module is None else type(module).__name__
+            actual = "no module" if module is None else type(module).__name__
             raise ValueError(
-                f"{name} is {kind}; calibration needs dense linear layers: {how_to_make_dense(module)}"
+                f"{name} is {actual}; calibration needs dense linear layers: {how_to_make_dense(module)}"
             )
         if not name.startswith("blocks.") and name != "head":
             raise ValueError(f"{name}: only layers of blocks and the head are calibrated")
@@ -260,9 +258,11 @@ def calibration_tokens(model: nn.Module) -> int:
     return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
-def require_tokens(ids: Tensor, linears: Mapping[str, nn.Linear]) -> None:
-    """Raise ValueError if ids (S, T) have fewer tokens than the widest of these layers has inputs."""
-    name, widest = max(((n, m.in_features) for n, m in linears.items()), key=lambda pair: pair[1])
+def require_text(model: nn.Module, ids: Any, linears: Mapping[str, nn.Linear]) -> None:
+    """`require_ids`, and raise ValueError for fewer tokens than inputs of a layer, experts excepted."""
+    require_ids(model, ids)
+    layers = {name: linear for name, linear in linears.items() if ".experts." not in name} or linears
+    name, widest = max(((n, m.in_features) for n, m in layers.items()), key=lambda pair: pair[1])
     if ids.numel() < widest:
         raise ValueError(
             f"the calibration text is too short: {plural(ids.numel(), 'token')} for {widest} inputs of {name}; "

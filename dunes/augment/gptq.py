@@ -64,18 +64,12 @@ def solve(
         short.clear()
 
 
-def hessian_of(gram: Gram, act_order: bool, place: str = "") -> tuple[Hessian, Tensor | None]:
-    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns, the largest first.
-
-    Raises ValueError, naming the place, for a matrix that cannot be inverted.
-    """
+def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hessian, Tensor | None]:
+    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns, the largest first."""
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])
-    try:
-        return hessian(gram, DAMP), order
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
+    return hessian(gram, DAMP, place), order
 
 
 def round_columns(
@@ -92,15 +86,15 @@ def round_columns(
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
-    gone = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
+    masked = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
     if order is not None:
-        columns, gone, parts = columns[order], gone[order], split(grid.fit_weight(weight))
+        columns, masked, parts = columns[order], masked[order], split(grid.fit_weight(weight))
     group_of = ((torch.arange(inputs) if order is None else order) // width).tolist()
 
     def rounded(j: int, current: Tensor) -> Tensor:
         if group_of[j] == len(parts):
             parts.append(grid.fit(current[j : j + width].T))
-        return grid.round(current[j, :, None], parts[group_of[j]])[:, 0].masked_fill(gone[j], 0)
+        return grid.round(current[j, :, None], parts[group_of[j]])[:, 0].masked_fill(masked[j], 0)
 
     sweep(columns, h.factor, column_blocks(inputs, width if order is None else BLOCK), rounded)
     columns = columns if order is None else columns[order.argsort()]

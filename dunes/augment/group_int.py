@@ -23,7 +23,7 @@ PAIR_OFFSET = 128
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
-class _Kept(NamedTuple):
+class _Cached(NamedTuple):
     """A cached matrix, ids and versions of its source tensors, and references to these, except the codes."""
 
     matrix: int4_linear.PackedInt4
@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
     parts: list[Tensor]
 
 
-PACKED: MutableMapping[Tensor, _Kept] = WeakTensorKeyDictionary()
+PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
 """Cache of kernel matrices by codes, freed with them, and neither copied nor saved with a model."""
 
 
@@ -81,14 +81,14 @@ class GroupInt(Quantized):
         """The matrix packed for the kernel for few rows, cached while the codes live; it doubles their memory."""
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
-        kept = PACKED.get(self.codes)
-        if kept is None or kept.state != state:
+        entry = PACKED.get(self.codes)
+        if entry is None or entry.state != state:
             bits, (scale, zero) = self.grid.bits, self.steps()
             middle = int4_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
             codes = unpack(self.codes, bits, self.in_features) + middle
-            kept = _Kept(int4_linear.pack(codes, scale, zero + middle), state, parts[1:])
-            PACKED[self.codes] = kept
-        return kept.matrix
+            entry = _Cached(int4_linear.pack(codes, scale, zero + middle), state, parts[1:])
+            PACKED[self.codes] = entry
+        return entry.matrix
 
     def _has_pairs(self) -> bool:
         """True if all groups have the same, even number of codes."""

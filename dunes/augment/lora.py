@@ -126,11 +126,13 @@ def shape(model: nn.Module, change: Change) -> None:
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
-    dtype = float_dtype(change.request["dtype"])
+    request, dtype = change.request, float_dtype(change.request["dtype"])
+    shared = {key: request[key] for key in ("rslora", "dora", "dropout")}
 
     def make(place: tree.Place, base: nn.Module) -> Adapter:
-        cls = EmbeddingAdapter if is_embedding(base) else Adapter
-        return cls(base, _lora_config(change.request, change.places[place.name]), dtype)
+        cls, settings = EmbeddingAdapter if is_embedding(base) else Adapter, change.places[place.name]
+        config = LoraConfig(settings["rank"], settings["alpha"], pissa=request["init"] == "pissa", **shared)
+        return cls(base, config, dtype)
 
     add_adapters(model, change, make)
 
@@ -143,17 +145,6 @@ def add_adapters(model: nn.Module, change: Change, make: Callable[[tree.Place, n
         outer.adapters[name] = make(place, outer.base)
         setattr(place.parent, place.key, outer.train(place.module.training))
     set_adapter(model, name)
-
-
-def _lora_config(request: Settings, settings: Settings) -> LoraConfig:
-    return LoraConfig(
-        rank=settings["rank"],
-        alpha=settings["alpha"],
-        rslora=request["rslora"],
-        dora=request["dora"],
-        pissa=request["init"] == "pissa",
-        dropout=request["dropout"],
-    )
 
 
 @torch.no_grad()

@@ -269,6 +269,4 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             adapter.router.copy_(ROUTER_DEVIATION * torch.randn(adapter.router.shape, generator=draw))
 
 
-def undo(model: nn.Module, change: Change) -> None:
-    """Remove the adapter."""
-    lora.undo(model, change)
+undo = lora.undo

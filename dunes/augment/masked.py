@@ -1,6 +1,7 @@
 """A linear layer whose zero weights stay zero in training."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +42,12 @@ def mask_linears(model: nn.Module, places: Collection[str]) -> None:
     linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
     if missing := sorted({*places} - linears):
         raise ValueError(f"{missing[0][:200]}: this model has no such dense linear layer")
-    if places:
-        tree.replace(model, {*places}, lambda linear: _converted(linear, MaskedLinear), reach="inner")
+    _convert_linears(model, places, MaskedLinear)
 
 
 def unmask_linears(model: nn.Module) -> None:
     """Replace all masked layers by `nn.Linear`, so that zeros are trained again."""
-    if places := masked_places(model):
-        tree.replace(model, {*places}, lambda linear: _converted(linear, nn.Linear), reach="inner")
+    _convert_linears(model, masked_places(model), nn.Linear)
 
 
 def masked_places(model: nn.Module) -> list[str]:
@@ -56,10 +55,19 @@ def masked_places(model: nn.Module) -> list[str]:
     return [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), MaskedLinear)]
 
 
-def _converted(linear: nn.Module, kind: type[nn.Linear]) -> nn.Linear:
-    """A linear layer of this class with the same parameters."""
-    assert isinstance(linear, nn.Linear)
+def _convert_linears(model: nn.Module, places: Collection[str], cls: type[nn.Linear]) -> None:
+    make: Any = lambda linear: linear_of(linear.weight, linear.bias, linear.training, cls)
+    if places:
+        tree.replace(model, {*places}, make, reach="inner")
+
+
+def linear_of(
+    weight: nn.Parameter, bias: nn.Parameter | None, training: bool, cls: type[nn.Linear] = nn.Linear
+) -> nn.Linear:
+    """A linear layer of this class with these parameters."""
+    rows, columns = weight.shape
     with torch.device("meta"):
-        other = kind(linear.in_features, linear.out_features, linear.bias is not None)
-    other.weight, other.bias = linear.weight, linear.bias
-    return other.train(linear.training)
+        linear = cls(columns, rows, False)
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear.train(training)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros
 from dunes.augment.lora import adapted_modules
-from dunes.augment.masked import MaskedLinear
+from dunes.augment.masked import MaskedLinear, linear_of
 
 
 class Merged(NamedTuple):
@@ -73,14 +73,11 @@ def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
     if isinstance(base, nn.Linear | nn.Embedding) and not keep and base.weight.dtype == weight.dtype:
         base.weight.copy_(weight)
         return base
+    parameter = nn.Parameter(weight, any(p.requires_grad for p in base.parameters()))
+    if not is_embedding(base):
+        cls = MaskedLinear if keeps_zeros(base) else nn.Linear
+        return linear_of(parameter, getattr(base, "bias", None), base.training, cls)
     with torch.device("meta"):
-        plain = (
-            nn.Embedding(*weight.shape)
-            if is_embedding(base)
-            else (MaskedLinear if keeps_zeros(base) else nn.Linear)(weight.shape[1], weight.shape[0], False)
-        )
-    trainable = any(p.requires_grad for p in base.parameters())
-    plain.weight = nn.Parameter(weight, trainable)
-    if isinstance(plain, nn.Linear):
-        plain.register_parameter("bias", getattr(base, "bias", None))
+        plain = nn.Embedding(*weight.shape)
+    plain.weight = parameter
     return plain

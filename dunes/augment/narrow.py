@@ -8,6 +8,7 @@ output hidden states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, se
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change
-from dunes.augment.masked import MaskedLinear
+from dunes.augment.masked import MaskedLinear, linear_of
+from dunes.augment.neurons import ROWS, input_gradients
 from dunes.augment.options import Narrow
 from dunes.ops.expert_products import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
@@ -26,8 +28,6 @@ from dunes.progress import each
 from dunes.units import plural
 
 VERSION = 1
-ROWS = 8
-"""Sequences in one forward."""
 ROWS_OF = {"groups": ("q", "k", "v"), "neurons": ("gate", "up")}
 COLUMNS_OF = {"groups": "out", "neurons": "down"}
 """The linear layer whose input columns belong to the units; `ROWS_OF` has the layers with their output rows."""
@@ -59,11 +59,10 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
     units = dict(_units(model, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in units.items()})
-    kept = _kept_units(units, scores, options.uneven)
-    places = kept
+    places = _kept_units(units, scores, options.uneven)
     if experts is not None:
         mixtures = _kept_experts(model, scores, experts)
-        places = {n: p for n, p in kept.items() if _stays(n, mixtures)} | mixtures
+        places = {n: p for n, p in places.items() if _stays(n, mixtures)} | mixtures
     if blocks is not None:
         chosen = block_influence(model, ids).topk(blocks).indices.sort().values.tolist()
         places = {n: p for n, p in places.items() if int(n.split(".")[1]) in chosen}
@@ -85,20 +84,20 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
         if isinstance(module, Attention) and request["heads"] is not None:
             groups = _sides(name, module.k)[0] // module.head_dim
             size = _sides(name, module.q)[0] // module.head_dim // groups
-            kept = request["heads"] // size
-            if request["heads"] % size or not 0 < kept <= groups:
+            count = request["heads"] // size
+            if request["heads"] % size or not 0 < count <= groups:
                 raise ValueError(
                     f"{name}: heads is {request['heads']}; expected {size} to {groups * size} by {size}"
                 )
-            yield f"{name}.out", ("groups", groups, kept)
+            yield f"{name}.out", ("groups", groups, count)
         elif isinstance(module, MLP | GatedMLP) and (
             request["neurons"] is not None or request["experts"] is not None
         ):
             hidden = _sides(name, module.down)[1]
-            kept = hidden if request["neurons"] is None else request["neurons"]
-            if not 0 < kept <= hidden:
-                raise ValueError(f"{name}: neurons is {kept}; expected 1 to {hidden}")
-            yield f"{name}.down", ("neurons", hidden, kept)
+            count = hidden if request["neurons"] is None else request["neurons"]
+            if not 0 < count <= hidden:
+                raise ValueError(f"{name}: neurons is {count}; expected 1 to {hidden}")
+            yield f"{name}.down", ("neurons", hidden, count)
 
 
 def _sides(name: str, linear: Any) -> tuple[int, int]:
@@ -118,34 +117,11 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
     sums = {name: torch.zeros(count) for name, count in units.items()}
     layers = {p.name: p.module for p in tree.places(model) if p.name in units}
     with tree.mode(model, False), torch.enable_grad(), one_by_one():
-        ids = ids.to(next(model.parameters()).device)
         for part in each(torch.split(ids, ROWS)) if units else ():
-            for name, product in _products(model, part, layers).items():
+            for name, product in input_gradients(model, part, layers).items():
                 by_unit = product.view(-1, units[name], product.shape[-1] // units[name])
                 sums[name] += by_unit.sum(-1).abs().sum(0).cpu()
     return sums
-
-
-def _products(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Each layer's inputs times their gradients (S, T, I), by place."""
-    read: dict[str, Tensor] = {}
-
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-            read[name] = inputs[0] if inputs[0].requires_grad else inputs[0].detach().requires_grad_()
-            return read[name]
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(remember(name)) for name, layer in layers.items()]
-    try:
-        logits = model(ids)[:, :-1].float()
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-        grads = torch.autograd.grad(loss, [*read.values()], allow_unused=True)
-    finally:
-        for handle in hooks:
-            handle.remove()
-    return {n: (x.detach() * g).float() for (n, x), g in zip(read.items(), grads, strict=True) if g is not None}
 
 
 @torch.no_grad()
@@ -159,14 +135,11 @@ def block_influence(model: Decoder, ids: Tensor) -> Tensor:
 
         return hook
 
-    hooks = [block.register_forward_hook(measure(i)) for i, block in enumerate(model.blocks)]
-    try:
-        with tree.mode(model, False):
-            for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
-                model.hidden(part)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    with ExitStack() as hooks, tree.mode(model, False):
+        for i, block in enumerate(model.blocks):
+            hooks.enter_context(block.register_forward_hook(measure(i)))
+        for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
+            model.hidden(part)
     return sums / ids.numel()
 
 
@@ -174,9 +147,9 @@ def _kept_units(
     units: Mapping[str, tuple[str, int, int]], scores: Mapping[str, Tensor], uneven: bool
 ) -> dict[str, dict[str, Any]]:
     """Units that each place keeps: the best of each layer, or with `uneven` of all layers, at least one each."""
-    kept = {}
-    for kind in ("groups", "neurons"):
-        chosen = {name: keep for name, (its_kind, _, keep) in units.items() if its_kind == kind}
+    places: dict[str, dict[str, Any]] = {}
+    for unit in ("groups", "neurons"):
+        chosen = {name: keep for name, (its_unit, _, keep) in units.items() if its_unit == unit}
         if uneven and chosen:
             total, least = sum(chosen.values()), {name: int(scores[name].argmax()) for name in chosen}
             forced = {n: scores[n].index_fill(0, torch.tensor(least[n]), torch.inf) for n in chosen}
@@ -186,13 +159,13 @@ def _kept_units(
             rows = {name: scores[name].topk(keep).indices.sort().values for name, keep in chosen.items()}
         for name, row in rows.items():
             if len(row) < units[name][1]:
-                kept[name.rpartition(".")[0]] = {kind: row.tolist(), "of": units[name][1]}
-    return kept
+                places[name.rpartition(".")[0]] = {unit: row.tolist(), "of": units[name][1]}
+    return places
 
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
     """Experts that each mixture keeps, ranked by the summed importance of their neurons."""
-    kept: dict[str, dict[str, Any]] = {}
+    places: dict[str, dict[str, Any]] = {}
     for place in tree.places(model):
         if isinstance(moe := place.module, MoE):
             if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
@@ -208,10 +181,10 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
                 )
             sums = torch.stack([scores[down].sum() for down in downs])
             best = sums.topk(experts).indices.sort().values.tolist()
-            kept[place.name] = {"experts": best, "of": len(moe.experts)}
-    if not kept:
+            places[place.name] = {"experts": best, "of": len(moe.experts)}
+    if not places:
         raise ValueError("experts: this model has no mixture of experts")
-    return {name: units for name, units in kept.items() if experts < units["of"]}
+    return {name: units for name, units in places.items() if experts < units["of"]}
 
 
 def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:
@@ -222,9 +195,9 @@ def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:
 
 def describe(change: Change) -> str:
     """One sentence for users about the units that were kept."""
-    kept = {key: value for key, value in change.request.items() if value not in (None, False, True)}
+    counts = {key: value for key, value in change.request.items() if value not in (None, False, True)}
     spread = ", spread over the layers by importance" if change.request["uneven"] else " of each layer"
-    listed = ", ".join(f"{n} {key}" for key, n in kept.items() if key != "blocks")
+    listed = ", ".join(f"{n} {key}" for key, n in counts.items() if key != "blocks")
     blocks = change.places.get("blocks", {}).get("blocks")
     parts = [*([f"{listed}{spread}"] if listed else []), *([f"{plural(len(blocks), 'block')}"] if blocks else [])]
     return f"keeps {' and '.join(parts)}"
@@ -233,25 +206,25 @@ def describe(change: Change) -> str:
 def shape(model: nn.Module, change: Change) -> None:
     """Shrink the modules to the kept units. Raises ValueError, before anything is changed, for other places."""
     modules = {p.name: tree.innermost(p.module) for p in tree.places(model)}
-    for name, kept in change.places.items():
-        _check(name, modules.get(name), kept)
-    for name, kept in change.places.items():
+    for name, units in change.places.items():
+        _check(name, modules.get(name), units)
+    for name, units in change.places.items():
         module: Any = modules[name]
-        if "blocks" in kept:
-            tree.remove(model, {f"blocks.{i}" for i in range(kept["of"]) if i not in kept["blocks"]})
-        elif "experts" in kept:
-            _keep_experts(module, kept["experts"])
+        if "blocks" in units:
+            tree.remove(model, {f"blocks.{i}" for i in range(units["of"]) if i not in units["blocks"]})
+        elif "experts" in units:
+            _keep_experts(module, units["experts"])
         else:
-            _resize(module, kept)
+            _resize(module, units)
 
 
-def _check(name: str, module: Any, kept: Mapping[str, Any]) -> None:
+def _check(name: str, module: Any, units: Mapping[str, Any]) -> None:
     """Raise ValueError unless the module has the recorded number of units and the kept indices are valid."""
-    kind, *others = sorted(kept.keys() - {"of"}) or [""]
-    rows, whole = kept.get(kind), isinstance(module, PARTS.get(kind, ())) and kept.get("of") == _count(module)
-    valid = whole and not others and isinstance(rows, list) and all(type(i) is int for i in rows)
-    if not valid or not rows or rows != sorted({*rows}) or not 0 <= rows[0] <= rows[-1] < kept["of"]:
-        raise ValueError(f"{name[:80]}: has no such {kind[:80]} to keep; was the change made to another model?")
+    unit, *others = sorted(units.keys() - {"of"}) or [""]
+    rows, fits = units.get(unit), isinstance(module, PARTS.get(unit, ())) and units.get("of") == _count(module)
+    valid = fits and not others and isinstance(rows, list) and all(type(i) is int for i in rows)
+    if not valid or not rows or rows != sorted({*rows}) or not 0 <= rows[0] <= rows[-1] < units["of"]:
+        raise ValueError(f"{name[:80]}: has no such {unit[:80]} to keep; was the change made to another model?")
 
 
 def _count(module: Any) -> int:
@@ -263,43 +236,43 @@ def _count(module: Any) -> int:
     return len(module) if isinstance(module, nn.ModuleList) else int(module.down.in_features)
 
 
-def _keep_experts(moe: MoE, kept: list[int]) -> None:
-    moe.experts = nn.ModuleList([moe.experts[e] for e in kept])
-    moe.router = _sized(moe.router, rows=len(kept))
+def _keep_experts(moe: MoE, experts: list[int]) -> None:
+    moe.experts = nn.ModuleList([moe.experts[e] for e in experts])
+    moe.router = _sized(moe.router, rows=len(experts))
     for name, buffer in [*moe.named_buffers(recurse=False)]:
-        moe.register_buffer(name, buffer.new_empty(len(kept)))
+        moe.register_buffer(name, buffer.new_empty(len(experts)))
 
 
-def _resize(module: Any, kept: Mapping[str, Any]) -> None:
+def _resize(module: Any, units: Mapping[str, Any]) -> None:
     """Replace the linear layers of an attention or an MLP by smaller ones for the kept units."""
-    (kind,) = kept.keys() - {"of"}
-    for name in ROWS_OF[kind]:
+    (unit,) = units.keys() - {"of"}
+    for name in ROWS_OF[unit]:
         if (linear := getattr(module, name, None)) is not None:
-            setattr(module, name, _sized(linear, rows=linear.out_features // kept["of"] * len(kept[kind])))
-    last = getattr(module, COLUMNS_OF[kind])
-    setattr(module, COLUMNS_OF[kind], _sized(last, columns=last.in_features // kept["of"] * len(kept[kind])))
+            setattr(module, name, _sized(linear, rows=linear.out_features // units["of"] * len(units[unit])))
+    last = getattr(module, COLUMNS_OF[unit])
+    setattr(module, COLUMNS_OF[unit], _sized(last, columns=last.in_features // units["of"] * len(units[unit])))
 
 
 def _sized(linear: Any, rows: int | None = None, columns: int | None = None) -> nn.Linear:
     """An uninitialised linear layer with this many rows and columns, by default as many as `linear`."""
-    kind = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
-    bias = linear.bias is not None
-    with torch.device("meta"):
-        other = kind(columns or linear.in_features, rows or linear.out_features, bias)
-    for name, p in [*other.named_parameters()]:
-        new = torch.empty(p.shape, dtype=linear.weight.dtype, device=linear.weight.device)
-        setattr(other, name, nn.Parameter(new, linear.weight.requires_grad))
-    return other.train(linear.training)
+    cls = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
+    rows, columns = rows or linear.out_features, columns or linear.in_features
+
+    def empty(*shape: int) -> nn.Parameter:
+        return nn.Parameter(linear.weight.new_empty(shape), linear.weight.requires_grad)
+
+    bias = None if linear.bias is None else empty(rows)
+    return linear_of(empty(rows, columns), bias, linear.training, cls)
 
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights of the kept units."""
+    """Copy the weights of the selected units."""
     for name, tensor in model.state_dict().items():
         before = _name_before(name, change.places)
-        kept = _selected(weights[before], before, change.places)
-        if kept.data_ptr() != tensor.data_ptr():
-            tensor.copy_(kept)
+        selected = _selected(weights[before], before, change.places)
+        if selected.data_ptr() != tensor.data_ptr():
+            tensor.copy_(selected)
 
 
 def _name_before(name: str, places: Mapping[str, Any]) -> str:
@@ -309,8 +282,8 @@ def _name_before(name: str, places: Mapping[str, Any]) -> str:
         segments[1] = str(places["blocks"]["blocks"][int(segments[1])])
     if "experts" in segments:
         i = segments.index("experts")
-        if (kept := places.get(".".join(segments[:i]))) is not None and "experts" in kept:
-            segments[i + 1] = str(kept["experts"][int(segments[i + 1])])
+        if (units := places.get(".".join(segments[:i]))) is not None and "experts" in units:
+            segments[i + 1] = str(units["experts"][int(segments[i + 1])])
     return ".".join(segments)
 
 
@@ -320,13 +293,13 @@ def _selected(tensor: Tensor, name: str, places: Mapping[str, Any]) -> Tensor:
     parent, _, layer = place.rpartition(".")
     if "experts" in places.get(place, {}):  # a buffer with an entry for each expert
         return tensor[places[place]["experts"]]
-    if (kept := places.get(parent)) is None or "blocks" in kept:
+    if (units := places.get(parent)) is None or "blocks" in units:
         return tensor
-    (kind,) = kept.keys() - {"of"}
-    if kind == "experts":
-        return tensor[kept[kind]] if layer == "router" else tensor
-    if layer in ROWS_OF[kind]:
-        return tensor.reshape(kept["of"], -1, *tensor.shape[1:])[kept[kind]].flatten(0, 1)
-    if layer == COLUMNS_OF[kind] and leaf == "weight":
-        return tensor.reshape(len(tensor), kept["of"], -1)[:, kept[kind]].flatten(1)
+    (unit,) = units.keys() - {"of"}
+    if unit == "experts":
+        return tensor[units[unit]] if layer == "router" else tensor
+    if layer in ROWS_OF[unit]:
+        return tensor.reshape(units["of"], -1, *tensor.shape[1:])[units[unit]].flatten(0, 1)
+    if layer == COLUMNS_OF[unit] and leaf == "weight":
+        return tensor.reshape(len(tensor), units["of"], -1)[:, units[unit]].flatten(1)
     return tensor

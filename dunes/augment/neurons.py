@@ -3,6 +3,7 @@
 # Shapes: N items (neurons or sequences), E groups, H hidden neurons, W in an expert, S sequences, T tokens.
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.progress import each
 
-ROUNDS, ROWS = 50, 8
+ROUNDS = 50
+ROWS = 8
+"""Sequences in one forward."""
 DECIDED = 0.4
 """Progress, from 0 to 1, after choosing the neurons and before filling the experts."""
 
@@ -56,18 +59,18 @@ def importances(
     Importance is the sum over tokens of |activation · gradient of the loss|. Sequences are clustered by the
     importance of the last MLP's neurons.
     """
+    downs, parts = {place: mlp.down for place, mlp in mlps.items()}, {place: list[Tensor]() for place in mlps}
     with tree.mode(model, False), torch.enable_grad():
-        parts = [_sequence_importances(model, mlps, part) for part in each(torch.split(ids, ROWS), end=DECIDED)]
-    sequences = {place: torch.cat([part[place] for part in parts]) for place in mlps}
-    labels = balanced_clusters(sequences[[*mlps][-1]], groups, draw)
-    return {
-        place: torch.zeros(groups, scores.shape[1]).index_add(0, labels, scores)
-        for place, scores in sequences.items()
-    }
+        for part in each(torch.split(ids, ROWS), end=DECIDED):
+            for place, product in input_gradients(model, part, downs).items():
+                parts[place].append(product.abs().sum(1).cpu())
+    scores = {place: torch.cat(sums) for place, sums in parts.items()}
+    labels = balanced_clusters(scores[[*mlps][-1]], groups, draw)
+    return {place: torch.zeros(groups, s.shape[1]).index_add(0, labels, s) for place, s in scores.items()}
 
 
-def _sequence_importances(model: nn.Module, mlps: Mapping[str, Any], ids: Tensor) -> dict[str, Tensor]:
-    """Importance (S, H) of each neuron for each sequence, by place."""
+def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Inputs of these layers times the gradients of the loss (S, T, I) float32, by place of those called."""
     active: dict[str, Tensor] = {}
 
     def remember(place: str) -> Any:
@@ -78,19 +81,15 @@ def _sequence_importances(model: nn.Module, mlps: Mapping[str, Any], ids: Tensor
 
         return hook
 
-    hooks = [mlp.down.register_forward_pre_hook(remember(place)) for place, mlp in mlps.items()]
-    try:
+    with ExitStack() as hooks:
+        for place, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(remember(place)))
         ids = ids.to(next(model.parameters()).device)
         logits = model(ids)[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-        grads = torch.autograd.grad(loss, [*active.values()])
-    finally:
-        for hook_handle in hooks:
-            hook_handle.remove()
-    return {
-        place: (x.detach() * grad).float().abs().sum(1).cpu()
-        for (place, x), grad in zip(active.items(), grads, strict=True)
-    }
+        grads = torch.autograd.grad(loss, [*active.values()], allow_unused=True)
+    pairs = zip(active.items(), grads, strict=True)
+    return {place: (x.detach() * grad).float() for (place, x), grad in pairs if grad is not None}
 
 
 def private_neurons(scores: Tensor, width: int) -> Tensor:
@@ -105,8 +104,8 @@ def shared_neurons(scores: Tensor, width: int) -> Tensor:
     """
     groups, hidden = scores.shape
     scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)
-    wanted = torch.zeros_like(scores).scatter(1, private_neurons(scores, width), 1.0).sum(0)
-    order = (wanted + scores.sum(0) / (groups + 1)).argsort(descending=True, stable=True)
+    votes = torch.zeros_like(scores).scatter(1, private_neurons(scores, width), 1.0).sum(0)
+    order = (votes + scores.sum(0) / (groups + 1)).argsort(descending=True, stable=True)
     shared, rest = order[: hidden - groups * width], order[hidden - groups * width :]
     own = rest[balanced_assignment(scores[:, rest].T * hidden).argsort(stable=True)]
     return torch.cat([shared, own]).view(-1, width)

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import sparsegpt
 from dunes.augment.adapted import how_to_make_dense, keeps_zeros
-from dunes.augment.calibrate import (
-    Gram,
-    assign_weight,
-    calibrate_blocks,
-    calibration_tokens,
-    require_ids,
-    require_tokens,
-)
+from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks, calibration_tokens, require_text
 from dunes.augment.change import Change, Part, part_name
 from dunes.augment.masked import mask_linears
 from dunes.augment.options import Prune, Pruning
@@ -48,8 +41,7 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
         if not linear.weight.isfinite().all():
             raise ValueError(f"{name}: has weights that are not finite; dunes inspect --values lists them")
     if ids is not None:
-        require_ids(model, ids)
-        require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
+        require_text(model, ids, linears)
     return Change("prune", VERSION, request | {"sparsity": target.fraction}, {name: {} for name in linears})
 
 
@@ -127,10 +119,9 @@ def _prune(
         method, decided = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
     if method == "sparsegpt":
         assert gram is not None
-        try:
-            h = hessians.setdefault(id(gram), hessians.get(id(gram)) or sparsegpt.hessian(gram, request["damp"]))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        if id(gram) not in hessians:
+            hessians[id(gram)] = sparsegpt.hessian(gram, request["damp"], name)
+        h = hessians[id(gram)]
         zeros = weight == 0 if keeps_zeros(linear) else None
         pruned = sparsegpt.refit(sparsegpt.prune(weight, h, sparsity, request["block"], zeros), weight, h)
         decided = {} if h.damp == request["damp"] else {"damp": h.damp}

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import gptq
 from dunes.augment.adapted import dense
-from dunes.augment.calibrate import calibration_tokens, require_ids, require_tokens
+from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
+from dunes.augment.masked import linear_of
 from dunes.augment.options import Quantize
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.ops.int8_linear import int8_linear, is_few
@@ -210,11 +211,7 @@ def dequantize(model: nn.Module) -> list[str]:
 
     def make(base: nn.Module) -> nn.Module:
         assert isinstance(base, Quantized)
-        with torch.device("meta"):
-            plain = nn.Linear(base.in_features, base.out_features, False)
-        plain.weight = nn.Parameter(base.dense(), False)
-        plain.register_parameter("bias", base.bias)
-        return plain.train(base.training)
+        return linear_of(nn.Parameter(base.dense(), False), base.bias, base.training)
 
     return tree.replace(model, places, make, reach="inner") if places else []
 
@@ -245,7 +242,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
-        _require_text(model, ids, modules)
+        require_text(model, ids, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)})
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
     if overrides:
         request["override"] = list(options.override)
@@ -320,8 +317,8 @@ def _dense_layers(
 
     Raises ValueError for a glob that selects nothing, and for a layer selected by name that is quantized already.
     """
-    wanted = [globs, *(glob for glob, other in overrides if other != DENSE)]
-    if getattr(model, "head", True) is None and any(_names_head(glob) for glob in wanted):
+    selectors = [globs, *(glob for glob, other in overrides if other != DENSE)]
+    if getattr(model, "head", True) is None and any(_names_head(glob) for glob in selectors):
         raise ValueError(
             "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
         )
@@ -343,13 +340,6 @@ def _dense_layers(
 def _names_head(globs: tree.Where) -> bool:
     """True if the head is selected by its name and not by a wildcard."""
     return "head" in ([globs] if isinstance(globs, str) else globs) and tree.matches(globs, "head")
-
-
-def _require_text(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for ids outside the vocabulary, or fewer tokens than a layer has inputs."""
-    require_ids(model, ids)
-    linears = {name: m for name, m in layers.items() if isinstance(m, nn.Linear)}
-    require_tokens(ids, {name: m for name, m in linears.items() if ".experts." not in name} or linears)
 
 
 def _quantizable(module: nn.Module) -> bool:

@@ -72,7 +72,8 @@ class Sparsity(NamedTuple):
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
         """Mask of the scores (O, I) to prune: the lowest by pattern, by output, or of the complete matrix."""
         if self.pattern is not None:
-            return lowest_of_groups(scores, *self.pattern)
+            groups = scores.view(len(scores), -1, self.pattern.group)
+            return lowest(groups, self.pattern.group - self.pattern.kept, 2).flatten(1)
         if by_output:
             return lowest(scores, int(scores.shape[1] * self.fraction), 1)
         return smallest(scores, self.fraction)
@@ -90,13 +91,14 @@ class Hessian(NamedTuple):
     added: Tensor
 
 
-def hessian(gram: Gram, damp: float) -> Hessian:
+def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     """The Hessian of a Gram matrix, with damping raised tenfold until the matrix can be inverted.
 
-    Raises ValueError if the Gram has values that are not finite, or cannot be inverted with any damping.
+    Raises ValueError, naming the place, if the Gram has values that are not finite, or cannot be inverted with any
+    damping.
     """
     if not gram.matrix.isfinite().all():
-        raise ValueError("the inputs of the calibration text are not finite; are the model's weights?")
+        raise ValueError(f"{place}: the inputs of the calibration text are not finite; are the model's weights?")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
@@ -111,7 +113,9 @@ def hessian(gram: Gram, damp: float) -> Hessian:
             return Hessian(factor, dead, damp, damped, added)
         damp = max(damp, 1e-4) * 10
         if damp > MOST_DAMPING:
-            raise ValueError("the Gram matrix of the calibration text cannot be inverted; pass other text")
+            raise ValueError(
+                f"{place}: the Gram matrix of the calibration text cannot be inverted; pass other text"
+            )
 
 
 Column = Callable[[int, Tensor], Tensor]
@@ -166,16 +170,16 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
     the diagonal, solve the least squares of all rows at once. Rows whose undamped error does not fall, or is not
     finite, are returned unchanged.
     """
-    fitted, kept, diagonal = pruned, pruned != 0, h.matrix.diagonal()
+    fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
-    residual = before_fit = (missing @ h.matrix) * kept
+    residual = before_fit = (missing @ h.matrix) * nonzero
     scaled = direction = residual / diagonal
     size = (residual * scaled).sum(1, keepdim=True)
     enough = REFIT_TOLERANCE * size.sum()
     for _ in range(REFITS):
         if size.sum() <= enough:
             break
-        product = (direction @ h.matrix) * kept
+        product = (direction @ h.matrix) * nonzero
         step = size / (direction * product).sum(1, keepdim=True).clamp(min=TINY)
         fitted, residual = fitted + step * direction, residual - step * product
         scaled = residual / diagonal
@@ -211,8 +215,3 @@ def lowest(scores: Tensor, count: int, dim: int) -> Tensor:
     """Mask of the `count` lowest scores along `dim`; ties go to the first."""
     order = torch.sort(scores, stable=True, dim=dim).indices.narrow(dim, 0, count)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(dim, order, True)
-
-
-def lowest_of_groups(scores: Tensor, kept: int, group: int) -> Tensor:
-    """Mask (O, I) of all but the `kept` highest scores in every `group` consecutive inputs of an output."""
-    return lowest(scores.view(len(scores), -1, group), group - kept, 2).flatten(1)

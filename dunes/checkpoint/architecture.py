@@ -72,8 +72,13 @@ class Architecture:
                 return cls(family, FAMILIES[family].from_hf(config), changes)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
+        if isinstance(family, dict) and "class" in family and function is not None:
+            return cls(function_name(function), {}, changes, function)
         if isinstance(family, dict) and "class" in family:
-            return cls._of_weights(family["class"], changes, path, function)
+            raise ValueError(
+                f"{path.parent}: the weights of {quote(family['class'])} without a function that builds it; build "
+                f"it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
+            )
         name, arguments = (
             family.get(key) if isinstance(family, dict) else None for key in ("function", "arguments")
         )
@@ -90,16 +95,6 @@ class Architecture:
                 f"build={name[:200].rpartition(':')[2]}"
             )
         return cls(function_name(function), arguments, changes, function)
-
-    @classmethod
-    def _of_weights(cls, name: Any, changes: tuple[Change, ...], path: Path, function: Build | None) -> Self:
-        """The architecture `function()` for weights that were saved without a function."""
-        if function is None:
-            raise ValueError(
-                f"{path.parent}: the weights of {quote(name)} without a function that builds it; build it and "
-                f"load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
-            )
-        return cls(function_name(function), {}, changes, function)
 
     def record(self) -> dict[str, Any]:
         """The card's entries for this architecture."""
@@ -254,16 +249,16 @@ def tensor_differences(
     for key in sorted(differing):
         yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
     for key in sorted((expected.keys() | files.keys()) - differing):
-        wanted, actual = expected.get(key), files.get(key)
-        if actual is None or wanted is None:
-            kind = "missing" if actual is None else "unexpected"
-            yield Difference(kind, key, *("nothing" if w is None else str(w.shape) for w in (wanted, actual)))
-        elif wanted.shape != actual.shape:
-            yield Difference("shape", key, str(wanted.shape), str(actual.shape))
-        elif wanted.dtype != actual.dtype and (
-            architecture.function or not {wanted.dtype, actual.dtype} <= {*FLOATS}
+        built, actual = expected.get(key), files.get(key)
+        if actual is None or built is None:
+            reason = "missing" if actual is None else "unexpected"
+            yield Difference(reason, key, *("nothing" if w is None else str(w.shape) for w in (built, actual)))
+        elif built.shape != actual.shape:
+            yield Difference("shape", key, str(built.shape), str(actual.shape))
+        elif built.dtype != actual.dtype and (
+            architecture.function or not {built.dtype, actual.dtype} <= {*FLOATS}
         ):
-            yield Difference("dtype", key, str(wanted.dtype), str(actual.dtype))
+            yield Difference("dtype", key, str(built.dtype), str(actual.dtype))
 
 
 def _describe_tie(name: str | None) -> str:

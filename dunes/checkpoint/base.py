@@ -42,10 +42,10 @@ class BaseWeights:
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
         """Digests of names, shapes and values, cast to each dtype (None: not cast) in a single pass."""
-        wanted = [dtype or self.dtype for dtype in dtypes]
-        if new := [dtype for dtype in dict.fromkeys(wanted) if dtype not in self._digest_cache]:
+        exact = [dtype or self.dtype for dtype in dtypes]
+        if new := [dtype for dtype in dict.fromkeys(exact) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
-        return [self._digest_cache[dtype] for dtype in wanted]
+        return [self._digest_cache[dtype] for dtype in exact]
 
     def part_digests(self) -> dict[str, str]:
         """Digests of each block and each other child of the model, by name."""

@@ -1,15 +1,16 @@
-"""Convert a model folder into a Hugging Face folder, possibly in another dtype: streamed, atomic and verified."""
+"""Write a model as a new folder, verified, and convert folders of any format into Hugging Face's."""
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.model_folder import READY, named_folder
+from dunes.checkpoint.model_folder import READY, UNFINISHED, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
@@ -26,6 +27,33 @@ FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_
 """Keys of a config.json that are not copied, since they refer to code or get new values."""
 WRITTEN = 0.3
 """Progress, from 0 to 1, after writing the result and before comparing it with the source."""
+T = TypeVar("T")
+Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
+"""`folder.save` or `write_model` bound to an edited model, for the keywords `folder` and `check`, and a comparison
+of the staged folder with that model, which returns a report and entries of the card."""
+
+
+def rewrite(
+    source: Path, out: Path, edit: Callable[[], Edit[T]], writing: AbstractContextManager[Any] | None = None
+) -> T:
+    """Edit the model in `source`, write it as the new folder `out`, and return the report of the comparison.
+
+    The result is written in the context `writing` into a temporary folder, read back and compared, and then
+    renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
+    """
+    require_new_folder(source, out)
+    reports: list[T] = []
+    with exclusive_folder(out):
+        write, compare = edit()
+
+        def check(staged: Path) -> Mapping[str, Any]:
+            report, entries = compare(staged)
+            reports.append(report)
+            return entries
+
+        with writing or nullcontext():
+            write(folder=out, check=check)
+    return reports[0]
 
 
 def convert(
@@ -42,30 +70,38 @@ def convert(
     into place. `facts` about the source go into the card. Raises ValueError, before anything is written, for an
     incomplete source or an existing `out`, and afterwards if the logits of the result differ.
     """
-    require_new_folder(source.folder, out)
+    edit = partial(_converted, source, dtype, facts or {}, show)
+    return rewrite(source.folder, out, edit, step(show, "writing", 0.0, WRITTEN))
+
+
+def _converted(
+    source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any], show: Show
+) -> Edit[Verification]:
+    """The source's model by Hugging Face's names, in another dtype unless it is None."""
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = Tokenizer.load_if_present(source.folder)
     ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
-    config = ids | _hf_config(source, dtype)
-    theirs = hf_weights(FAMILIES[source.family].NAMES, weights)
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     card = {"family": source.family, "context_length": source.config.context_length, "changes": []}
     card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
-    converted = {"format": source.format, "notes": list(source.assumed), **(facts or {})}
-    verified: list[Verification] = []
+    converted = {"format": source.format, "notes": list(source.assumed), **facts}
+    earlier = {"before": card["converted"]} if "converted" in card else {}
 
-    def check(staged: Path) -> dict[str, Any]:
+    def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
         for path in original_files(source.folder):  # tokenizers of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
         with step(show, "comparing", WRITTEN, 1.0):
-            verified.append(verify(source, open_source(staged), rounded))
-        earlier = {"before": card["converted"]} if "converted" in card else {}
-        return {"converted": converted | {"verified": verified[0].card()} | earlier}
+            verified = verify(source, open_source(staged), rounded)
+        return verified, {"converted": converted | {"verified": verified.card()} | earlier}
 
-    with exclusive_folder(out), step(show, "writing", 0.0, WRITTEN):
-        tokenizer_files = tokenizer, source.config.context_length
-        folder.write_model(out, theirs, config, card, tokenizer_files, check)
-    return verified[0]
+    write = partial(
+        folder.write_model,
+        weights=hf_weights(FAMILIES[source.family].NAMES, weights),
+        config=ids | _hf_config(source, dtype),
+        card=card,
+        tokenizer=(tokenizer, source.config.context_length),
+    )
+    return write, compare
 
 
 @contextmanager
@@ -78,7 +114,11 @@ def exclusive_folder(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(out, wait=False):
-            yield
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
+            try:
+                yield
+            finally:
+                shutil.rmtree(out / UNFINISHED, ignore_errors=True)
     except BlockingIOError:
         raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
     except BaseException:

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from dunes.augment.masked import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture, has_own_form
 from dunes.checkpoint.card import read_card
-from dunes.checkpoint.convert import exclusive_folder, require_new_folder
+from dunes.checkpoint.convert import Edit, require_new_folder, rewrite
 from dunes.checkpoint.folder import (
     LoadedModel,
     inherited,
@@ -31,7 +32,7 @@ from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.model_folder import named_folder
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.verify import Verification, distance, merge_check, model_logits
+from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
 from dunes.files import atomic
 from dunes.parts import Decoder
@@ -40,9 +41,6 @@ from dunes.text.gguf_file import SUFFIX
 from dunes.units import format_bytes, plural
 
 Into = Literal["dequantized", "original"]
-MAX_RATIO = 2.0
-"""Largest allowed ratio of the distances between original and quantized base with and without the adapter. It is
-about 1 (tests/test_merge.py) unless the adapter depends on quantization errors."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Report:
 
     errors: Mapping[str, float]
     verified: Verification
+    pruned: int
     moved: float | None = None
     allowed: float | None = None
-    pruned: int = 0
 
     def lines(self) -> list[str]:
         lines = [
@@ -100,13 +98,15 @@ def export(
     folder = readable_folder(folder)
     if is_plain(folder):
         raise ValueError(f"{folder}: neither an adapter nor a quantized model, so there is nothing to merge")
-    require_new_folder(folder, out)
     if is_adapter(folder):
         require_new_folder(base_folder(folder), out)
+    return rewrite(folder, out, partial(_plain, folder, into, dtype, any_base))
+
+
+def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base: bool) -> Edit[Report]:
+    """The model in a folder, merged and dequantized."""
     loaded = checkpoint.load(folder, any_base=any_base)
-    if any_base:
-        loaded = replace(loaded, card=loaded.card | {"any_base": True})
-    model, distances = loaded.model, None
+    model, distances = loaded.model, tuple[float, ...]()
     if into == "original" and _is_quantized(model):
         base = base_folder(folder) if is_adapter(folder) else folder
         model = load_decoder(open_verified_source(base)).eval()
@@ -114,9 +114,20 @@ def export(
             raise ValueError(f"{base}: was saved without the original weights; use --into dequantized")
         attach_adapter(model, folder, any_base=any_base)
         distances = _check_distance(model, loaded)
-    merged_dtype = dtype or next(augment.base_model(model).parameters()).dtype
-    with exclusive_folder(out):
-        return _write_plain(model, loaded, (folder, out), merged_dtype, distances)
+    dtype = dtype or next(augment.base_model(model).parameters()).dtype
+    verify = merge_check(model, folder, loaded.context_length, dtype)
+    quantized = dequantize(model)
+    errors = _merge_active(model, dtype)
+    require_described(model, loaded.context_length, folder)
+
+    def compare(staged: Path) -> tuple[Report, Mapping[str, Any]]:
+        report = Report(errors, verify(open_source(staged)), len(masked_places(model)), *distances)
+        return report, {"merged": report.card(), "verified": report.verified.card()}
+
+    facts = inherited(loaded.card) | ({"any_base": True} if any_base else {})
+    facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
+    write = partial(checkpoint.save, model.to(dtype), facts=facts)
+    return partial(write, tokenizer=loaded.tokenizer, context_length=loaded.context_length), compare
 
 
 def _is_quantized(model: Decoder) -> bool:
@@ -140,11 +151,11 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
         raise ValueError(f"{out}: a GGUF file is known by its suffix; name it {out.name}{SUFFIX}")
     model, weights, tokenizer = (_open_plain if is_plain(folder) else _merge_all)(folder)
     stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
-    kind = dtype or stored.most_common(1)[0][0]
-    if kind not in gguf.TYPES:
-        raise ValueError(f"{folder}: stored in {kind}; choose --dtype {'|'.join(gguf.TYPES)}")
+    type_name = dtype or stored.most_common(1)[0][0]
+    if type_name not in gguf.TYPES:
+        raise ValueError(f"{folder}: stored in {type_name}; choose --dtype {'|'.join(gguf.TYPES)}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, kind))
+    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, type_name))
     listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
     return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal{gguf.window_note(model)}"
 
@@ -162,31 +173,6 @@ def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     _merge_active(loaded.model, dtype)
     described = require_described(loaded.model, loaded.context_length, folder, "llama.cpp")
     return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
-
-
-def _write_plain(
-    model: Decoder,
-    loaded: LoadedModel,
-    folders: tuple[Path, Path],
-    dtype: torch.dtype,
-    distances: tuple[float, float] | None,
-) -> Report:
-    folder, out = folders
-    verify = merge_check(model, folder, loaded.context_length, dtype)
-    quantized = dequantize(model)
-    errors = _merge_active(model, dtype)
-    require_described(model, loaded.context_length, folder)
-    reports: list[Report] = []
-
-    def check(staged: Path) -> dict[str, Any]:
-        moved, allowed = distances or (None, None)
-        reports.append(Report(errors, verify(open_source(staged)), moved, allowed, len(masked_places(model))))
-        return {"merged": reports[0].card(), "verified": reports[0].verified.card()}
-
-    facts = inherited(loaded.card)
-    facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
-    checkpoint.save(model.to(dtype), out, loaded.tokenizer, loaded.context_length, facts, check)
-    return reports[0]
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
@@ -210,7 +196,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
     return change | {"dequantized": quantized, "new": []}
 
 
-def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, float]:
+def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
     """Relative distance of the logits of original and trained base, both with the adapter, and its limit.
 
     Raises ValueError if the distance exceeds the limit.

@@ -23,7 +23,7 @@ from dunes.checkpoint import card as cards
 from dunes.checkpoint.architecture import Architecture, Build
 from dunes.checkpoint.card import CARD, FORMAT
 from dunes.checkpoint.hf_config_of import hf_config_of
-from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, require_model_folder
+from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, explain, is_model_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
@@ -33,6 +33,7 @@ from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
+from dunes.text.gguf_file import SUFFIX
 from dunes.text.special_tokens import configured_ids
 from dunes.units import format_count, plural
 
@@ -242,10 +243,10 @@ def _move(folder: Path) -> None:
             _place(file, links / file.name, folder / file.name)
     atomic.fsync_path(folder)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    gone = folder / STAGED.format(token_hex(8))
-    os.rename(ready, gone)
+    removed = folder / STAGED.format(token_hex(8))
+    os.rename(ready, removed)
     atomic.fsync_path(folder)
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def _place(file: Path, link: Path, path: Path) -> None:
@@ -418,7 +419,8 @@ def readable_folder(folder: Path) -> Path:
 
     Raises ValueError, which says what the path is, for any other path.
     """
-    require_model_folder(folder)
+    if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
+        raise ValueError(explain(folder))
     return saved_folder(folder)
 
 

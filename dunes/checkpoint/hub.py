@@ -88,10 +88,10 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
         )
     if separator and revision and suffix != revision:
         raise ValueError(f"{model}: revision {revision!r} is given, too; name one")
-    wanted = suffix if separator else revision or "main"
-    if not REVISION.fullmatch(wanted) or ".." in wanted:
-        raise ValueError(f"{name}: {wanted!r} cannot be a revision; name a branch, a tag or a commit")
-    return name, wanted
+    requested = suffix if separator else revision or "main"
+    if not REVISION.fullmatch(requested) or ".." in requested:
+        raise ValueError(f"{name}: {requested!r} cannot be a revision; name a branch, a tag or a commit")
+    return name, requested
 
 
 def _copy(name: str, revision: str, verify: bool) -> ModelLocation:

@@ -30,15 +30,6 @@ MOST = 2000
 """Most files to list in order to describe a folder."""
 
 
-def require_model_folder(path: Path) -> None:
-    """Raise ValueError unless a path is a GGUF file, or the folder of a model, adapter or network.
-
-    The message says what the path is instead, and which path to name or command to run.
-    """
-    if not (path.suffix == SUFFIX and path.is_file()) and not is_model_folder(path):
-        raise ValueError(explain(path))
-
-
 def named_folder(folder: Path) -> Path:
     """The folder as a user names it: the parent of a `.ready` subfolder."""
     return folder.parent if folder.name == READY else folder
@@ -58,7 +49,8 @@ def explain(path: Path) -> str:
         return no_such_folder(path)
     if not path.is_dir():
         return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
-    if runs := [run for run in (path.parent, path.parent.parent) if _is_run(run) and _is_state(path, run)]:
+    runs = [run for run in (path.parent, path.parent.parent) if _is_run(run)]
+    if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
         return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
     if _is_run(path):
         return _explain_run(path)
@@ -86,13 +78,8 @@ def no_such_folder(path: Path | str) -> str:
 def _is_run(folder: Path) -> bool:
     """True if a folder has the state of a training run."""
     state, files = folder / "state", ("plan.json", "tokenizer.json")
-    if not state.is_dir() or any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*")):
-        return state.is_dir()
-    return not any(state.iterdir())
-
-
-def _is_state(path: Path, run: Path) -> bool:
-    return (run / "state").resolve() in (path.resolve(), path.resolve().parent)
+    known = any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*"))
+    return known or (state.is_dir() and not any(state.iterdir()))
 
 
 def _explain_run(run: Path) -> str:
@@ -120,17 +107,17 @@ def _contents(folder: Path) -> str:
         more = f" and {len(below) - 3} more" if len(below) > 3 else ""
         return f"it holds model folders, name one: {', '.join(map(str, sorted(below)[:3]))}{more}"
     files = [*islice(_files(folder), MOST)]
-    if found := [f for f in files if f.suffix == SUFFIX]:
-        return f"it holds a GGUF file, name that: {found[0]}"
+    if ggufs := [f for f in files if f.suffix == SUFFIX]:
+        return f"it holds a GGUF file, name that: {ggufs[0]}"
     if weights := [f for f in files if f.suffix in WEIGHT_SUFFIXES]:
         missing = CONFIG if not (folder / CONFIG).is_file() else SINGLE[0]
         return f"it holds {weights[0].relative_to(folder)}, but no {missing}; get the whole model folder"
     if not files:
         return "it holds no files"
     counts = Counter(f.suffix or f.name for f in files).most_common(2)
-    held = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
+    listed = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
     text = any(map(_is_text, files))
-    return f"it holds {held}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
+    return f"it holds {listed}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -104,8 +104,8 @@ class Prefix:
                     added
                 )
                 best, note, most = renames, f"tensors are read {' and '.join(what)} in their names", fitting
-        kept = {*files} - best.keys()
-        if len({*best.values(), *kept}) < len(best) + len(kept):
+        unchanged = {*files} - best.keys()
+        if len({*best.values(), *unchanged}) < len(best) + len(unchanged):
             return cls(
                 note=f"{note.replace('are', 'would be')}, but then two have the same name; keep one of each"
             )
@@ -162,17 +162,17 @@ def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
 
 
 def _difference(
-    name: str, tensor: LazyTensor, wanted: _FileTensor | None, sources: dict[str, str]
+    name: str, tensor: LazyTensor, expected: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """Difference of a tensor from the wanted one, or None; `sources` maps the model's names to earlier tensors."""
-    if wanted is None:
+    """The difference from the expected tensor, or None; `sources` maps the model's names to earlier tensors."""
+    if expected is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
-    first = next((sources[key] for key in wanted.names if key in sources), None)
+    first = next((sources[key] for key in expected.names if key in sources), None)
     if first is not None:
         return Difference("duplicate", name, "one of its own", f"the same weight as {first}")
-    sources |= dict.fromkeys(wanted.names, name)
-    if tensor.shape != wanted.shape:
-        return Difference("shape", name, str(wanted.shape), str(tensor.shape))
+    sources |= dict.fromkeys(expected.names, name)
+    if tensor.shape != expected.shape:
+        return Difference("shape", name, str(expected.shape), str(tensor.shape))
     if tensor.dtype not in FLOATS:
         return Difference("dtype", name, "floating point", str(tensor.dtype).removeprefix("torch."))
     return None
@@ -181,8 +181,8 @@ def _difference(
 def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
     """Differences for missing tensors, each under the first of its possible names."""
     names: dict[str, str] = {}
-    for name, wanted in file_tensors.items():
-        for key in wanted.names:
+    for name, expected in file_tensors.items():
+        for key in expected.names:
             names.setdefault(key, name)
     for name in dict.fromkeys(names[key] for key in keys):
         yield Difference("missing", name, str(file_tensors[name].shape), "nothing")

@@ -635,17 +635,14 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.progress import Display
 
     location = checkpoint.locate_model(model, verify=True)
-    if not is_plain(location.folder) and names is None:
-        print(
-            "\n".join(export(location.folder, out, dtype=None if dtype is None else getattr(torch, dtype)).lines())
-        )
-        print(f'next: dunes generate {quote(str(out))} "..."')
-        return
-    source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    with Display() as display:
-        verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
-    print(f"{out}: {verified.verdict}; {verified}")
+    if not is_plain(location.folder) and names is None:
+        print("\n".join(export(location.folder, out, dtype=torch_dtype).lines()))
+    else:
+        source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
+        with Display() as display:
+            verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
+        print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {quote(str(out))} "..."')
 
 

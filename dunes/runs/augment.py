@@ -1,9 +1,7 @@
 """Change the model in a folder and write the result to another, verified, with a report."""
 
-import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,7 +17,7 @@ from dunes.augment.changes import Spill, Tensors
 from dunes.augment.quantization import BY_GROUP, all_kinds, require_method
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.card import read_card
-from dunes.checkpoint.convert import exclusive_folder, require_new_folder
+from dunes.checkpoint.convert import Edit, rewrite
 from dunes.checkpoint.folder import LoadedModel, inherited, readable_folder
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.loading import base_folder, is_adapter
@@ -67,10 +65,11 @@ def augment_folder(
     change was killed, another call starts from the beginning.
     """
     folder = readable_folder(folder)
-    require_new_folder(folder, out)
     show = show if calibration is None else _mostly_changing(show)
-    with exclusive_folder(out), _spilling(out / UNFINISHED) as spill:
-        return _augment(folder, out, name, calibration, validation, show, spill, request)
+    edit = partial(_changed, folder, out, name, calibration, validation, show, request)
+    lines = rewrite(folder, out, edit, step(show, "writing", WRITING, COMPARING))
+    show("written", 1.0)
+    return lines
 
 
 def _mostly_changing(show: Show) -> Show:
@@ -78,10 +77,8 @@ def _mostly_changing(show: Show) -> Show:
     return lambda what, share: show(what, float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0))))
 
 
-@contextmanager
-def _spilling(folder: Path) -> Iterator[Spill]:
-    """A function that writes tensors to a temporary folder and returns memory-mapped views of the files."""
-    shutil.rmtree(folder, ignore_errors=True)  # left by a change that was killed
+def _spill_into(folder: Path) -> Spill:
+    """A function that writes tensors to a folder and returns memory-mapped views of the files."""
     numbers = count()
 
     def spill(tensors: Tensors) -> Tensors:
@@ -90,10 +87,7 @@ def _spilling(folder: Path) -> Iterator[Spill]:
         write_file(file, in_memory(tensors))
         return {name: tensor.read() for name, tensor in header.tensors(file).items()}
 
-    try:
-        yield spill
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return spill
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
@@ -111,17 +105,16 @@ def _require_source(source: Path, stamp: Mapping[str, tuple[int, ...]]) -> None:
         raise ValueError(f"{changed[0]}: changed while it was being read; try again when nothing writes to it")
 
 
-def _augment(
+def _changed(
     folder: Path,
     out: Path,
     name: str,
     calibration: Sequence[str] | None,
     validation: Sequence[str] | None,
     show: Show,
-    spill: Spill,
     request: dict[str, Any],
-) -> list[str]:
-    """`augment_folder` into a locked folder."""
+) -> Edit[list[str]]:
+    """The model in a folder after a change; its finished blocks are stored in `out`."""
     stamp = _source_stamp(folder)
     with step(show, "reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
@@ -138,24 +131,35 @@ def _augment(
     with step(show, "hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with step(show, name, *CHANGING):
-        change = replace(apply_change(loaded.model, name, spill=spill, **request), before=identity)
+        change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
         _require_source(folder, stamp)
     with step(show, "measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
-    compared = _write(loaded, (change,), out, after, facts, show, compare)
     describe = getattr(CHANGES[name], "describe", None)
-    return [
-        *(compared.warnings() if isinstance(compared, Comparison) else []),
-        *([] if describe is None else [describe(change)]),
-        f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
-        f"{format_bytes(_size(loaded))}",
-        f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
-        f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
-        f"written as {describe_form(loaded)}",
-        *(compared.lines() if isinstance(compared, Comparison) else filter(None, [compared])),
-    ]
+
+    def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
+        entries = _check(staged, out, loaded, after, facts, show)
+        compared: Comparison | str = ""
+        if compare:
+            with step(show, "measuring before and after", MEASURING, 1.0):
+                compared = compare(staged)
+        lines = [
+            *([] if describe is None else [describe(change)]),
+            f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
+            f"{format_bytes(_size(loaded))}",
+            f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
+            f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
+            f"written as {describe_form(loaded)}",
+        ]
+        if isinstance(compared, str):
+            return [*lines, *filter(None, [compared])], entries
+        comparison_picture(compared, staged / "comparison.png")
+        lines = [*compared.warnings(), *lines, *compared.lines()]
+        return lines, entries | {"comparison": compared.record()}
+
+    return partial(save_changed, loaded, (replace(change, before=identity),)), check
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
@@ -191,8 +195,8 @@ def quantize_folder(
     """
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
-    gone = missing_source(card)
-    text = bool(calibration) or (bool(trained_text(card)) and not gone)
+    missing = missing_source(card)
+    text = bool(calibration) or (bool(trained_text(card)) and not missing)
     chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
     require_method(all_kinds(kind, request.get("override", ())), chosen)
     if calibration and chosen != "gptq":
@@ -205,9 +209,9 @@ def quantize_folder(
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
-    if method is None and kind in BY_GROUP and gone:
+    if method is None and kind in BY_GROUP and missing:
         lines.append(
-            f"method rtn: the text of the model's training is gone ({gone}); --calibration FILE uses gptq"
+            f"method rtn: the text of the model's training is gone ({missing}); --calibration FILE uses gptq"
         )
     return lines
 
@@ -219,7 +223,14 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
-    require_new_folder(folder, out)
+    edit = partial(_restored, folder, out, name, show)
+    line = rewrite(folder, out, edit, step(show, "writing", WRITING, COMPARING))
+    show("written", 1.0)
+    return line
+
+
+def _restored(folder: Path, out: Path, name: str, show: Show) -> Edit[str]:
+    """The model in a folder before its last change."""
     with step(show, "reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     made = records(loaded)
@@ -242,44 +253,21 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
     with step(show, "measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
-    with exclusive_folder(out):
-        _write(loaded, (), out, after, {"undone": name}, show)
-    return (
+    line = (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
     )
+    check = lambda staged: (line, _check(staged, out, loaded, after, {"undone": name}, show))
+    return partial(save_changed, loaded, ()), check
 
 
-def _write(
-    loaded: LoadedModel,
-    changes: tuple[Change, ...],
-    out: Path,
-    expected: Tensor,
-    facts: dict[str, Any],
-    show: Show,
-    compare: Callable[[Path], Comparison | str] | None = None,
-) -> Comparison | str | None:
-    """Save a model and compare its logits with `expected`. Raises ValueError, writing nothing, if not equal."""
-    compared: Comparison | str | None = None
-
-    def check(staged: Path) -> dict[str, Any]:
-        nonlocal compared
-        with step(show, "comparing", COMPARING, MEASURING):
-            difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
-        result = {"augmented": {**facts, "verified": difference}}
-        if compare is None:
-            return result
-        with step(show, "measuring before and after", MEASURING, 1.0):
-            compared = compare(staged)
-        if not isinstance(compared, Comparison):
-            return result
-        comparison_picture(compared, staged / "comparison.png")
-        return result | {"comparison": compared.record()}
-
-    with step(show, "writing", WRITING, COMPARING):
-        save_changed(loaded, changes, out, check)
-    show("written", 1.0)
-    return compared
+def _check(
+    staged: Path, out: Path, loaded: LoadedModel, expected: Tensor, facts: Mapping[str, Any], show: Show
+) -> dict[str, Any]:
+    """Entries of the card for a written model. Raises ValueError if its logits differ from the expected ones."""
+    with step(show, "comparing", COMPARING, MEASURING):
+        difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
+    return {"augmented": {**facts, "verified": difference}}
 
 
 def records(loaded: LoadedModel) -> list[Any]:
@@ -306,12 +294,12 @@ def describe_form(loaded: LoadedModel) -> str:
     return f"a plain Hugging Face folder: {described.family}"
 
 
-def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], out: Path, check: Any) -> None:
+def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
     """Save a loaded model after changes; the card inherits entries that stay true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
-        loaded.model, out, loaded.tokenizer, loaded.context_length, facts, check, architecture=architecture
+        loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check, architecture=architecture
     )
 
 

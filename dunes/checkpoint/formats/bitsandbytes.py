@@ -84,8 +84,8 @@ def _dense(parts: Weights, state: Mapping[str, Any], origin: str) -> LazyTensor:
             scale = scale + state["offset"]
         packed = values[""].contiguous().view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: rows * columns]
-        whole = _scaled(values[".quant_map"], codes, scale, state["blocksize"])
-        return whole.view(rows, columns).to(state["dtype"])
+        weight = _scaled(values[".quant_map"], codes, scale, state["blocksize"])
+        return weight.view(rows, columns).to(state["dtype"])
 
     return computed((rows, columns), state["dtype"], origin, read, parts.values())
 

@@ -150,7 +150,7 @@ def _dense(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
         steps = Steps(scale.read().float(), torch.full((rows, groups), float(2 ** (bits - 1))))
         if zero is not None:
             steps = steps._replace(zero=unpack(zero.read().T.contiguous().view(torch.uint8), bits, rows).T.float())
-        whole = (codes.view(rows, groups, -1) - steps.zero[..., None]) * steps.scale[..., None]
-        return whole.flatten(1).to(scale.dtype)
+        weight = (codes.view(rows, groups, -1) - steps.zero[..., None]) * steps.scale[..., None]
+        return weight.flatten(1).to(scale.dtype)
 
     return computed((rows, columns), scale.dtype, origin, read, parts.values())

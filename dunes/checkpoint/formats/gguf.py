@@ -142,13 +142,13 @@ def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless a file has this metadata."""
     stored = read_header(path).fields
     for key, value in fields.items():
-        found, expected = stored.get(key), value
+        actual, expected = stored.get(key), value
         if isinstance(value, list | tuple):
             expected = [item.encode() if isinstance(item, str) else item for item in value]
-            found = found.tolist() if isinstance(found, np.ndarray) else found
+            actual = actual.tolist() if isinstance(actual, np.ndarray) else actual
         elif isinstance(value, float):
-            expected, found = np.float32(value), np.float32(found)
-        if found != expected:
+            expected, actual = np.float32(value), np.float32(actual)
+        if actual != expected:
             raise ValueError(f"{path}: the written file has another {key}; check the disk")
 
 

@@ -1,5 +1,7 @@
 """Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format."""
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.convert import exclusive_folder, require_new_folder
+from dunes.checkpoint.convert import Edit, rewrite
 from dunes.checkpoint.folder import (
     hf_parts,
     inherited,
@@ -19,15 +21,13 @@ from dunes.checkpoint.folder import (
     write_model,
 )
 from dunes.checkpoint.formats import compressed_tensors
-from dunes.checkpoint.verify import EXACT, check_written, model_logits
+from dunes.checkpoint.verify import EXACT, PACKED, check_written, model_logits
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.units import format_bytes, plural
 
-ROUNDED = 0.05
-"""Largest relative distance of logits in dtypes narrower than float32, to which scales are rounded, too."""
 ZERO_POINTS = (
     "; it has zero points, with which transformers 5.23 and compressed-tensors 0.20 do not open a folder: "
     "quantize with --symmetric for these"
@@ -42,7 +42,11 @@ def export_packed(folder: Path, out: Path) -> str:
     format cannot express, and, with nothing written, if the result reads back with other logits.
     """
     folder = readable_folder(folder)
-    require_new_folder(folder, out)
+    return rewrite(folder, out, partial(_packed, folder, out))
+
+
+def _packed(folder: Path, out: Path) -> Edit[str]:
+    """The quantized model in a folder, with packed codes."""
     loaded = checkpoint.load(folder)
     model, length = loaded.model, loaded.context_length
     layers = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Quantized)}
@@ -60,21 +64,19 @@ def export_packed(folder: Path, out: Path) -> str:
     config = settings | special_ids(loaded.tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
     config |= {"quantization_config": compressed_tensors.quantization_config(theirs)}
     card = {**inherited(loaded.card), **known, "context_length": length, "changes": []}
-    verified: list[float] = []
 
-    def check(staged: Path) -> dict[str, Any]:
-        limit = EXACT if dtype == "float32" else ROUNDED
-        verified.append(check_written(staged, out, expected, length, "that in the folder", limit))
-        return {"packed": {"layers": len(layers), "verified": verified[0]}}
+    def compare(staged: Path) -> tuple[str, Mapping[str, Any]]:
+        limit = EXACT if dtype == "float32" else PACKED
+        difference = check_written(staged, out, expected, length, "that in the folder", limit)
+        asymmetric = any("weight_zero_point" in tensors for tensors in packed.values())
+        report = (
+            f"{plural(len(layers), 'layer')} packed, {format_bytes(sum(t.nbytes for t in files.values()))} of "
+            f"tensors; read back, logits differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
+        )
+        return report, {"packed": {"layers": len(layers), "verified": difference}}
 
-    with exclusive_folder(out):
-        write_model(out, files, config, card, (loaded.tokenizer, length), check)
-    asymmetric = any("weight_zero_point" in tensors for tensors in packed.values())
-    size = format_bytes(sum(t.nbytes for t in files.values()))
-    return (
-        f"{plural(len(layers), 'layer')} packed, {size} of tensors; read back, logits differ by {verified[0]:.1e} "
-        f"(relative norm){ZERO_POINTS * asymmetric}"
-    )
+    write = partial(write_model, weights=files, config=config, card=card, tokenizer=(loaded.tokenizer, length))
+    return write, compare
 
 
 def _their_names(model: Decoder, described: Architecture, packed: Any) -> dict[str, str]:
