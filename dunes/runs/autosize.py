@@ -24,7 +24,7 @@ from dunes.models import FAMILIES
 from dunes.models.mixture import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
-from dunes.runs.config import T
+from dunes.runs.config import RunConfig, T
 from dunes.runs.memory import Build, Shape, describe_memory, process_memory
 from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
@@ -85,12 +85,19 @@ def with_hardware(config: T) -> T:
     return replace(config, threads=threads, dtype=cast(Dtype, dtype), float32_products=float32_is_faster())
 
 
+def autocast_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of matrix products, which `with_hardware` has chosen."""
+    assert config.dtype, "chosen before"
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
 def measure_machine(config: TrainConfig) -> Machine:
     """Rates of this machine in the config's dtype, measured once in a few seconds."""
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
-    matmul = measure.peak_matmul_rate(getattr(torch, config.dtype), device)
+    matmul = measure.peak_matmul_rate(autocast_dtype(config), device)
     return Machine(config.threads, config.dtype, matmul, measure.peak_read_rate(device))
 
 
@@ -326,8 +333,7 @@ def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
-    assert config.dtype, "chosen before"
-    shape = Shape(config.batch, config.context_length, getattr(torch, config.dtype))
+    shape = Shape(config.batch, config.context_length, autocast_dtype(config))
     return process_memory(build or partial(build_model, config), shape)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dunes import checkpoint, measure
+from dunes import checkpoint, measure, tree
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
@@ -69,8 +70,8 @@ class Task(Protocol):
         """Endless batches for the trainer, starting with batch number `start`."""
         ...
 
-    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
-        """The score on all validation tokens or on about `limit` of them, in autocast's `dtype`."""
+    def score(self, limit: int | None = None) -> Score:
+        """The score on all validation tokens or on about `limit` of them."""
         ...
 
     def sample(self) -> str:
@@ -144,7 +145,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.trainer.dtype, limit)
+        return self.task.score(limit)
 
     @property
     def closing_seconds(self) -> float:
@@ -181,6 +182,29 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(weights[name])
+
+
+def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
+    """Make the parameters trainable whose own or module's names match the globs, and freeze the others.
+
+    Raises ValueError if none matches, listing the names, and for "**" if some weights are quantized.
+    """
+    if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
+        raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(selects(globs, name))
+    if not any(p.requires_grad for p in model.parameters()):
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"{' '.join(globs)} matches no parameter; the model has {names[:300]}")
+
+
+def selects(globs: Iterable[str], name: str) -> bool:
+    """True if the last glob that matches a parameter's name, or its module's, has no !."""
+    names, selected = (name, name.rpartition(".")[0]), False
+    for glob in globs:
+        if any(tree.matches(glob.removeprefix("!"), n) for n in names):
+            selected = not glob.startswith("!")
+    return selected
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -35,6 +35,7 @@ from dunes.runs.autosize import (
     CONTEXT,
     active_parameters,
     architecture_for,
+    autocast_dtype,
     autosize_run,
     describe_machine,
     format_parameters,
@@ -46,9 +47,8 @@ from dunes.runs.autosize import (
 )
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, append_metrics, build_schedule, card_facts, run_lock
+from dunes.runs.run import Run, append_metrics, build_schedule, card_facts, run_lock, selects, set_trainable
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
@@ -208,11 +208,10 @@ def prepare(
     completion: CompletionFiles | None = None,
 ) -> Run:
     """A run at step 0 for a complete config, with a new model or the base's."""
-    assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
-    device, dtype = measure.device(), getattr(torch, config.dtype)
+    device, dtype = measure.device(), autocast_dtype(config)
     if base is None:
         architecture = architecture_for(config, tokens.tokenizer.vocab)
         model = initialise(architecture.build(), config.seed).to(device)
@@ -297,8 +296,8 @@ class TrainTask:
         """The model with the context length of the run."""
         return replace(self.loaded, context_length=self.config.context_length)
 
-    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
-        return evaluate(self._windowed, self.text.valid, dtype, limit)
+    def score(self, limit: int | None = None) -> Score:
+        return evaluate(self._windowed, self.text.valid, autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
         return sample_text(self._windowed, self.config.seed)
