@@ -18,7 +18,7 @@ from dunes.files.model_file import read_file
 from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields
-from dunes.progress import Show, step
+from dunes.progress import phase
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 
@@ -34,7 +34,6 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     facts: Mapping[str, Any] | None = None,
-    show: Show = lambda what, share: None,
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
@@ -57,12 +56,12 @@ def convert(
     def check(staged: Path) -> dict[str, Any]:
         for path in original_files(source.folder):  # tokenizers of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
-        with step(show, "comparing", WRITTEN, 1.0):
+        with phase("comparing", WRITTEN, 1.0):
             verified.append(verify(source, open_source(staged), rounded))
         earlier = {"before": card["converted"]} if "converted" in card else {}
         return {"converted": converted | {"verified": verified[0].card()} | earlier}
 
-    with exclusive_folder(out), step(show, "writing", 0.0, WRITTEN):
+    with exclusive_folder(out), phase("writing", 0.0, WRITTEN):
         tokenizer_files = tokenizer, source.config.context_length
         folder.write_model(out, theirs, config, card, tokenizer_files, check)
     return verified[0]

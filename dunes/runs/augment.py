@@ -3,7 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -32,7 +32,7 @@ from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
-from dunes.progress import Show, step
+from dunes.progress import phase, report, shown_by
 from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
@@ -51,7 +51,6 @@ def augment_folder(
     *,
     calibration: Sequence[str] | None = None,
     validation: Sequence[str] | None = None,
-    show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """Make the change `name` to the model in a folder, and write the result to `out`; returns a report.
@@ -60,22 +59,21 @@ def augment_folder(
     sources, or if empty of the model's training text. Unless `validation` is None, the report compares size,
     memory and speed before and after, and the loss on these sources, or if empty on the validation text that the
     card records. The written model is loaded again and compared with the model in memory. Raises ValueError if
-    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes
-    meanwhile.
+    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes.
 
-    Finished blocks of a change that is made block by block are stored in `out` meanwhile to save memory. After a
+    To save memory, a change that is made block by block stores its finished blocks in `out` until the end. After a
     change was killed, another call starts from the beginning.
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
-    show = show if calibration is None else _mostly_changing(show)
-    with exclusive_folder(out), _spilling(out / UNFINISHED) as spill:
-        return _augment(folder, out, name, calibration, validation, show, spill, request)
+    scaled = nullcontext() if calibration is None else shown_by(scale=_calibrating)
+    with exclusive_folder(out), _spilling(out / UNFINISHED) as spill, scaled:
+        return _augment(folder, out, name, calibration, validation, spill, request)
 
 
-def _mostly_changing(show: Show) -> Show:
-    """Progress for a change that calibrates, which takes nearly all of the time."""
-    return lambda what, share: show(what, float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0))))
+def _calibrating(share: float) -> float:
+    """The progress of a change that calibrates, which takes nearly all of the time."""
+    return float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0)))
 
 
 @contextmanager
@@ -117,13 +115,12 @@ def _augment(
     name: str,
     calibration: Sequence[str] | None,
     validation: Sequence[str] | None,
-    show: Show,
     spill: Spill,
     request: dict[str, Any],
 ) -> list[str]:
     """`augment_folder` into a locked folder."""
     stamp = _source_stamp(folder)
-    with step(show, "reading", 0.0, 0.05):
+    with phase("reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
         compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
         if calibration is not None:
@@ -131,20 +128,20 @@ def _augment(
             if compare:
                 require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
-    with step(show, "measuring", 0.05, 0.1):
+    with phase("measuring", 0.05, 0.1):
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
         if not before.isfinite().all():
             raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
-    with step(show, "hashing", 0.1, 0.15):
+    with phase("hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
-    with step(show, name, *CHANGING):
+    with phase(name, *CHANGING):
         change = replace(apply_change(loaded.model, name, spill=spill, **request), before=identity)
         _require_source(folder, stamp)
-    with step(show, "measuring", CHANGING[1], WRITING):
+    with phase("measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
-    compared = _write(loaded, (change,), out, after, facts, show, compare)
+    compared = _write(loaded, (change,), out, after, facts, compare)
     describe = getattr(CHANGES[name], "describe", None)
     return [
         *(compared.warnings() if isinstance(compared, Comparison) else []),
@@ -180,7 +177,6 @@ def quantize_folder(
     method: str | None = None,
     calibration: Sequence[str] = (),
     validation: Sequence[str] | None = None,
-    show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """`augment_folder` for quantization, by default to nf4.
@@ -191,28 +187,26 @@ def quantize_folder(
     """
     kind = kind or "nf4"
     card = read_card(readable_folder(folder))
-    gone = missing_source(card)
-    text = bool(calibration) or (bool(trained_text(card)) and not gone)
-    chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
-    require_method(all_kinds(kind, request.get("override", ())), chosen)
-    if calibration and chosen != "gptq":
-        raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
-    sources = calibration if chosen == "gptq" else None
-    request |= {"kind": kind, "method": chosen}
-    lines = augment_folder(
-        folder, out, "quantize", calibration=sources, validation=validation, show=show, **request
-    )
-    if method is None and chosen == "gptq":
+    missing = missing_source(card)
+    text = bool(calibration) or (bool(trained_text(card)) and not missing)
+    solver = method or ("gptq" if kind in BY_GROUP and text else "rtn")
+    require_method(all_kinds(kind, request.get("override", ())), solver)
+    if calibration and solver != "gptq":
+        raise ValueError(f"--kind {kind} --method {solver} reads no calibration text; omit --calibration")
+    sources = calibration if solver == "gptq" else None
+    request |= {"kind": kind, "method": solver}
+    lines = augment_folder(folder, out, "quantize", calibration=sources, validation=validation, **request)
+    if method is None and solver == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
-    if method is None and kind in BY_GROUP and gone:
+    if method is None and kind in BY_GROUP and missing:
         lines.append(
-            f"method rtn: the text of the model's training is gone ({gone}); --calibration FILE uses gptq"
+            f"method rtn: the text of the model's training is gone ({missing}); --calibration FILE uses gptq"
         )
     return lines
 
 
-def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what, share: None) -> str:
+def undo_folder(folder: Path, out: Path, name: str) -> str:
     """Undo the last change of a folder, which must be `name`, and write the original model to `out`.
 
     Returns a report. Raises ValueError, with nothing written, if the last change has another name, or the result
@@ -220,18 +214,18 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
     """
     folder = readable_folder(folder)
     require_new_folder(folder, out)
-    with step(show, "reading", 0.0, 0.1):
+    with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     made = records(loaded)
     if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
     change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
-    with step(show, f"undoing {name}", 0.1, 0.2):
+    with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
     # Training casts weights to float32 and saves them in it.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
-    with step(show, "comparing with the digests", 0.2, 0.5):
+    with phase("comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
     if part is not None:
         raise ValueError(
@@ -240,10 +234,10 @@ def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what,
         )
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
-    with step(show, "measuring", 0.5, WRITING):
+    with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     with exclusive_folder(out):
-        _write(loaded, (), out, after, {"undone": name}, show)
+        _write(loaded, (), out, after, {"undone": name})
     return (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
@@ -256,7 +250,6 @@ def _write(
     out: Path,
     expected: Tensor,
     facts: dict[str, Any],
-    show: Show,
     compare: Callable[[Path], Comparison | str] | None = None,
 ) -> Comparison | str | None:
     """Save a model and compare its logits with `expected`. Raises ValueError, writing nothing, if not equal."""
@@ -264,21 +257,21 @@ def _write(
 
     def check(staged: Path) -> dict[str, Any]:
         nonlocal compared
-        with step(show, "comparing", COMPARING, MEASURING):
+        with phase("comparing", COMPARING, MEASURING):
             difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
         result = {"augmented": {**facts, "verified": difference}}
         if compare is None:
             return result
-        with step(show, "measuring before and after", MEASURING, 1.0):
+        with phase("measuring before and after", MEASURING, 1.0):
             compared = compare(staged)
         if not isinstance(compared, Comparison):
             return result
         comparison_picture(compared, staged / "comparison.png")
         return result | {"comparison": compared.record()}
 
-    with step(show, "writing", WRITING, COMPARING):
+    with phase("writing", WRITING, COMPARING):
         save_changed(loaded, changes, out, check)
-    show("written", 1.0)
+    report("written", 1.0)
     return compared
 
 

@@ -52,15 +52,15 @@ from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memo
 from dunes.runs.run import (
     FINAL_TOKENS,
     Run,
-    build_schedule,
     card_facts,
+    new_run,
     run_lock,
     set_trainable,
     trainable_state,
 )
 from dunes.runs.timings import Timings
 from dunes.text import templates
-from dunes.train import Trainer, adamw, cast_frozen
+from dunes.train import adamw, cast_frozen
 from dunes.train.loss import next_token_loss
 from dunes.units import format_count, plural
 
@@ -206,17 +206,12 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     before = _baseline(task, folder / BASELINE, display)
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model)
     changes = apply_method(model, resolve_targets(config, data.base))
-    if (
-        len(changes) != 1
-    ):  # all weights are trained, in float32, or the base was changed before the adapter was added
+    # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
+    if len(changes) != 1:
         base |= checkpoint.base_identity(model)
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
-    schedule = build_schedule(config)
-    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
-    options["accumulate"] = config.batch // config.micro_batch
-    trainer = Trainer(model, optimizer(config, model), next_token_loss, **options)
-    return Run(folder, config, task, trainer, schedule)
+    return new_run(folder, config, task, optimizer(config, model), config.batch // config.micro_batch)
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
@@ -266,8 +261,13 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers, measured, or read from the file of a resumed run."""
-    before = _read_baseline(path, display)
+    """The base model's scores and answers, measured, or read from the file of a run with saved states."""
+    before = None
+    if path.is_file() and any(path.parent.glob("step-*")):
+        try:
+            before = Baseline.read(path)
+        except ValueError as error:
+            display.line(f"warning: {error}")
     if before is None:
         display.detail("evaluating the base model")
         before = task.measure_baseline()
@@ -280,19 +280,8 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
     return before
 
 
-def _read_baseline(path: Path, display: Display) -> Baseline | None:
-    """The baseline in a file, or None if it is damaged or the run has no saved states."""
-    if not (path.is_file() and any(path.parent.glob("step-*"))):
-        return None
-    try:
-        return Baseline.read(path)
-    except ValueError as error:
-        display.line(f"warning: {error}")
-        return None
-
-
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids of text like the base model's training data; None, with a message, if there is no such text."""
+    """Token ids of text like the base model's training data; None, with a message, without such text."""
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
         ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)
@@ -375,7 +364,7 @@ class FinetuneTask:
         seconds, limit = monotonic() - start, limits[0]
         if score is None:
             score, limit = score_within(self._budget, self.score, limit, self.tokens)
-        assert score is not None, "there are validation examples"
+        assert score is not None, "the validation examples are never empty"
         return Baseline(score, forgetting, answers, self.text, (limit, forgetting_limit), seconds)
 
     @property
@@ -398,18 +387,18 @@ class FinetuneTask:
         return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
     def score_forgetting(self, limit: int) -> Score | None:
-        """The score on about `limit` tokens of the forgetting data, if there is any."""
+        """The score on about `limit` tokens of the forgetting data; None without such data."""
         if self.forgetting_ids is None:
             return None
         return evaluate(self.data.base, self.forgetting_ids, autocast_dtype(self.config), limit)
 
     def _answer(self, record: Record) -> str:
         """The model's answer by greedy decoding."""
-        talk, generator = record.turns, TextGenerator(self.loaded)
-        if talk[-1].role == "text":
+        turns, generator = record.turns, TextGenerator(self.loaded)
+        if turns[-1].role == "text":
             ids = generator.tokenizer.prompt("")
         else:
-            prompt = talk[:-1] if talk[-1].role == "assistant" else talk
+            prompt = turns[:-1] if turns[-1].role == "assistant" else turns
             ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer, record.variables)
         ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
         device, dtype = next(generator.model.parameters()).device, autocast_dtype(self.config)

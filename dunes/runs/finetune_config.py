@@ -183,9 +183,9 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
     "LoRA against full"). For adapters, it has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
-    its rate, above which the validation loss rises during training, at most MAX_ADAPTER_LR, all divided by
-    `_adapter_scale`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps, and the
-    limits of these defaults.
+    its rate, above which the validation loss rises during training, at most MAX_ADAPTER_LR, all divided by the
+    scale relative to LoRA with alpha 32, which multiplies updates of B. "Learning rates of finetuning" in the same
+    file has results for 100 to 5,000 steps, and the limits of these defaults.
     """
     if config.lr is not None:
         return config.lr
@@ -193,13 +193,8 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
         full_lr: float = 2e-5 * (4096 / width) ** 1.28
         return full_lr
     adapter_lr: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
-    return max(adapter_lr / _adapter_scale(config), config.MINIMUM["lr"])
-
-
-def _adapter_scale(config: FinetuneConfig) -> float:
-    """The adapter's scale relative to LoRA with alpha 32, which multiplies updates of B."""
-    adapter = config.spec.adapter or {}
-    return config.alpha / 32 * (config.rank**0.5 if adapter.get("rslora") else 1.0)
+    scale = config.alpha / 32 * (config.rank**0.5 if config.spec.adapter.get("rslora") else 1.0)
+    return max(adapter_lr / scale, config.MINIMUM["lr"])
 
 
 def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:

@@ -31,7 +31,6 @@ from dunes.data.sources import validation_share
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
 from dunes.files.atomic import write_file
-from dunes.parts import Decoder
 from dunes.progress import Display
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import FINAL_TOKENS
@@ -99,7 +98,7 @@ class FinetuneData:
         leaked = count_leaked(rows, val_records, config.split_version)
         if val_records:
             train, valid = write(rows), write(val_records)
-            config = replace(config, context_length=_context(config, [*train, *valid], base))
+            config = replace(config, context_length=choose_context_length(config, [*train, *valid], base))
         else:
             config, train, valid, val_records = _split_examples(rows, config, base, write)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
@@ -188,7 +187,7 @@ def _split_examples(
     heads, large = (heads, large) if tails else ([], [])
     rest = [row for row in rows if id(row) not in excluded]
     examples = write(rest)
-    config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
+    config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
     for candidates in (usable, rest) if config.split_version else (rest,):  # too few targets are reported later
@@ -206,25 +205,21 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
 
 
-def _context(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
-    """The context length, which fits the longest conversation; for plain text it is at most the base model's."""
-    lengths = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
-    longest = max(lengths, default=0)
-    context = choose_context_length(config, longest, base.model, base.context_length)
-    has_conversations = any(e.window_index is None for e in examples)
-    return context if config.context_length or has_conversations else min(context, base.context_length)
-
-
-def choose_context_length(config: FinetuneConfig, longest: int, model: Decoder, trained_length: int) -> int:
+def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
     """The configured context length, or a power of two that fits the longest example.
 
-    Learned position embeddings limit it to `trained_length`; rotary embeddings do not. Raises ValueError above.
+    The default for plain text is at most the base model's. Raises ValueError for a length above the limit of
+    learned position embeddings, which is the base model's, or of rotary ones, which is at least MAX_CONTEXT.
     """
-    limit = trained_length if model.embed.place is not None else max(trained_length, MAX_CONTEXT)
+    trained = base.context_length
+    limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
     if config.context_length > limit:
         length = config.context_length
         raise ValueError(f"--context-length is {length}; this model supports at most {limit} tokens")
-    power = 1 << (max(1, longest - 2)).bit_length()
+    lengths = (len(e) if e.window_index is None else min(len(e), trained + 1) for e in examples)
+    power = 1 << (max(1, max(lengths, default=0) - 2)).bit_length()
+    if all(e.window_index is not None for e in examples):
+        limit = min(limit, trained)
     return config.context_length or min(limit, MAX_CONTEXT, max(MIN_CONTEXT, power))
 
 
@@ -242,8 +237,7 @@ def read_dataset(
     """Records in a file, or in all files below a folder, and lines that report read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and if there are
-    none.
+    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and without any.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -386,9 +380,9 @@ def score_within(
     return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
 
 
-def question(talk: Conversation) -> str:
+def question(turns: Conversation) -> str:
     """The last user turn of a conversation; empty without one."""
-    return next((turn.full_text for turn in reversed(talk) if turn.role == "user"), "")
+    return next((turn.full_text for turn in reversed(turns) if turn.role == "user"), "")
 
 
 def _short(text: str) -> str:
