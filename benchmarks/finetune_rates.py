@@ -14,11 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from dunes import checkpoint, measure
+from dunes import measure
 from dunes.progress import Display
+from dunes.runs.finetune import (
+    FinetuneTask,
+    apply_method,
+    cast_frozen_weights,
+    choose_options,
+    load_base,
+    optimizer,
+)
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
-from dunes.runs.finetune_task import FinetuneTask
+from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import build_schedule
 from dunes.train import Diverged, Trainer
 from dunes.train.loss import next_token_loss
@@ -64,12 +71,12 @@ def base_config(base: str, data: str, setting: Setting) -> FinetuneConfig:
 def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta2: float) -> Row:
     """One run: its learning rate, the loss before it, and after each eighth of its steps."""
     config = replace(data.config, method=method, steps=steps, lr=rate, dtype=None)
-    data = replace(data, config=config, base=checkpoint.load(data.folder)).complete(QUIET)
+    data = choose_options(replace(data, config=config, base=load_base(config)), QUIET)
     config, dtype = data.config, getattr(torch, data.config.dtype or "float32")
     task = FinetuneTask(data, None, dtype)
-    before = task.score(dtype, CHECK_TOKENS).loss
+    before = task.score(CHECK_TOKENS).loss
     model = data.base.model
-    prepare_model(model, config)
+    apply_method(model, config)
     cast_frozen_weights(model, config)
     schedule, adam = build_schedule(config), optimizer(config, model)
     for group in adam.param_groups:
@@ -79,7 +86,7 @@ def losses(data: FinetuneData, method: str, steps: int, rate: float | None, beta
     try:
         for step in trainer.run(task.batches(0)):
             if step.number % max(1, steps // CHECKS) == 0 or step.number == steps:
-                checks.append(task.score(dtype, CHECK_TOKENS).loss)
+                checks.append(task.score(CHECK_TOKENS).loss)
             if step.number == steps:
                 break
     except Diverged:
@@ -129,7 +136,8 @@ def main(
     measure.keep_freed_memory()
     measure.flush_denormals()
     shared = asdict(setting) | {"base": Path(base).name, "data": Path(data).name}
-    data = FinetuneData.read(base_config(base, data, setting), QUIET)
+    config = base_config(base, data, setting)
+    data = FinetuneData.read(config, load_base(config), QUIET)
     for method, length, rate in [(m, n, r) for n in steps for m in methods for r in rates or (None,)]:
         key = shared | {"method": method, "steps": length, "asked": rate}
         if not any(all(row[k] == v for k, v in key.items()) for row in read(out)):

@@ -1,7 +1,8 @@
 """Progress shown to the user, as a bar on a terminal or a line every few seconds elsewhere, and tables.
 
-Loops report their progress to a listener in a context variable, so that the functions between need no argument for
-it. rich is imported when something is shown.
+Work reports its phases, and loops inside them their progress, through context variables, so that no function needs
+an argument for it: `with Display() as display, shown_by(display.state): ...`. rich is imported when something is
+shown.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -24,8 +25,11 @@ KNOWN = 0.01
 UNKNOWN_SECONDS = 2.0
 """Seconds before which no remaining time is estimated."""
 T = TypeVar("T")
+Line = Callable[[str], object]
+"""Called with a line of text for the user."""
 Show = Callable[[str, float], object]
 """Called with a description of the current phase and the fraction of the work done."""
+_show: ContextVar[Show | None] = ContextVar("show", default=None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 WIDTH = 240
 """Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
@@ -104,16 +108,33 @@ class Display:
 
 
 @contextmanager
-def step(show: Show, text: str, start: float, end: float) -> Iterator[None]:
+def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
+    """Call `show`, or the outer one, for what is reported inside, with the fraction done on another `scale`."""
+    outer = show or _show.get() or (lambda text, done: None)
+    token = _show.set(lambda text, done: outer(text, scale(done)))
+    try:
+        yield
+    finally:
+        _show.reset(token)
+
+
+def report(text: str, done: float) -> None:
+    """Show a description of the current phase and the fraction of the work done."""
+    if (show := _show.get()) is not None:
+        show(text, done)
+
+
+@contextmanager
+def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
     """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
     reached = 0.0
 
     def listen(share: float) -> None:
         nonlocal reached
         reached = max(reached, share)  # a second loop does not move it back
-        show(text, start + (end - start) * reached)
+        report(text, start + (end - start) * reached)
 
-    show(text, start)
+    report(text, start)
     token = _listener.set(listen)
     try:
         yield

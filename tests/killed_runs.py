@@ -13,7 +13,7 @@ from conftest import display
 from dunes import checkpoint
 from dunes.augment import CHANGES
 from dunes.runs import loop
-from dunes.runs.finetune_task import FinetuneTask
+from dunes.runs.finetune import FinetuneTask
 from dunes.runs.train import TrainTask
 
 PROCESSES = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once

@@ -28,6 +28,7 @@ from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder
+from dunes.progress import shown_by
 from dunes.runs import timings
 from dunes.runs.train import train
 from dunes.text import Tokenizer
@@ -274,8 +275,8 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
     monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype: made.append(dtype))
     for compile in (False, True):
         request = runner.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
-        show = lambda *args: shown.append(args)
-        kept = runner.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", show, 0.0)
+        with shown_by(lambda *args: shown.append(args)):
+            kept = runner.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", 0.0)
         assert {row["form"] for row in kept} == {None}, "this make_step makes none"
     assert len(made) == 2, "where it was asked for"
     first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
@@ -312,8 +313,8 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
         if done >= 0.5:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        runner.bench("prefill", TINY, 4, tmp_path / "out.jsonl", told, least=0.0)
+    with pytest.raises(KeyboardInterrupt), shown_by(told):
+        runner.bench("prefill", TINY, 4, tmp_path / "out.jsonl", least=0.0)
     assert len(rows.read_rows(tmp_path / "out.jsonl")) == 2
 
 

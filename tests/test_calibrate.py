@@ -13,7 +13,7 @@ from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_text
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.progress import step
+from dunes.progress import phase, shown_by
 
 IDS = torch.randint(50, (5, 24), generator=torch.Generator().manual_seed(1))
 
@@ -191,7 +191,7 @@ def test_bfloat16_models_have_float32_grams():
 
 def test_progress_goes_by_blocks():
     shown = []
-    with step(lambda what, share: shown.append((what, share)), "pruning", 0.2, 0.6):
+    with shown_by(lambda what, share: shown.append((what, share))), phase("pruning", 0.2, 0.6):
         model = model_of(depth=4)
         calibrate(model, IDS, linears(model), lambda grams: None)
     assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]

@@ -404,9 +404,11 @@ def test_the_steps_of_a_change_to_a_folder_are_shown_and_no_compiler_is_imported
     script = """if True:
         import sys
         from pathlib import Path
+        from dunes.progress import shown_by
         from dunes.runs.augment import augment_folder
         seen = []
-        augment_folder(*map(Path, sys.argv[1:]), "expand", show=lambda what, share: seen.append(what))
+        with shown_by(lambda what, share: seen.append(what)):
+            augment_folder(*map(Path, sys.argv[1:]), "expand")
         print([*dict.fromkeys(seen)], "torch._dynamo" in sys.modules)
     """
     arguments = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "dense", tmp_path / "out"]
@@ -435,14 +437,16 @@ def test_progress_moves_inside_the_steps(change, request_, moves, tmp_path, monk
         return sorted({share for what, share in seen if what == step})
 
     show = lambda *state: seen.append(state)
-    augment_folder(tmp_path / "dense", tmp_path / "out", change, show=show, **request_)
+    with progress.shown_by(show):
+        augment_folder(tmp_path / "dense", tmp_path / "out", change, **request_)
     assert [share for _, share in seen] == sorted(share for _, share in seen), "it never moves back"
     assert (seen[0], seen[-1]) == (("reading", 0.0), ("written", 1.0))
     assert len(shares(change)) == 1 + moves
     assert all(len(shares(step)) > 10 for step in ("measuring", "writing", "comparing"))
     if change in ("expand", "experts") and "ids" not in request_:
         seen.clear()
-        undo_folder(tmp_path / "out", tmp_path / "again", change, show=show)
+        with progress.shown_by(show):
+            undo_folder(tmp_path / "out", tmp_path / "again", change)
         assert len(shares("writing")) > 10
         assert len(shares("comparing with the digests")) > 1
         assert seen[-1] == ("written", 1.0)
@@ -452,7 +456,8 @@ def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsy
     monkeypatch.setattr(atomic, "LARGE", 0)
     monkeypatch.setattr("rich.progress.Progress.__init__", None)
     seen = []
-    with progress.step(lambda *state: seen.append(state), "hashing", 0.0, 0.5), atomic.progress("a", 4) as advance:
+    show = progress.shown_by(lambda *state: seen.append(state))
+    with show, progress.phase("hashing", 0.0, 0.5), atomic.progress("a", 4) as advance:
         advance(1)
     assert seen == [("hashing", 0.0), ("hashing", 0.125)]
     with pytest.raises(TypeError), atomic.progress("a", 4):

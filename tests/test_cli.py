@@ -21,7 +21,7 @@ from dunes.measure import DEVICES
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import config, finetune_config, train_config
-from dunes.runs.finetune_method import METHODS
+from dunes.runs.finetune_config import METHODS
 from dunes.text import KINDS, Tokenizer
 from dunes.text.templates import TEMPLATES
 from dunes.units import plural

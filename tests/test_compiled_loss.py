@@ -15,9 +15,8 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
-from dunes.runs.finetune import finetune
+from dunes.runs.finetune import FinetuneTask, finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_task import FinetuneTask
 from dunes.runs.run import Run, read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig

@@ -34,6 +34,7 @@ from dunes.data import (
 )
 from dunes.data.document import BLOCK, GIANT
 from dunes.data.windows import shuffle_index
+from dunes.progress import shown_by
 from dunes.text import Tokenizer
 
 BYTES = Tokenizer.train("bytes", [])
@@ -708,11 +709,15 @@ def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_p
 
 
 def test_bytes_are_reported_as_they_are_done_and_only_once(documents):
-    told = []
-    token_shard(documents, BYTES, progress=told.append)
-    assert told == [d.size for d in documents]
-    token_shard(documents, BYTES, progress=told.append)
-    assert len(told) == len(documents)
+    seen, total = [], sum(d.size for d in documents)
+    with shown_by(lambda *state: seen.append(state)):
+        token_shard(documents, BYTES)
+        assert [text for text, _ in seen] == ["tokenizing"] * (1 + len(documents))
+        assert [share * total for _, share in seen] == pytest.approx(
+            [0, *itertools.accumulate(d.size for d in documents)]
+        )
+        token_shard(documents, BYTES)
+    assert len(seen) == 1 + len(documents)
 
 
 def state(folder):
@@ -866,11 +871,12 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
 
 
 def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
-    def stop(size):
-        raise KeyboardInterrupt
+    def stop(text, done):
+        if done:
+            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        token_shard(documents, BYTES, tmp_path / "cache", stop)
+    with pytest.raises(KeyboardInterrupt), shown_by(stop):
+        token_shard(documents, BYTES, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     documents[-1].path.write_text("x = 'edited'\n")
     refuses("changed while it was being read", token_shard, documents, BYTES, tmp_path / "cache")

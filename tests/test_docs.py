@@ -376,7 +376,7 @@ def toys(tmp_path_factory):
 def run(toys, command, tmp_path, monkeypatch):
     """Runs pieces of a page in a new folder. Servers end when they have started."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dunes.runs.finetune_task.ANSWER_TOKENS", 8)
+    monkeypatch.setattr("dunes.runs.finetune.ANSWER_TOKENS", 8)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     serve, names = http.run, ModuleType("page")
     stop = lambda ready: (ready(), signal.raise_signal(signal.SIGTERM))

@@ -19,16 +19,13 @@ from dunes.data.examples import read_records, split_records
 from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.runs import finetune_data as lesson_module
-from dunes.runs import finetune_task as task_module
+from dunes.runs import finetune as finetune_module
 from dunes.runs import loop as loop_module
 from dunes.runs import timings as timings_module
 from dunes.runs.augment import augment_folder, history
-from dunes.runs.finetune import finetune
-from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, memory, optimizer
-from dunes.runs.finetune_method import METHODS, choose_batch, choose_steps, learning_rate
-from dunes.runs.finetune_task import Baseline, FinetuneTask
+from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory, optimizer
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, choose_batch, choose_steps, learning_rate
+from dunes.runs.finetune_data import Baseline, FinetuneData
 from dunes.runs.memory import Shape, TrainSetup, train_allocations
 from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
 from dunes.runs.train import train
@@ -77,9 +74,9 @@ def asked(base, examples, **changes):
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
     """Short answers, and no estimate of memory but where that is the subject: they take most of a small run."""
-    monkeypatch.setattr(task_module, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 8)
     if not re.search("memory|cannot_be", request.node.name):
-        monkeypatch.setattr(lesson_module, "memory", lambda data: {"weights": 1e6})
+        monkeypatch.setattr(finetune_module, "memory", lambda data: {"weights": 1e6})
 
 
 def finetuned(config, folder, **how):
@@ -96,10 +93,10 @@ def refuses_run(words, config, folder, **how):
 def score_of(folder, config):
     """The score of the folder that was left, computed anew from its files."""
     loaded = checkpoint.load(folder)
-    config = replace(config, context_length=loaded.card["finetuned"]["context_length"])
-    data = replace(FinetuneData.read(config, display()[0]), base=loaded)
+    config = replace(config, context_length=loaded.card["finetuned"]["context_length"], dtype="float32")
+    data = replace(FinetuneData.read(config, load_base(config), display()[0]), base=loaded)
     task = FinetuneTask(data, None, torch.float32)
-    return task.score(torch.float32)
+    return task.score()
 
 
 RARE = ("rslora", "qdora", "qlora-int8")
@@ -689,7 +686,12 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
 
 
 def ready(base, examples, **changes):
-    return FinetuneData.read(asked(base, examples, **changes), display()[0]).complete(display()[0])
+    return fitted(asked(base, examples, **changes), display()[0])
+
+
+def fitted(config, show):
+    """The data of a run with all of its options chosen."""
+    return choose_options(FinetuneData.read(config, load_base(config), show), show)
 
 
 @pytest.mark.slow
@@ -698,17 +700,17 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     """To the byte, but for activations: without numbers padding cannot be left out."""
     data = ready(base, examples, method=method)
     config = data.config
-    rows = lesson_module._full_batch(config)
+    rows = finetune_module._full_batch(config)
     zeros = lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows)
     learning = TrainSetup(lambda model: optimizer(config, model), next_token_loss, zeros)
     shape = Shape(config.micro_batch, config.context_length, torch.float32)
 
     def real():
         model = checkpoint.load(base).model
-        lesson_module.prepare_model(model, config)
+        finetune_module.apply_method(model, config)
         return model
 
-    estimated = train_allocations(lambda: lesson_module._meta_model(data), shape, True, learning)
+    estimated = train_allocations(lambda: finetune_module._meta_model(data), shape, True, learning)
     held = train_allocations(real, shape, False, learning)
     said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (estimated, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
@@ -727,7 +729,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     assert ready(base, examples, batch=8).config.micro_batch in (2, 4)
     monkeypatch.setattr(measure, "free_memory", lambda device: 1)
     show, out = display()
-    assert FinetuneData.read(asked(base, examples, batch=8), show).complete(show).config.micro_batch == 1
+    assert fitted(asked(base, examples, batch=8), show).config.micro_batch == 1
     assert "warning: that may not fit" in out.getvalue()
 
 
@@ -801,7 +803,7 @@ def test_answers_that_do_not_fit_on_the_disk_do_not_cost_the_adapter(base, examp
     def full(path, text):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("dunes.runs.finetune_task.append_text", full)
+    monkeypatch.setattr("dunes.runs.finetune.append_text", full)
     said = finetuned(asked(base, examples, steps=2), tmp_path / "run")
     assert "warning: writing samples.md failed: [Errno 28]" in said
     assert "done after 2 steps" in said

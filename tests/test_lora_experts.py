@@ -34,8 +34,8 @@ from dunes.cli import augment_verb as commands
 from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
-from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_method import apply_method, unused_options
+from dunes.runs.finetune import apply_method
+from dunes.runs.finetune_config import FinetuneConfig, unused_options
 from dunes.train import Trainer, adamw, next_token
 from dunes.train.loss import next_token_loss
 

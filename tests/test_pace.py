@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import display, toy
-from dunes.runs import finetune_task
+from dunes.runs import finetune_data
 from dunes.runs import pace as module
 from dunes.runs.pace import PaceCheck
 from dunes.runs.run import read_metrics
@@ -91,15 +91,15 @@ def test_options_of_threads_and_dtype_are_the_runs_and_recorded(code, tmp_path):
 def test_a_base_model_is_measured_within_the_time_that_there_is(monkeypatch, seconds, tokens):
     """One second for 2,048 tokens; the limit gives the same score again."""
     now = [0.0]
-    monkeypatch.setattr(finetune_task, "monotonic", lambda: now[0])
+    monkeypatch.setattr(finetune_data, "monotonic", lambda: now[0])
 
     def score(limit):
         now[0] += limit / 2048
         return SimpleNamespace(tokens=limit)
 
-    got, limit = finetune_task._score_within(seconds, score, 50_000, 100_000)
+    got, limit = finetune_data.score_within(seconds, score, 50_000, 100_000)
     assert got.tokens == limit == tokens
     assert now[0] <= seconds
-    assert finetune_task._score_within(seconds, lambda limit: None, 50_000, 0) == (None, 50_000)
+    assert finetune_data.score_within(seconds, lambda limit: None, 50_000, 0) == (None, 50_000)
     fewer = lambda limit: score(limit - 100)  # windows that are not full
-    assert finetune_task._score_within(10.5, fewer, 50_000, 100_000)[1] < 50_000
+    assert finetune_data.score_within(10.5, fewer, 50_000, 100_000)[1] < 50_000

@@ -328,7 +328,7 @@ def test_readers_of_what_is_no_run_say_so(tmp_path):
 
 def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     from dunes.evaluate.text_loss import Score
-    from dunes.runs.finetune_task import Baseline
+    from dunes.runs.finetune_data import Baseline
 
     path = tmp_path / "baseline.json"
     whole = Baseline(Score(1.0, 2, 3), None, ["x"], "")

@@ -22,6 +22,7 @@ from dunes.augment.changes import decide_change, make_change
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.evaluate import comparison
 from dunes.evaluate.score import calibration_ids
+from dunes.progress import shown_by
 from dunes.runs import augment
 from dunes.runs.augment import augment_folder, undo_folder
 from killed_runs import PROCESSES
@@ -272,7 +273,8 @@ def test_changes_that_are_not_made_by_blocks_keep_nothing(made, tmp_path, monkey
 
 def test_progress_of_a_change_that_calibrates_goes_by_its_blocks(made, tmp_path):
     seen = []
-    make(made, "sparsegpt", tmp_path / "out", show=lambda *state: seen.append(state))
+    with shown_by(lambda *state: seen.append(state)):
+        make(made, "sparsegpt", tmp_path / "out")
     assert seen[-1] == ("written", 1.0)
     shares = sorted({share for what, share in seen if what == "prune"})
     assert shares == [pytest.approx(0.03 + 0.87 * i / DEPTH) for i in range(DEPTH + 1)]

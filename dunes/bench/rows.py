@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from dunes.files.json_file import Warn, append_record, print_warning, read_records
+from dunes.files.json_file import append_record, print_warning, read_records
+from dunes.progress import Line
 
 Row = dict[str, Any]
 
@@ -28,7 +29,7 @@ def append_row(path: Path, row: Row) -> None:
     append_record(path, row)
 
 
-def read_rows(path: Path, warn: Warn = print_warning) -> list[Row]:
+def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
     """All rows of a .jsonl file; `warn` is called with a message about invalid lines.
 
     Raises ValueError that names the file if it has no measurements.

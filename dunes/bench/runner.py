@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.race import LEAST, Lap, Work, race
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
 from dunes.flags import flag
+from dunes.progress import report
 from dunes.runs.memory import Shape, train_allocations
 from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
@@ -153,13 +154,12 @@ def bench(
     request: Request,
     rounds: int,
     out: Path,
-    report: Callable[[str, float], object] = lambda words, done: None,
     least: float = LEAST,
 ) -> list[rows.Row]:
     """Time the cases in turn, and append a row to `out` after each lap.
 
-    `report` is called with the phase (and the remaining time once it is known) and the fraction of laps done.
-    Raises ValueError for invalid requests before anything is timed.
+    The phase, the remaining time once it is known, and the fraction of laps done are shown. Raises ValueError for
+    invalid requests before anything is timed.
     """
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; expected at least 1")

@@ -19,7 +19,7 @@ from dunes.files.model_file import read_file
 from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields
-from dunes.progress import Show, step
+from dunes.progress import phase
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import MAX_BYTES, original_files
 
@@ -62,7 +62,6 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     facts: Mapping[str, Any] | None = None,
-    show: Show = lambda what, share: None,
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
@@ -70,13 +69,11 @@ def convert(
     into place. `facts` about the source go into the card. Raises ValueError, before anything is written, for an
     incomplete source or an existing `out`, and afterwards if the logits of the result differ.
     """
-    edit = partial(_converted, source, dtype, facts or {}, show)
-    return rewrite(source.folder, out, edit, step(show, "writing", 0.0, WRITTEN))
+    edit = partial(_converted, source, dtype, facts or {})
+    return rewrite(source.folder, out, edit, phase("writing", 0.0, WRITTEN))
 
 
-def _converted(
-    source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any], show: Show
-) -> Edit[Verification]:
+def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any]) -> Edit[Verification]:
     """The source's model by Hugging Face's names, in another dtype unless it is None."""
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = Tokenizer.load_if_present(source.folder)
@@ -90,7 +87,7 @@ def _converted(
     def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
         for path in original_files(source.folder):  # tokenizers of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
-        with step(show, "comparing", WRITTEN, 1.0):
+        with phase("comparing", WRITTEN, 1.0):
             verified = verify(source, open_source(staged), rounded)
         return verified, {"converted": converted | {"verified": verified.card()} | earlier}
 

@@ -7,7 +7,7 @@ is written last, then the folder is renamed into place.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,11 @@ from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
 from dunes.files.staging import folder_lock
+from dunes.progress import Line
 
 KEEP_STATES = 2
 FORMAT = 2
 STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
-
-Report = Callable[[str], None]
 
 
 class Snapshot(NamedTuple):
@@ -99,7 +98,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
 
-def latest_state(run: Path, report: Report = lambda line: None) -> Path | None:
+def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
     """The folder of the newest intact state, or None; `report` gets a line for each damaged newer one."""
     if not (states := _state_folders(run)):
         return None

@@ -1,6 +1,7 @@
 """`dunes augment ...`: one command per modification, each from folder to folder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -15,7 +16,7 @@ from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.flags import Dtype, flag
 
 if TYPE_CHECKING:
-    from dunes.progress import Display
+    pass
 
 Into = Literal["dequantized", "original"]
 VALIDATION = Annotated[
@@ -100,10 +101,10 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
     if name != "quantize" and not options.reads_text and settings.pop("calibration", ()):
         raise ValueError(f"with these options {name} reads no text; omit --calibration")
     measure.use_best_threads()
-    with _display() as display:
+    with _shown():
         folder = checkpoint.locate_model(model).folder
         request = {option: value for option, value in vars(options).items() if option != "where" or value}
-        lines = make(folder, out, show=display.time_left, **request, **settings)
+        lines = make(folder, out, **request, **settings)
     print("\n".join(lines))
 
 
@@ -114,17 +115,19 @@ def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str
 
     if unsupported := [*options.changed(), *(flag for flag, value in settings.items() if value)]:
         raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(unsupported)}")
-    with _display() as display:
-        print(undo_folder(checkpoint.locate_model(model).folder, out, name, show=display.time_left))
+    with _shown():
+        print(undo_folder(checkpoint.locate_model(model).folder, out, name))
 
 
-def _display() -> "Display":
-    """A bar on a terminal, a line every ten seconds elsewhere."""
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Show progress by a bar on a terminal, by a line every ten seconds elsewhere."""
     from rich.console import Console
 
-    from dunes.progress import EVERY, Display
+    from dunes.progress import EVERY, Display, shown_by
 
-    return Display(Console(stderr=True, highlight=False), patience=EVERY)
+    with Display(Console(stderr=True, highlight=False), patience=EVERY) as display, shown_by(display.time_left):
+        yield
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge} | {n: _command(n, OPTIONS[n]) for n in CHANGES}

@@ -75,12 +75,12 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
     from rich.console import Console
 
     from dunes.bench import rows, runner, table
-    from dunes.progress import Display
+    from dunes.progress import Display, shown_by
 
     file, status = out or runner.default_path(name), 0
     try:
-        with Display(Console(stderr=True, highlight=False)) as show:
-            laps = runner.bench(name, request, rounds, file, show.state)
+        with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
+            laps = runner.bench(name, request, rounds, file)
     except KeyboardInterrupt:
         file, status = file.with_suffix(".jsonl"), 130
         if not file.exists():

@@ -632,7 +632,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.export import export, is_plain
     from dunes.checkpoint.folder import open_verified_source
-    from dunes.progress import Display
+    from dunes.progress import Display, shown_by
 
     location = checkpoint.locate_model(model, verify=True)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
@@ -640,8 +640,8 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
         print("\n".join(export(location.folder, out, dtype=torch_dtype).lines()))
     else:
         source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
-        with Display() as display:
-            verified = convert(source, out, dtype=torch_dtype, facts=location.origin, show=display.time_left)
+        with Display() as display, shown_by(display.time_left):
+            verified = convert(source, out, dtype=torch_dtype, facts=location.origin)
         print(f"{out}: {verified.verdict}; {verified}")
     print(f'next: dunes generate {quote(str(out))} "..."')
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b, sha256
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from dunes.data.document import BLOCK, Document
 from dunes.data.fim import FILE
 from dunes.files.staging import cache_home, folder_lock, staging_folder
+from dunes.progress import advance, phase
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
 from dunes.units import plural
@@ -102,11 +103,10 @@ def token_shard(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     cache: Path | None = None,
-    progress: Callable[[int], None] = lambda size: None,
     *,
     headers: bool = False,
 ) -> Shard:
-    """The shard of these documents, from the cache or newly written; `progress` is called with the bytes done.
+    """The shard of these documents, from the cache or newly written.
 
     With `headers`, each file starts with `file_header`. Raises ValueError if a document changes meanwhile, or for
     headers with a tokenizer that has no token for them.
@@ -118,7 +118,8 @@ def token_shard(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder) as staged:
         staged.chmod(0o700)
-        _write(staged, documents, tokenizer, card, progress, headers)
+        with phase("tokenizing"):
+            _write(staged, documents, tokenizer, card, headers)
         with folder_lock(folder.parent):
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
@@ -167,12 +168,11 @@ def _write(
     documents: Sequence[Document],
     tokenizer: Tokenizer,
     card: dict[str, str | int],
-    progress: Callable[[int], None],
     headers: bool,
 ) -> None:
     dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
-    path = folder / "tokens.bin"
-    with path.open("wb") as file:
+    tick = advance(sum(d.size for d in documents))
+    with (folder / "tokens.bin").open("wb") as file:
         for document in documents:
             header = file_header(document, tokenizer) if headers else []
             for group in _groups(document, begin, header, tokenizer):
@@ -183,7 +183,7 @@ def _write(
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
-            progress(document.size)
+            tick(document.size)
         file.flush()
         os.fsync(file.fileno())
     (folder / "starts.bin").write_bytes(data := np.array(starts, "<i8").tobytes())

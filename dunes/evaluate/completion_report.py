@@ -13,7 +13,7 @@ from dunes.data import Document, collect_corpus
 from dunes.data.duplicates import document_texts
 from dunes.evaluate.completion_score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
 from dunes.evaluate.scored_lines import scored_files
-from dunes.progress import Display, print_table
+from dunes.progress import Display, print_table, shown_by
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -54,15 +54,14 @@ def evaluate_completion(
     except ValueError as error:
         raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
     name, copy = folder.resolve().name, CopyNearest.of_files(training)
-    with display or Display() as display:
+    with display or Display() as display, shown_by(display.time_left):
         display.line(scored.report())
         if seen_digests is None:
             indexed = "but for those in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
-        show = display.time_left
         scores = [
-            score_completer(name, engine, scored.files, options, engine.threshold(), show),
-            score_completer(COPY, copy, scored.files, options, show=show),
+            score_completer(name, engine, scored.files, options, engine.threshold()),
+            score_completer(COPY, copy, scored.files, options),
         ]
     print_table(
         "Rest of a line, from the text above the cursor: means over files, with 95 % intervals",

@@ -12,6 +12,7 @@ from dunes.completion.fit import Interval, file_means, interval
 from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
 from dunes.completion.protocol import LineCompleter
 from dunes.evaluate.scored_lines import ScoredFile
+from dunes.progress import report
 
 COPY = "copy nearest"
 """Name of the baseline that a model is compared with."""
@@ -93,12 +94,11 @@ def score_completer(
     files: Sequence[ScoredFile],
     options: CompletionOptions = CompletionOptions(),
     threshold: float = math.nan,
-    show: Callable[[str, float], object] = lambda text, done: None,
 ) -> CompleterScore:
-    """The score on these files; `show` is called with a text and the fraction done."""
+    """The score on these files, whose names are shown."""
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
-        show(f"{name}: {file.name}", number / len(files))
+        report(f"{name}: {file.name}", number / len(files))
         suggestions = FileSuggestions(completer, file.name, file.text)
         for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
             text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)

@@ -24,6 +24,7 @@ from dunes.evaluate.text_loss import BATCH
 from dunes.files import json_file
 from dunes.generate import Sampler, sampler
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
+from dunes.progress import report
 from dunes.text import library
 from dunes.text.special_tokens import token_text
 from dunes.units import plural
@@ -45,17 +46,15 @@ Question = tuple[Any, list[int], list[int]]
 class Harness(TemplateLM):
     """The harness's interface to a model folder.
 
-    `show` receives the progress as text and fraction. `truncated` counts inputs longer than the context, which are
+    `truncated` counts inputs longer than the context, which are
     truncated on the left. Raises ValueError for a folder without a model.
     """
 
-    def __init__(
-        self, folder: Path, show: Callable[[str, float], None] = lambda text, done: None, any_base: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, any_base: bool = False) -> None:
         super().__init__()
         self._device = measure.device()
         loaded = checkpoint.load_with_tokenizer(folder, self._device, any_base)
-        self.model, self.max_length, self.show, self.truncated = loaded.model, loaded.context_length, show, 0
+        self.model, self.max_length, self.truncated = loaded.model, loaded.context_length, 0
         self.generator = TextGenerator(loaded)
         tokenizer = self.generator.tokenizer
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
@@ -206,7 +205,7 @@ class Harness(TemplateLM):
 
     def _batches(self, doing: str, rows: Sequence[T]) -> Iterator[Sequence[T]]:
         for start in range(0, len(rows), BATCH):
-            self.show(f"{doing} {start} of {len(rows)}", start / len(rows))
+            report(f"{doing} {start} of {len(rows)}", start / len(rows))
             yield rows[start : start + BATCH]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dunes.extra import extra
 from dunes.files.atomic import write_file
-from dunes.progress import Display
+from dunes.progress import Display, shown_by
 from dunes.units import plural
 
 
@@ -38,8 +38,8 @@ def run_tasks(
     _check_names(tasks, manager.all_tasks)
     from dunes.evaluate.harness import Harness
 
-    with display:
-        model = Harness(folder, display.state, any_base)
+    with display, shown_by(display.state):
+        model = Harness(folder, any_base)
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), task_manager=manager, limit=limit
         )

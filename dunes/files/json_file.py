@@ -11,6 +11,7 @@ from typing import Any
 
 from dunes.files.atomic import add_path_to_errors
 from dunes.files.model_file import read_file
+from dunes.progress import Line
 
 MAX_BYTES = 64 << 20
 """Size limit of a JSON file; the index of a published model of 90,000 tensors has nine megabytes."""
@@ -21,7 +22,6 @@ _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "tit
 """Keys of objects that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
 """Limit on commas and brackets: each may be an object, which takes twenty times its size in the file."""
-Warn = Callable[[str], object]
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 
 
 def read_records(
-    path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Warn | None = None
+    path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Line | None = None
 ) -> list[dict[str, Any]]:
     """The objects for which `fits` is True; empty if the file does not exist.
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -30,7 +31,7 @@ from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
-from dunes.progress import Show, step
+from dunes.progress import phase, report, shown_by
 from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
@@ -49,7 +50,6 @@ def augment_folder(
     *,
     calibration: Sequence[str] | None = None,
     validation: Sequence[str] | None = None,
-    show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """Make the change `name` to the model in a folder, and write the result to `out`; returns a report.
@@ -58,23 +58,22 @@ def augment_folder(
     sources, or if empty of the model's training text. Unless `validation` is None, the report compares size,
     memory and speed before and after, and the loss on these sources, or if empty on the validation text that the
     card records. The written model is loaded again and compared with the model in memory. Raises ValueError if
-    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes
-    meanwhile.
+    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes.
 
-    Finished blocks of a change that is made block by block are stored in `out` meanwhile to save memory. After a
+    To save memory, a change that is made block by block stores its finished blocks in `out` until the end. After a
     change was killed, another call starts from the beginning.
     """
     folder = readable_folder(folder)
-    show = show if calibration is None else _mostly_changing(show)
-    edit = partial(_changed, folder, out, name, calibration, validation, show, request)
-    lines = rewrite(folder, out, edit, step(show, "writing", WRITING, COMPARING))
-    show("written", 1.0)
+    edit = partial(_changed, folder, out, name, calibration, validation, request)
+    with nullcontext() if calibration is None else shown_by(scale=_calibrating):
+        lines = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
+        report("written", 1.0)
     return lines
 
 
-def _mostly_changing(show: Show) -> Show:
-    """Progress for a change that calibrates, which takes nearly all of the time."""
-    return lambda what, share: show(what, float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0))))
+def _calibrating(share: float) -> float:
+    """The progress of a change that calibrates, which takes nearly all of the time."""
+    return float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0)))
 
 
 def _spill_into(folder: Path) -> Spill:
@@ -111,12 +110,11 @@ def _changed(
     name: str,
     calibration: Sequence[str] | None,
     validation: Sequence[str] | None,
-    show: Show,
     request: dict[str, Any],
 ) -> Edit[list[str]]:
     """The model in a folder after a change; its finished blocks are stored in `out`."""
     stamp = _source_stamp(folder)
-    with step(show, "reading", 0.0, 0.05):
+    with phase("reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
         compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
         if calibration is not None:
@@ -124,26 +122,26 @@ def _changed(
             if compare:
                 require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
-    with step(show, "measuring", 0.05, 0.1):
+    with phase("measuring", 0.05, 0.1):
         size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
         if not before.isfinite().all():
             raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
-    with step(show, "hashing", 0.1, 0.15):
+    with phase("hashing", 0.1, 0.15):
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
-    with step(show, name, *CHANGING):
+    with phase(name, *CHANGING):
         change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
         _require_source(folder, stamp)
-    with step(show, "measuring", CHANGING[1], WRITING):
+    with phase("measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
     describe = getattr(CHANGES[name], "describe", None)
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
-        entries = _check(staged, out, loaded, after, facts, show)
+        entries = _check(staged, out, loaded, after, facts)
         compared: Comparison | str = ""
         if compare:
-            with step(show, "measuring before and after", MEASURING, 1.0):
+            with phase("measuring before and after", MEASURING, 1.0):
                 compared = compare(staged)
         lines = [
             *([] if describe is None else [describe(change)]),
@@ -184,7 +182,6 @@ def quantize_folder(
     method: str | None = None,
     calibration: Sequence[str] = (),
     validation: Sequence[str] | None = None,
-    show: Show = lambda what, share: None,
     **request: Any,
 ) -> list[str]:
     """`augment_folder` for quantization, by default to nf4.
@@ -203,9 +200,7 @@ def quantize_folder(
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen == "gptq" else None
     request |= {"kind": kind, "method": chosen}
-    lines = augment_folder(
-        folder, out, "quantize", calibration=sources, validation=validation, show=show, **request
-    )
+    lines = augment_folder(folder, out, "quantize", calibration=sources, validation=validation, **request)
     if method is None and chosen == "gptq":
         source = "the calibration text" if calibration else "the text that the model was trained on"
         return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
@@ -216,33 +211,33 @@ def quantize_folder(
     return lines
 
 
-def undo_folder(folder: Path, out: Path, name: str, *, show: Show = lambda what, share: None) -> str:
+def undo_folder(folder: Path, out: Path, name: str) -> str:
     """Undo the last change of a folder, which must be `name`, and write the original model to `out`.
 
     Returns a report. Raises ValueError, with nothing written, if the last change has another name, or the result
     is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
-    edit = partial(_restored, folder, out, name, show)
-    line = rewrite(folder, out, edit, step(show, "writing", WRITING, COMPARING))
-    show("written", 1.0)
+    edit = partial(_restored, folder, out, name)
+    line = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
+    report("written", 1.0)
     return line
 
 
-def _restored(folder: Path, out: Path, name: str, show: Show) -> Edit[str]:
+def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     """The model in a folder before its last change."""
-    with step(show, "reading", 0.0, 0.1):
+    with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     made = records(loaded)
     if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
     change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
-    with step(show, f"undoing {name}", 0.1, 0.2):
+    with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
     # Training casts weights to float32 and saves them in it.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
-    with step(show, "comparing with the digests", 0.2, 0.5):
+    with phase("comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
     if part is not None:
         raise ValueError(
@@ -251,21 +246,21 @@ def _restored(folder: Path, out: Path, name: str, show: Show) -> Edit[str]:
         )
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
-    with step(show, "measuring", 0.5, WRITING):
+    with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     line = (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
     )
-    check = lambda staged: (line, _check(staged, out, loaded, after, {"undone": name}, show))
+    check = lambda staged: (line, _check(staged, out, loaded, after, {"undone": name}))
     return partial(save_changed, loaded, ()), check
 
 
 def _check(
-    staged: Path, out: Path, loaded: LoadedModel, expected: Tensor, facts: Mapping[str, Any], show: Show
+    staged: Path, out: Path, loaded: LoadedModel, expected: Tensor, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Entries of the card for a written model. Raises ValueError if its logits differ from the expected ones."""
-    with step(show, "comparing", COMPARING, MEASURING):
+    with phase("comparing", COMPARING, MEASURING):
         difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
     return {"augmented": {**facts, "verified": difference}}
 

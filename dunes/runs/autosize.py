@@ -24,7 +24,7 @@ from dunes.models import FAMILIES
 from dunes.models.mixture import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
-from dunes.runs.config import T
+from dunes.runs.config import RunConfig, T
 from dunes.runs.memory import Build, Shape, describe_memory, process_memory
 from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
@@ -85,12 +85,19 @@ def with_hardware(config: T) -> T:
     return replace(config, threads=threads, dtype=cast(Dtype, dtype), float32_products=float32_is_faster())
 
 
+def autocast_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of matrix products, which `with_hardware` has chosen."""
+    assert config.dtype, "chosen before"
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
 def measure_machine(config: TrainConfig) -> Machine:
     """Rates of this machine in the config's dtype, measured once in a few seconds."""
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
-    matmul = measure.peak_matmul_rate(getattr(torch, config.dtype), device)
+    matmul = measure.peak_matmul_rate(autocast_dtype(config), device)
     return Machine(config.threads, config.dtype, matmul, measure.peak_read_rate(device))
 
 
@@ -174,8 +181,8 @@ def size_warning(config: TrainConfig) -> str:
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
-    few = replace(config, experts=0, experts_per_token=0)
-    if config.experts and tree.count(meta_model(few)) < count:
+    dense = replace(config, experts=0, experts_per_token=0)
+    if config.experts and tree.count(meta_model(dense)) < count:
         raise ValueError(
             f"--experts is {config.experts}, and with --size {config.size} the narrowest ones give a model of "
             f"{format_count(count)} parameters; set fewer --experts, or a larger --size"
@@ -231,12 +238,12 @@ def config_for(config: TrainConfig, vocab: int) -> Any:
     return _with_experts(_dense_config(config, vocab), config)
 
 
-def _with_experts(made: Any, config: TrainConfig) -> Any:
+def _with_experts(dense: Any, config: TrainConfig) -> Any:
     """A family's config with the run's number of experts, whose widths add up to the same total."""
     if not set(EXPERT_OPTIONS) & config.changed():
-        return made
+        return dense
     count, balance = config.expert_count, {"balance": 0.0} if config.balancing == "bias" else {}
-    return replace(made, experts=count, top_k=config.top_k, hidden=expert_width(made.dim, count), **balance)
+    return replace(dense, experts=count, top_k=config.top_k, hidden=expert_width(dense.dim, count), **balance)
 
 
 def _dense_config(config: TrainConfig, vocab: int) -> Any:
@@ -259,9 +266,9 @@ def _dense_config(config: TrainConfig, vocab: int) -> Any:
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:
     """Estimated validation bits/byte on code, by the sweep's fit."""
-    again = max(0.0, tokens / unique - 1)
-    worth = min(tokens, unique) * (1 + EPOCH_DECAY * (1 - math.exp(-again / EPOCH_DECAY)))
-    bits: float = FLOOR + NARROW[0] * parameters ** -NARROW[1] + SHORT[0] * worth ** -SHORT[1]
+    repetitions = max(0.0, tokens / unique - 1)
+    effective = min(tokens, unique) * (1 + EPOCH_DECAY * (1 - math.exp(-repetitions / EPOCH_DECAY)))
+    bits: float = FLOOR + NARROW[0] * parameters ** -NARROW[1] + SHORT[0] * effective ** -SHORT[1]
     return bits
 
 
@@ -269,9 +276,9 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
     """Estimated seconds per training token, optimizer included, by the sweep's fit."""
     tokens = config.batch * config.context_length
     work = flops(model, config.context_length) + muon_flops(model) / tokens
-    wide = 1.0 if machine.dtype == "bfloat16" else 2.0
-    moved = PASSES * wide * activation_bytes(model, config.context_length)
-    return ARITHMETIC * work / machine.matmul + moved / machine.read
+    width = 1.0 if machine.dtype == "bfloat16" else 2.0
+    traffic = PASSES * width * activation_bytes(model, config.context_length)
+    return ARITHMETIC * work / machine.matmul + traffic / machine.read
 
 
 def flops(model: nn.Module, context: int) -> float:
@@ -326,8 +333,7 @@ def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
-    assert config.dtype, "chosen before"
-    shape = Shape(config.batch, config.context_length, getattr(torch, config.dtype))
+    shape = Shape(config.batch, config.context_length, autocast_dtype(config))
     return process_memory(build or partial(build_model, config), shape)
 
 
@@ -341,8 +347,8 @@ def describe_machine(machine: Machine) -> str:
 
 def format_parameters(total: int, active: int) -> str:
     """Text like "3.0m parameters", for a mixture with the number of active ones."""
-    few = f", {format_count(active)} active" if active < total else ""
-    return f"{format_count(total)} parameters{few}"
+    suffix = f", {format_count(active)} active" if active < total else ""
+    return f"{format_count(total)} parameters{suffix}"
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:

@@ -5,7 +5,6 @@ the same losses; the run's state records it. Compiled code runs in deterministic
 add to gradients in the order of its threads.
 """
 
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from dunes import measure
 from dunes.ops.kernels import one_line, why_not_compiled
+from dunes.progress import Line
 from dunes.runs.autosize import flops
 from dunes.runs.run import Run, append_metrics
 from dunes.train.loss import Loss
@@ -32,7 +32,7 @@ SAMPLES = 10
 """Batches to compare shapes of."""
 
 
-def compile_loss(run: Run, line: Callable[[str], object], backend: str = "inductor") -> None:
+def compile_loss(run: Run, line: Line, backend: str = "inductor") -> None:
     """Give the trainer a compiled loss, if configured or if the run is long enough.
 
     A resumed run repeats its earlier choice. `line` gets a line for each change. Raises ValueError if `--compile
@@ -101,7 +101,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     return call
 
 
-def _compiled_or_eager(run: Run, line: Callable[[str], object], backend: str) -> Loss:
+def _compiled_or_eager(run: Run, line: Line, backend: str) -> Loss:
     """The compiled loss, replaced by the eager one after the first call that fails."""
     eager, compiled = run.trainer.loss, None
 

@@ -64,11 +64,6 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:  # version of the train/validation split; 0 in runs from before versions existed
-    split_version: Annotated[int, tyro.conf.Suppress] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunOptions:  # `asked` are the config fields set by the user: resuming compares only these
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
@@ -86,8 +81,11 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Optimization, Hardware, Division):
+class RunConfig(Optimization, Hardware):
     """Options of a run, saved in its folder. The run ends after `steps` if set, else after `minutes`."""
+
+    split_version: Annotated[int, tyro.conf.Suppress] = 0
+    """Version of the train/validation split; 0 in runs from before versions existed."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,

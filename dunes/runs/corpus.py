@@ -26,13 +26,13 @@ from dunes.data.fim import sentinels
 from dunes.data.sources import without_files
 from dunes.data.windows import Side, join_texts, tail_start
 from dunes.files.atomic import write_file
-from dunes.progress import Display
+from dunes.progress import Display, shown_by
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer, library
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
-"""Bytes of text to train a tokenizer on; more hardly changes it."""
+"""Bytes of text to train a tokenizer on; more text hardly changes it."""
 
 FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
 LITTLE = 20_000
@@ -60,18 +60,18 @@ def gather(config: TrainConfig) -> Corpus:
             "add files, or validate on the end of each with --split tails"
         )
     corpus = _divided(config, corpus)
-    held = corpus.share * corpus.size if corpus.split == "tails" else sum(d.size for d in corpus.valid)
-    if held < LITTLE:
-        words = f"{format_bytes(held)} of text for validation say little about other text; add files"
-        corpus.notes.append(f"warning: {words}")
+    size = corpus.share * corpus.size if corpus.split == "tails" else sum(d.size for d in corpus.valid)
+    if size < LITTLE:
+        reason = f"{format_bytes(size)} of text for validation say little about other text; add files"
+        corpus.notes.append(f"warning: {reason}")
     return corpus
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files, or with tails of all files if configured or if there are few files."""
-    few = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
-    few = few and corpus.size >= LONG * len(corpus.documents)
-    if config.split == "files" or (config.split is None and corpus.valid and not few):
+    """The corpus with validation files, or with tails of all files if configured or for few files."""
+    few_files = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
+    few_files = few_files and corpus.size >= LONG * len(corpus.documents)
+    if config.split == "files" or (config.split is None and corpus.valid and not few_files):
         return corpus
     if config.split is None:
         reason = "few files" if corpus.valid else "a single text, or near-duplicates of one"
@@ -120,11 +120,13 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     """
     tokenizer, headers = tokenizer or _tokenizer(config, corpus.train, display), config.with_headers
     sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
-    shards = [_shard(documents, tokenizer, headers, display) for documents in sides_documents]
+    with shown_by(display.state):
+        shards = [token_shard(documents, tokenizer, headers=headers) for documents in sides_documents]
     # A document begins with its BOS, or with the EOS of the previous document.
     before = 0 if tokenizer.text_start else 1
-    whole: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
-    sides = _tails(shards[0], corpus.share) if corpus.split == "tails" else whole
+    sides: list[Side] = [(s.token_file, np.append(0, s.starts[1:] - before)) for s in shards]
+    if corpus.split == "tails":
+        sides = _tails(shards[0], corpus.share)
     separate = config.separate_documents
     train, valid = (PackedText(*side, tokenizer.eos) if separate else side[0] for side in sides)
     for side, tokens, minimum in (("train on", train, config.context_length + 1), ("validate on", valid, 2)):
@@ -180,17 +182,6 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
             left -= len(block)
             if left <= 0 and config.tokenizer != "chars":
                 break
-
-
-def _shard(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool, display: Display) -> Shard:
-    total, done = sum(d.size for d in documents), 0
-
-    def report(size: int) -> None:
-        nonlocal done
-        done += size
-        display.state("tokenizing", done / max(1, total))
-
-    return token_shard(documents, tokenizer, progress=report, headers=headers)
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:

@@ -1,32 +1,83 @@
 """Finetuning a base model on examples."""
 
-from dataclasses import replace
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from hashlib import sha256
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from dunes import checkpoint, measure
-from dunes.augment import Change
+from dunes import checkpoint, measure, tree
+from dunes.augment import Change, make_change, repeat_structure
+from dunes.augment.adapted import sides
+from dunes.augment.changes import decide_change
+from dunes.augment.lora import active_adapter
+from dunes.augment.options import NAME
+from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.formats.adapter import peft_factors
+from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
-from dunes.data.examples import trained_spans
+from dunes.data.examples import Example, Record, trained_spans
+from dunes.data.packing import Batch, Batches, collate
+from dunes.data.preflight import check_report, data_report
 from dunes.evaluate.score import evaluation_tokens
+from dunes.evaluate.text_loss import Score, evaluate, score_batches
+from dunes.files.json_file import append_text
 from dunes.flags import option
+from dunes.inference.text_generator import TextGenerator
 from dunes.parts import Decoder
 from dunes.progress import Display
+from dunes.runs.augment import history, resolve_new
+from dunes.runs.autosize import autocast_dtype, with_hardware
 from dunes.runs.config import RunOptions
-from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_data import FinetuneData, cast_frozen_weights, optimizer, prepare_model
-from dunes.runs.finetune_method import METHODS, resolve_targets, unused_options
-from dunes.runs.finetune_task import Baseline, FinetuneTask
+from dunes.runs.finetune_config import (
+    EXPERTS,
+    FinetuneConfig,
+    choose_batch,
+    choose_steps,
+    learning_rate,
+    unused_options,
+)
+from dunes.runs.finetune_data import FORGETTING_TOKENS, Baseline, FinetuneData, question, score_within
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, build_schedule, run_lock
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
+from dunes.runs.run import (
+    FINAL_TOKENS,
+    Run,
+    card_facts,
+    new_run,
+    run_lock,
+    set_trainable,
+    trainable_state,
+)
 from dunes.runs.timings import Timings
-from dunes.train import Trainer
+from dunes.text import templates
+from dunes.train import adamw, cast_frozen
 from dunes.train.loss import next_token_loss
-from dunes.units import plural
+from dunes.units import format_count, plural
 
 BASELINE = Path("state") / "baseline.json"
+
+ANSWERED = 3
+"""Validation examples to answer before and after finetuning."""
+
+ANSWER_TOKENS = 160
+"""Most tokens of an answer."""
+
+VAL_BATCH = 16
+"""Batch size of validation."""
+
+BUDGET = 0.05
+"""Fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers). The
+finetuned model is measured on the same tokens."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
@@ -42,11 +93,11 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
         return 0
     with display:
         with timings("reading data"):
-            data = FinetuneData.read(ready, display)
+            data = FinetuneData.read(ready, load_base(ready), display)
         for example in data.train[:examples]:
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("preparing"):
-            data, text = data.complete(display), forgetting_text(data, display)
+            data, text = choose_options(data, display), forgetting_text(data, display)
         if run_options.dry_run:
             return 0
         with run_lock(folder):
@@ -55,64 +106,182 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
             return execute_run(run, display, run_options, timings)
 
 
+def load_base(config: FinetuneConfig) -> LoadedModel:
+    """The base model. Raises ValueError for an adapter, and for a model that the method cannot change."""
+    if is_adapter(folder := checkpoint.locate_model(config.model).folder):
+        remedy = f"merge it first: dunes augment merge {folder} OUT"
+        raise ValueError(f"{folder}: an adapter, not a base model; {remedy}")
+    base = checkpoint.load_with_tokenizer(folder)
+    if config.spec.adapter is not None and (active := active_adapter(base.model)) is not None:
+        raise ValueError(
+            f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
+            f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
+        )
+    if not config.spec.saves_model:
+        with torch.device("meta"):
+            model = base.architecture.build()
+            apply_method(model, resolve_targets(config, base), fill=False)
+            peft_factors(model)  # raises for an adapter that PEFT's format cannot express
+    return base
+
+
+def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
+    """Report on the examples, and choose all unset options of the config.
+
+    Raises ValueError for examples that cannot be trained on.
+    """
+    config, base = data.config, data.base
+    context = config.context_length
+    if context > base.context_length:
+        display.line(
+            f"warning: the base model was trained on {base.context_length} tokens; longer "
+            "contexts are learned from this data alone"
+        )
+    vocab, width = sides(base.model.embed.token)
+    report = data_report(data.train, data.valid, context, vocab, data.template, data.tokenizer)
+    report = replace(report, leaked=max(report.leaked, data.leaked))
+    for line in report.lines():
+        display.detail(line)
+    check_report(report, config.max_truncated)
+    for line in report.warnings():
+        display.line(f"warning: {line}")
+    rows = Batches(data.train, context, 1, packed=config.packing).rows_per_epoch
+    batch = choose_batch(config, context, rows)
+    steps, lr = choose_steps(config, rows, batch), learning_rate(config, width)
+    config = with_hardware(replace(config, batch=batch, steps=steps, lr=lr))
+    return _fit_memory(replace(data, config=config), display)
+
+
+def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
+    """The data with the largest micro-batch that fits into free memory; prints the estimate."""
+    config, free = data.config, measure.free_memory(measure.device())
+    if config.batch % (config.micro_batch or 1):
+        raise ValueError(f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}")
+    sizes = [config.micro_batch] if config.micro_batch else range(config.batch, 0, -1)
+    for size in (n for n in sizes if config.batch % n == 0):
+        data = replace(data, config=replace(config, micro_batch=size))
+        parts = memory(data)
+        if sum(parts.values()) <= free:
+            break
+    display.detail(f"{describe_memory(parts)}; {free / 1e9:.1f} GB are free")
+    if sum(parts.values()) > free:
+        display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
+    return data
+
+
+def memory(data: FinetuneData) -> dict[str, float]:
+    """Bytes that a run needs, by purpose, estimated on fake tensors."""
+    config = data.config
+    build, rows = partial(_meta_model, data), _full_batch(config)
+    batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
+    with torch.device("meta"):
+        size = sum(t.nbytes for t in trainable_state(build()).values())
+    shape = Shape(config.micro_batch, config.context_length, autocast_dtype(config))
+    return process_memory(build, shape, TrainSetup(partial(optimizer, config), next_token_loss, batch), size)
+
+
+def _full_batch(config: FinetuneConfig) -> Batch:
+    """A full batch with two examples in each row and a loss on every token."""
+    half = np.zeros(config.context_length // 2 + 1, np.int32)
+    example = Example(half, np.ones(len(half), bool))
+    row = [example] * (2 if config.packing else 1)
+    return collate([row] * config.micro_batch, config.context_length, full=True)
+
+
+def _meta_model(data: FinetuneData) -> Decoder:
+    """The model to train, without values, for estimates on fake tensors."""
+    stored = next(data.base.model.parameters()).dtype
+    dtype = torch.float32 if data.config.spec.adapter is None else stored
+    model = build_with_dtype(dtype, data.base.architecture.build)
+    apply_method(model, resolve_targets(data.config, data.base), fill=False)
+    cast_frozen_weights(model, data.config)
+    return model
+
+
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
     """A run at step 0; `text` has the token ids for measuring forgetting."""
     config = data.config
-    assert config.dtype, "set by `complete`"
-    dtype, model = getattr(torch, config.dtype), data.base.model.to(measure.device())
-    stored = next(model.parameters()).dtype
-    task = FinetuneTask(data, text, stored)
+    model = data.base.model.to(measure.device())
+    task = FinetuneTask(data, text, next(model.parameters()).dtype)
     before = _baseline(task, folder / BASELINE, display)
-    changes, base = _apply_method(model, resolve_targets(config, data.base))
+    base = {} if config.spec.adapter is None else checkpoint.base_identity(model)
+    changes = apply_method(model, resolve_targets(config, data.base))
+    # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
+    if len(changes) != 1:
+        base |= checkpoint.base_identity(model)
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
-    schedule = build_schedule(config)
-    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": dtype, "seed": config.seed}
-    options["accumulate"] = config.batch // config.micro_batch
-    trainer = Trainer(model, optimizer(config, model), next_token_loss, **options)
-    return Run(folder, config, task, trainer, schedule)
+    return new_run(folder, config, task, optimizer(config, model), config.batch // config.micro_batch)
 
 
-def _apply_method(model: Decoder, config: FinetuneConfig) -> tuple[list[Change], dict[str, Any]]:
-    """Change the base model for training; returns the changes, and the base's `base_identity`."""
-    if METHODS[config.method].adapter is None:
-        return prepare_model(model, config), checkpoint.base_identity(model)
-    base = checkpoint.base_identity(model)
-    changes = prepare_model(model, config)
-    if len(changes) > 1:  # the base was changed before the adapter was added
-        base |= checkpoint.base_identity(model)
-    return changes, base
+def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
+    """Make the changes of the method, freeze all other weights, and return the changes.
+
+    Full finetuning trains in float32, as updates are smaller than bfloat16's precision. Without `fill`, for a
+    model on fake tensors, no values are read, cast or initialised. Raises ValueError for a model that the method
+    does not apply to.
+    """
+    spec, changes = config.spec, list[Change]()
+    if spec.adapter is None:
+        if fill:
+            model.float()
+        set_trainable(model, config.target_modules or ("**",))
+        return changes
+    requests = {"quantize": spec.quantize, spec.change: _adapter_request(config) | {**spec.adapter}}
+    for name, request in requests.items():
+        if request is not None:
+            changes.append(decide_change(model, name, **request))
+            (make_change if fill else repeat_structure)(model, changes[-1])
+    set_trainable(model, changes[-1].new)
+    return changes
 
 
-def _baseline(task: FinetuneTask, path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers, measured, or read from the file of a resumed run."""
-    dtype = getattr(torch, task.config.dtype or "float32")
-    before = _read_baseline(path, display)
+def _adapter_request(config: FinetuneConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"where": config.target_modules} if config.target_modules else {}
+    options |= {"rank": config.rank, "alpha": config.alpha, "ranks": config.pairs, "dropout": config.dropout}
+    if config.spec.change == "lora-experts":
+        options |= {key: getattr(config, name) for name, key in EXPERTS.items()}
+    return options | {"adapter": NAME, "seed": config.seed}
+
+
+def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
+    """The config with `new` in its target modules replaced by the parameters that the base's last change added."""
+    return replace(config, target_modules=resolve_new(config.target_modules, base))
+
+
+def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
+    """Cast frozen weights to the dtype of matrix products, unless the run saves them."""
+    if not config.spec.saves_model:
+        cast_frozen(model, autocast_dtype(config))
+
+
+def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
+    assert config.lr is not None, "chosen before"
+    return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
+
+
+def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
+    """The base model's scores and answers, measured, or read from the file of a run with saved states."""
+    before = None
+    if path.is_file() and any(path.parent.glob("step-*")):
+        try:
+            before = Baseline.read(path)
+        except ValueError as error:
+            display.line(f"warning: {error}")
     if before is None:
         display.detail("evaluating the base model")
-        before = task.measure_baseline(dtype)
+        before = task.measure_baseline()
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
-        before = replace(before, forgetting=task.score_forgetting(dtype, before.limits[1]), text=task.text)
+        before = replace(before, forgetting=task.score_forgetting(before.limits[1]), text=task.text)
     else:
         return before
     before.write(path)
     return before
 
 
-def _read_baseline(path: Path, display: Display) -> Baseline | None:
-    """The baseline in a file, or None if it is damaged or the run has no saved states."""
-    if not (path.is_file() and any(path.parent.glob("step-*"))):
-        return None
-    try:
-        return Baseline.read(path)
-    except ValueError as error:
-        display.line(f"warning: {error}")
-        return None
-
-
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids of text like the base model's training data; None, with a message, if there is no such text."""
+    """Token ids of text like the base model's training data; None, with a message, without such text."""
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
         ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)
@@ -124,3 +293,175 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
         return None
     display.detail(f"forgetting is measured on {plural(files, 'file')} of the base model's own text")
     return ids
+
+
+@dataclass(frozen=True)
+class FinetuneTask:
+    """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
+
+    `base` is the `base_identity` of the base model, `changes` are the changes made to it.
+    """
+
+    data: FinetuneData
+    forgetting_ids: TokenIds | None
+    stored: torch.dtype
+    before: Baseline | None = None
+    base: Mapping[str, Any] = field(default_factory=dict)
+    changes: Sequence[Change] = ()
+
+    @property
+    def config(self) -> FinetuneConfig:
+        return self.data.config
+
+    @property
+    def loaded(self) -> LoadedModel:
+        architecture = self.data.base.architecture
+        architecture = replace(architecture, changes=(*architecture.changes, *self.changes))
+        return replace(self.data.loaded, architecture=architecture)
+
+    @cached_property
+    def fingerprints(self) -> Mapping[str, str]:
+        digest = sha256()
+        for side in (self.data.train, self.data.valid):
+            digest.update(str(len(side)).encode())
+            for e in side:
+                digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
+        return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
+
+    @property
+    def tokens(self) -> int:
+        targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
+        return targets if self.before is None else min(targets, self.before.limits[0])
+
+    @property
+    def closing_seconds(self) -> float:
+        return self.before.seconds if self.before is not None else 0.0
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        config = self.config
+        rows = Batches(self.data.train, config.context_length, config.micro_batch, config.seed, config.packing)
+        return rows.batches(start)
+
+    def score(self, limit: int | None = None) -> Score:
+        if limit is not None and self.before is not None:
+            limit = min(limit, self.before.limits[0])
+        examples, context = self.data.valid, self.config.context_length
+        if limit is not None:
+            targets = np.cumsum([e.targets(context) for e in examples])
+            examples = examples[: int(np.searchsorted(targets, limit)) + 1]
+        batches = Batches(examples, context, VAL_BATCH)
+        return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
+
+    def sample(self) -> str:
+        return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
+
+    def measure_baseline(self, score: Score | None = None) -> Baseline:
+        """Score the model and generate its answers; `score` is its validation score if known already."""
+        limits = (FINAL_TOKENS, FORGETTING_TOKENS) if self.before is None else self.before.limits
+        start, ids = monotonic(), () if self.forgetting_ids is None else self.forgetting_ids
+        forgetting, forgetting_limit = score_within(self._budget, self.score_forgetting, limits[1], len(ids))
+        answers = self._answers()
+        seconds, limit = monotonic() - start, limits[0]
+        if score is None:
+            score, limit = score_within(self._budget, self.score, limit, self.tokens)
+        assert score is not None, "the validation examples are never empty"
+        return Baseline(score, forgetting, answers, self.text, (limit, forgetting_limit), seconds)
+
+    @property
+    def _budget(self) -> float:
+        """Seconds that each measurement of the base model may take; unlimited when its limits are repeated."""
+        return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is None else inf
+
+    def _answers(self) -> list[str]:
+        """Answers to the first validation examples, as many as the base model's, or as the budget permits."""
+        answers, end = list[str](), monotonic() + self._budget
+        for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
+            answers.append(self._answer(record))
+            if monotonic() > end:
+                break
+        return answers
+
+    @property
+    def text(self) -> str:
+        """Fingerprint of the forgetting data; empty without any."""
+        return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
+
+    def score_forgetting(self, limit: int) -> Score | None:
+        """The score on about `limit` tokens of the forgetting data; None without such data."""
+        if self.forgetting_ids is None:
+            return None
+        return evaluate(self.data.base, self.forgetting_ids, autocast_dtype(self.config), limit)
+
+    def _answer(self, record: Record) -> str:
+        """The model's answer by greedy decoding."""
+        turns, generator = record.turns, TextGenerator(self.loaded)
+        if turns[-1].role == "text":
+            ids = generator.tokenizer.prompt("")
+        else:
+            prompt = turns[:-1] if turns[-1].role == "assistant" else turns
+            ids = templates.encode_prompt(self.data.template, prompt, generator.tokenizer, record.variables)
+        ids = ids[-max(1, generator.context_length - ANSWER_TOKENS) :]
+        device, dtype = next(generator.model.parameters()).device, autocast_dtype(self.config)
+        with torch.autocast(device.type, dtype, dtype != torch.float32):
+            return generator.text(ids, ANSWER_TOKENS)
+
+    def memory_advice(self) -> str:
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{describe_memory(memory(self.data))}; {remedy}"
+
+    def begin(self, run: Run) -> list[str]:
+        config, trained = self.config, tree.count(run.model, trainable=True)
+        assert config.threads, "set by `choose_options`"
+        total = tree.count(self.data.base.model)
+        return [
+            f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
+            f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
+            f"{config.micro_batch}; "
+            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
+        ]
+
+    def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
+        assert self.before is not None, "measured at the start"
+        if self.config.spec.adapter is None and self.stored != torch.float32:
+            run.model.to(self.stored)  # to score the weights as saved
+            score = self.score(FINAL_TOKENS)
+        after = None if interrupted else self.measure_baseline(score)
+        self._save(run, card_facts(run, score, "finetuned"), after)
+        lines = [] if after is None else self.before.compare(after, self.data.val_records)
+        try:
+            if after is not None:
+                _append_once(run.folder / "samples.md", self.before.table(after, self.data.val_records))
+        except OSError as error:  # the weights are saved by now
+            lines.insert(0, f"warning: writing samples.md failed: {error}")
+        folder = shlex.quote(str(run.folder))
+        if self.config.spec.saves_model:
+            return [*lines, f"model: {folder}", f"try: dunes chat {folder}"]
+        merge = f"dunes augment merge {folder} {folder}-merged"
+        return [*lines, f"adapter: {folder}", f"try: dunes chat {folder}   or: {merge}"]
+
+    def _save(self, run: Run, facts: dict[str, Any], after: Baseline | None) -> None:
+        """Save the model or adapter, with the scores before training in its card."""
+        assert self.before is not None, "measured at the start"
+        if after is not None:
+            facts["measured"] |= {"before": self.before.score.loss}
+        if after is not None and self.before.forgetting and after.forgetting:
+            losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
+            facts["measured"] |= {"forgetting": losses}
+        if (template_name := self.data.template_name) is not None:
+            facts["template"] = template_name
+        loaded, name = self.loaded, self.config.model
+        if self.config.spec.saves_model:
+            facts["changes"] = history(self.data.base)
+            arguments = run.model, run.folder, loaded.tokenizer, loaded.context_length, facts
+            checkpoint.save(*arguments, architecture=loaded.architecture)
+            return
+        facts["changes"] = [change.record() for change in self.changes]
+        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
+        base = Path(name) if Path(name).exists() else name  # else a name on the Hub
+        checkpoint.save_adapter(run.model, run.folder, NAME, base, identity=self.base, facts=facts, **options)
+
+
+def _append_once(path: Path, text: str) -> None:
+    """Append text to a file unless the file has it already, as after resuming a finished run."""
+    if not (path.is_file() and text in path.read_text(errors="replace")):
+        append_text(path, text)

@@ -1,7 +1,8 @@
 """Options of finetuning, read by the command line without importing torch."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -12,6 +13,42 @@ from dunes.runs.config import Optimization, RunConfig
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
+
+EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
+"""Names in the change lora-experts by option of --method lora-experts."""
+
+TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well with large batches
+
+MAX_ADAPTER_LR = 0.005
+"""Largest default learning rate of adapters."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """Options of the `change` that adds an adapter, and of quantizing the base, or None."""
+
+    adapter: Mapping[str, Any] | None = None
+    quantize: Mapping[str, Any] | None = None
+    change: str = "lora"
+
+    @property
+    def saves_model(self) -> bool:
+        """True if a run saves the complete model instead of an adapter in PEFT's format."""
+        return self.adapter is None or self.change != "lora"
+
+
+_NF4 = {"kind": "nf4", "double": True}
+METHODS: dict[Method, MethodSpec] = {
+    "full": MethodSpec(),
+    "lora": MethodSpec({}),
+    "rslora": MethodSpec({"rslora": True}),
+    "dora": MethodSpec({"dora": True}),
+    "pissa": MethodSpec({"init": "pissa"}),
+    "qlora": MethodSpec({}, _NF4),
+    "qdora": MethodSpec({"dora": True}, _NF4),
+    "qlora-int8": MethodSpec({}, {"kind": "int8"}),
+    "lora-experts": MethodSpec({}, change="lora-experts"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +141,10 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
     VERB = "finetune"
 
     @property
+    def spec(self) -> MethodSpec:
+        return METHODS[self.method]
+
+    @property
     def about(self) -> str:
         return f"{self.method} of {self.model} on {self.data}"
 
@@ -128,3 +169,41 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
                 raise ValueError(f"--ranks {each}: expected GLOB=RANK, such as blocks.*.mlp.**=8")
             pairs.append((glob, int(rank)))
         return pairs
+
+
+def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
+    """Options that the user set (`asked`) although they belong to another method."""
+    others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
+    return [n for n in (*others, *(EXPERTS if config.spec.change != "lora-experts" else ())) if n in asked]
+
+
+def learning_rate(config: FinetuneConfig, width: int) -> float:
+    """The configured learning rate, or the default for a model of this width.
+
+    For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
+    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
+    "LoRA against full"). For adapters, it has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
+    its rate, above which the validation loss rises during training, at most MAX_ADAPTER_LR, all divided by the
+    scale relative to LoRA with alpha 32, which multiplies updates of B. "Learning rates of finetuning" in the same
+    file has results for 100 to 5,000 steps, and the limits of these defaults.
+    """
+    if config.lr is not None:
+        return config.lr
+    if config.spec.adapter is None:
+        full_lr: float = 2e-5 * (4096 / width) ** 1.28
+        return full_lr
+    adapter_lr: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
+    scale = config.alpha / 32 * (config.rank**0.5 if config.spec.adapter.get("rslora") else 1.0)
+    return max(adapter_lr / scale, config.MINIMUM["lr"])
+
+
+def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:
+    """The configured batch size, or one with TOKENS per step and at least STEPS per epoch."""
+    return config.batch or max(1, min(TOKENS // context, rows_per_epoch // STEPS))
+
+
+def choose_steps(config: FinetuneConfig, rows_per_epoch: int, batch: int) -> int | None:
+    """The number of steps, or None if the run ends after --minutes."""
+    if config.stops_by_time:
+        return None
+    return config.steps or max(1, round(config.epochs * rows_per_epoch / batch))

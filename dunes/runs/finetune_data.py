@@ -1,22 +1,17 @@
-"""The data of a finetuning run: the base model, tokenized examples, and the memory that training needs."""
+"""The data of a finetuning run: tokenized examples, and the base model's scores and answers on them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import groupby
+from math import inf
+from operator import index
 from pathlib import Path
+from time import monotonic
+from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
-from dunes import checkpoint, measure
-from dunes.augment import Change
-from dunes.augment.adapted import sides
-from dunes.augment.lora import active_adapter
-from dunes.checkpoint.formats.adapter import peft_factors
-from dunes.checkpoint.loading import is_adapter
+from dunes.checkpoint import LoadedModel
 from dunes.data.document import Document, plain_document
 from dunes.data.examples import (
     Example,
@@ -30,34 +25,38 @@ from dunes.data.examples import (
     tokenize_records,
 )
 from dunes.data.files import SourceFile, Walk, skipped_line
-from dunes.data.packing import Batch, Batches, collate
-from dunes.data.preflight import check_report, data_report
 from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
 from dunes.data.sources import validation_share
-from dunes.parts import Decoder
+from dunes.evaluate.text_loss import Score
+from dunes.files import json_file
+from dunes.files.atomic import write_file
 from dunes.progress import Display
-from dunes.runs.autosize import with_hardware
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.finetune_method import (
-    METHODS,
-    PLAIN_KINDS,
-    apply_method,
-    choose_batch,
-    choose_context_length,
-    choose_steps,
-    choose_template,
-    learning_rate,
-    main_records,
-    resolve_targets,
-)
-from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
-from dunes.runs.run import trainable_state
+from dunes.runs.run import FINAL_TOKENS
+from dunes.runs.stored_state import read_score
 from dunes.text import Tokenizer, chat_template, templates
-from dunes.text.templates import Template, Turn
-from dunes.train import adamw, cast_frozen
-from dunes.train.loss import next_token_loss
+from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
+
+MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
+
+DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
+"""Default template by format; conversations use a template whose special tokens the tokenizer has."""
+
+PLAIN_KINDS = ("completion", "text")
+"""Formats whose rows are complete text, without a chat template."""
+
+LEAST_TAIL = 16
+"""Least length of a tail in tokens."""
+
+FORGETTING_TOKENS = 65_536
+"""Tokens of the forgetting data to score before and after finetuning."""
+
+PROBED = 2_048
+"""Tokens to score first, in order to estimate how many fit the time budget."""
+
+LINES, LINE = 5, 200  # of an answer in the report; characters of a line
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class FinetuneData:
     """
 
     config: FinetuneConfig
-    base: checkpoint.LoadedModel
-    folder: Path
+    base: LoadedModel
     tokenizer: Tokenizer
     template: Template
     train: Sequence[Example]
@@ -79,24 +77,14 @@ class FinetuneData:
     leaked: int = 0
 
     @classmethod
-    def read(cls, config: FinetuneConfig, display: Display) -> "FinetuneData":
-        """Load the base and tokenize the examples. Raises ValueError if they cannot be read or do not fit."""
-        if is_adapter(folder := checkpoint.locate_model(config.model).folder):
-            remedy = f"merge it first: dunes augment merge {folder} OUT"
-            raise ValueError(f"{folder}: an adapter, not a base model; {remedy}")
+    def read(cls, config: FinetuneConfig, base: LoadedModel, display: Display) -> "FinetuneData":
+        """Tokenize the examples. Raises ValueError if they cannot be read or do not fit."""
         read = partial(read_dataset, text_field=config.text_field, follow_links=config.follow_links)
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
-        base = checkpoint.load_with_tokenizer(folder)
         tokenizer = base.require_tokenizer()
-        if METHODS[config.method].adapter is not None and (active := active_adapter(base.model)) is not None:
-            raise ValueError(
-                f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
-                f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
-            )
-        _check_saved_form(config, base)
         records = main_records([*files, *val_files])
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -110,7 +98,7 @@ class FinetuneData:
         leaked = count_leaked(rows, val_records, config.split_version)
         if val_records:
             train, valid = write(rows), write(val_records)
-            config = replace(config, context_length=_context(config, [*train, *valid], base))
+            config = replace(config, context_length=choose_context_length(config, [*train, *valid], base))
         else:
             config, train, valid, val_records = _split_examples(rows, config, base, write)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
@@ -120,33 +108,10 @@ class FinetuneData:
                 )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
-        train, valid = ([w for e in side for w in _windows(e, config.context_length)] for side in (train, valid))
-        return cls(config, base, folder, tokenizer, template, train, valid, val_records, leaked)
-
-    def complete(self, display: Display) -> "FinetuneData":
-        """Report on the examples, and choose all unset options of the config.
-
-        Raises ValueError for examples that cannot be trained on.
-        """
-        context = self.config.context_length
-        if context > self.base.context_length:
-            display.line(
-                f"warning: the base model was trained on {self.base.context_length} tokens; longer "
-                "contexts are learned from this data alone"
-            )
-        vocab, width = sides(self.base.model.embed.token)
-        report = data_report(self.train, self.valid, context, vocab, self.template, self.tokenizer)
-        report = replace(report, leaked=max(report.leaked, self.leaked))
-        for line in report.lines():
-            display.detail(line)
-        check_report(report, self.config.max_truncated)
-        for line in report.warnings():
-            display.line(f"warning: {line}")
-        rows = Batches(self.train, context, 1, packed=self.config.packing).rows_per_epoch
-        batch = choose_batch(self.config, context, rows)
-        steps, lr = choose_steps(self.config, rows, batch), learning_rate(self.config, width)
-        config = with_hardware(replace(self.config, batch=batch, steps=steps, lr=lr))
-        return replace(self, config=_fit_memory(replace(self, config=config), display))
+        train, valid = (
+            [w for e in side for w in split_windows(e, config.context_length)] for side in (train, valid)
+        )
+        return cls(config, base, tokenizer, template, train, valid, val_records, leaked)
 
     @property
     def template_name(self) -> str | None:
@@ -156,19 +121,36 @@ class FinetuneData:
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
-    def loaded(self) -> checkpoint.LoadedModel:
+    def loaded(self) -> LoadedModel:
         """The finetuned model; its module is the base's, which finetuning changes in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
 
 
-def _check_saved_form(config: FinetuneConfig, base: checkpoint.LoadedModel) -> None:
-    """Raise ValueError if the method makes an adapter that PEFT's format cannot express."""
-    if not METHODS[config.method].saves_model:
-        with torch.device("meta"):
-            model = base.architecture.build()
-            apply_method(model, resolve_targets(config, base), fill=False)
-            peft_factors(model)
+def main_records(files: Sequence[Records]) -> Records:
+    """The records that determine the template: conversations if any, as a single-turn template cannot express
+    them, else single answers, else plain text."""
+    return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
+
+
+def _single_tasks(records: Records) -> bool:
+    """True for Alpaca records without system prompt or history, which Alpaca's template can express."""
+    return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
+
+
+def choose_template(
+    config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
+) -> templates.Template:
+    """The template: the configured one, the model's own, or the default for these records."""
+    if config.template:
+        return templates.get_template(config.template)
+    own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
+    if own is not None:
+        return own
+    has_chatml = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
+    chat = "chatml" if has_chatml else "mistral"
+    single = _single_tasks(records) or records.format in PLAIN_KINDS
+    return templates.get_template(DEFAULT_TEMPLATES[records.format] if single else chat)
 
 
 def _tokenize(
@@ -185,7 +167,7 @@ def _tokenize(
 def _split_examples(
     rows: Sequence[Record],
     config: FinetuneConfig,
-    base: checkpoint.LoadedModel,
+    base: LoadedModel,
     write: Callable[[Sequence[Record]], list[Example]],
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """The config with its context length, training and validation examples, and the validation records.
@@ -205,7 +187,7 @@ def _split_examples(
     heads, large = (heads, large) if tails else ([], [])
     rest = [row for row in rows if id(row) not in excluded]
     examples = write(rest)
-    config = replace(config, context_length=_context(config, [*examples, *heads, *tails], base))
+    config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
     for candidates in (usable, rest) if config.split_version else (rest,):  # too few targets are reported later
@@ -223,94 +205,30 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
 
 
-def _context(config: FinetuneConfig, examples: Sequence[Example], base: checkpoint.LoadedModel) -> int:
-    """The context length, which fits the longest conversation; for plain text it is at most the base model's."""
-    lengths = (len(e) if e.window_index is None else min(len(e), base.context_length + 1) for e in examples)
-    longest = max(lengths, default=0)
-    context = choose_context_length(config, longest, base.model, base.context_length)
-    has_conversations = any(e.window_index is None for e in examples)
-    return context if config.context_length or has_conversations else min(context, base.context_length)
+def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
+    """The configured context length, or a power of two that fits the longest example.
+
+    The default for plain text is at most the base model's. Raises ValueError for a length above the limit of
+    learned position embeddings, which is the base model's, or of rotary ones, which is at least MAX_CONTEXT.
+    """
+    trained = base.context_length
+    limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
+    if config.context_length > limit:
+        length = config.context_length
+        raise ValueError(f"--context-length is {length}; this model supports at most {limit} tokens")
+    lengths = (len(e) if e.window_index is None else min(len(e), trained + 1) for e in examples)
+    power = 1 << (max(1, max(lengths, default=0) - 2)).bit_length()
+    if all(e.window_index is not None for e in examples):
+        limit = min(limit, trained)
+    return config.context_length or min(limit, MAX_CONTEXT, max(MIN_CONTEXT, power))
 
 
-def _windows(example: Example, context: int) -> Iterable[Example]:
-    return [example] if example.window_index is None else split_windows(example, context)
-
-
-def own_template_name(base: checkpoint.LoadedModel) -> str | None:
+def own_template_name(base: LoadedModel) -> str | None:
     """Name of the base model's own chat template, or None."""
     tokenizer = base.require_tokenizer()
     own = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     name: str | None = base.card.get("template")
     return name or (None if own is None else templates.ModelTemplate.name)
-
-
-def _fit_memory(data: FinetuneData, display: Display) -> FinetuneConfig:
-    """The config with the largest micro-batch that fits into free memory; prints the estimate."""
-    config, free = data.config, measure.free_memory(measure.device())
-    micro_batch = config.micro_batch or config.batch
-    if config.batch % micro_batch:
-        raise ValueError(f"--micro-batch is {micro_batch}, which does not divide --batch {config.batch}")
-    parts = memory(replace(data, config=replace(config, micro_batch=micro_batch)))
-    while not config.micro_batch and sum(parts.values()) > free and micro_batch > 1:
-        micro_batch = max(n for n in range(1, micro_batch) if config.batch % n == 0)
-        parts = memory(replace(data, config=replace(config, micro_batch=micro_batch)))
-    display.detail(f"{describe_memory(parts)}; {free / 1e9:.1f} GB are free")
-    if sum(parts.values()) > free:
-        display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
-    return replace(config, micro_batch=micro_batch)
-
-
-def memory(data: FinetuneData) -> dict[str, float]:
-    """Bytes that a run needs, by purpose, estimated on fake tensors."""
-    config = data.config
-    assert config.dtype, "chosen before"
-    build, rows = partial(_meta_model, data), _full_batch(config)
-    batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
-    with torch.device("meta"):
-        size = sum(t.nbytes for t in trainable_state(build()).values())
-    shape = Shape(config.micro_batch, config.context_length, getattr(torch, config.dtype))
-    setup = TrainSetup(partial(optimizer, config), next_token_loss, batch)
-    return process_memory(build, shape, setup, size)
-
-
-def _full_batch(config: FinetuneConfig) -> Batch:
-    """A full batch with two examples in each row and a loss on every token."""
-    half = np.zeros(config.context_length // 2 + 1, np.int32)
-    example = Example(half, np.ones(len(half), bool))
-    row = [example] * (2 if config.packing else 1)
-    return collate([row] * config.micro_batch, config.context_length, full=True)
-
-
-def _meta_model(data: FinetuneData) -> Decoder:
-    """The model to train, without values, for estimates on fake tensors."""
-    stored = next(data.base.model.parameters()).dtype
-    dtype = torch.float32 if METHODS[data.config.method].adapter is None else stored
-    model = build_with_dtype(dtype, data.base.architecture.build)
-    apply_method(model, resolve_targets(data.config, data.base), fill=False)
-    cast_frozen_weights(model, data.config)
-    return model
-
-
-def prepare_model(model: Decoder, config: FinetuneConfig) -> list[Change]:
-    """Change the base model for training, and return the changes.
-
-    Full finetuning trains in float32, as updates are smaller than bfloat16's precision.
-    """
-    if METHODS[config.method].adapter is None:
-        model.float()
-    return apply_method(model, config)
-
-
-def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products, unless the run saves them."""
-    assert config.dtype, "chosen before"
-    if not METHODS[config.method].saves_model:
-        cast_frozen(model, getattr(torch, config.dtype))
-
-
-def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
-    assert config.lr is not None, "chosen before"
-    return adamw(model, config.lr, (0.9, 0.999), decay=0.0)
 
 
 def read_dataset(
@@ -319,8 +237,7 @@ def read_dataset(
     """Records in a file, or in all files below a folder, and lines that report read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and if there are
-    none.
+    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and without any.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -351,17 +268,16 @@ def _has_records(file: SourceFile) -> bool:
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 
-LEAST_TAIL = 16
-"""Least length of a tail in tokens."""
-
-
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:
-    """Split an example into windows of up to `context_length` + 1 ids that overlap by one id."""
+    """Split text, but no conversation, into windows of up to `context_length` + 1 ids that overlap by one id."""
+    if example.window_index is None:
+        yield example
+        return
     for number, start in enumerate(range(0, max(1, len(example) - 1), context_length)):
         stop = start + context_length + 1
         place = f"{example.place}, window {number + 1}" if len(example) > context_length + 1 else example.place
-        index = number + (example.window_index or 0)
-        yield Example(example.ids[start:stop], example.loss_mask[start:stop], place, index)
+        window_index = number + example.window_index
+        yield Example(example.ids[start:stop], example.loss_mask[start:stop], place, window_index)
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
@@ -385,3 +301,92 @@ def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], 
         heads.append(Example(text.ids[:cut], text.loss_mask[:cut], text.place, 0))
         tails.append(Example(text.ids[cut - 1 :], text.loss_mask[cut - 1 :], f"{text.place}, its end", 1))
     return heads, tails
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A model's validation score, its score on the forgetting data, and its answers.
+
+    `text` is the fingerprint of the forgetting data, `limits` are the token limits of the two scores, and
+    `seconds` is the time taken by forgetting and answers.
+    """
+
+    score: Score
+    forgetting: Score | None
+    answers: list[str]
+    text: str
+    limits: tuple[int, int] = (FINAL_TOKENS, FORGETTING_TOKENS)
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path) -> "Baseline":
+        """The baseline in a file that `write` wrote. Raises ValueError for other contents."""
+        stored = json_file.read(path)
+        try:
+            score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
+            text, answers = stored["text"], list(stored["answers"])
+            limits = index(stored["limits"][0]), index(stored["limits"][1])
+            seconds = float(stored["seconds"])
+        except (KeyError, TypeError, ValueError):
+            score = None
+        if score is None or not all(isinstance(answer, str) for answer in (text, *answers)):
+            expected = "score, forgetting, answers, text, limits and seconds, as a finetune writes them"
+            raise ValueError(f"{path}: expected {expected}")
+        return cls(score, forgetting, answers, text, limits, seconds)
+
+    def write(self, path: Path) -> None:
+        scores = {"score": astuple(self.score), "forgetting": self.forgetting and astuple(self.forgetting)}
+        write_file(path, json.dumps(asdict(self) | scores, indent=1).encode())
+
+    def compare(self, after: "Baseline", records: Sequence[Record]) -> list[str]:
+        """The final report: validation loss, forgetting, and answers before and after training."""
+        values = f"{self.score.loss:.3f} nats/token before, {after.score.loss:.3f} after"
+        lines = [f"validation loss of answers: {values}"]
+        if not after.score.loss < self.score.loss:
+            lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
+        if self.forgetting and after.forgetting:
+            was, now = self.forgetting.loss, after.forgetting.loss
+            values = f"{was:.3f} before, {now:.3f} after ({now - was:+.3f})"
+            lines.append(f"forgetting: loss on the base model's own text {values}")
+        for texts in self._answers(after, records):
+            lines += ["", *(f"{label:>8}  {_short(text)}" for label, text in texts.items())]
+        return [*lines, ""]
+
+    def table(self, after: "Baseline", records: Sequence[Record]) -> str:
+        """Answers before and after training, as a Markdown table."""
+        rows = ["## Validation examples, before and after", ""]
+        rows += ["| prompt | expected | before | after |", "|---|---|---|---|"]
+        for texts in self._answers(after, records):
+            cells = [text.replace("|", "\\|").replace("\n", "<br>") for text in texts.values()]
+            rows.append("| " + " | ".join(cells) + " |")
+        return "\n".join([*rows, "", ""])
+
+    def _answers(self, after: "Baseline", records: Sequence[Record]) -> Iterator[dict[str, str]]:
+        """Prompt, expected answer, and answers before and after, of each record that was answered."""
+        for record, was, now in zip(records, self.answers, after.answers, strict=False):
+            last = record.turns[-1]
+            expected = last.text if last.role == "assistant" else ""
+            yield {"prompt": question(record.turns), "expected": expected, "before": was, "after": now}
+
+
+def score_within(
+    seconds: float, score: Callable[[int], Score | None], most: int, available: int
+) -> tuple[Score | None, int]:
+    """The score on as many tokens as fit into `seconds`, at most `most`, and this number of tokens."""
+    start = monotonic()
+    if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
+        return score(most), most
+    limit = min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1)))
+    return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
+
+
+def question(turns: Conversation) -> str:
+    """The last user turn of a conversation; empty without one."""
+    return next((turn.full_text for turn in reversed(turns) if turn.role == "user"), "")
+
+
+def _short(text: str) -> str:
+    """The first lines of an answer for the report; samples.md has the full text."""
+    lines = [line[:LINE] for line in text.split("\n") if line.strip()]
+    cut = len(lines) > LINES or len(text) > LINE * LINES
+    return "\n          ".join([*lines[:LINES], *["..."] * cut])

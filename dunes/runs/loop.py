@@ -17,7 +17,7 @@ from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
-from dunes.progress import Display
+from dunes.progress import Display, Line
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
@@ -135,12 +135,12 @@ class StopRequest:
 class Saver:
     """Saves the run in a thread of `pool` while training continues, one save at a time.
 
-    A failed save is reported by `warn` in one line, earlier states stay, and the next save tries again. With
-    `strict`, the next call raises OSError instead.
+    A failed save is reported by `line`, earlier states stay, and the next save tries again. With `strict`, the
+    next call raises OSError instead.
     """
 
     pool: ThreadPoolExecutor
-    warn: Callable[[str], None]
+    line: Line
     strict: bool = False
     _pending: Future[Path] | None = None
 
@@ -179,7 +179,7 @@ class Saver:
         except (OSError, ValueError) as error:
             if self.strict:
                 raise
-            self.warn(f"warning: saving the state failed: {error}; the previous state is kept")
+            self.line(f"warning: saving the state failed: {error}; the previous state is kept")
             return False
 
 
@@ -243,14 +243,17 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
     pace = PaceCheck(run)
     report, non_fatal = _step_reporter(run, display), board.non_fatal
-    over = run.schedule.is_over(run.trainer.number)
+    over, waited = run.schedule.is_over(run.trainer.number), run.timings.seconds["data"]
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
         before, run.elapsed = run.elapsed, monotonic() - run.start_time
         if run.warm:
             run.pace.append(run.elapsed - before)
-        _add_step_time(run, step)
+        data = run.timings.seconds["data"]
+        # The first step of a process, which loads kernels or compiles, is a phase of its own.
+        run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
+        run.warm, waited = True, data
         if clock is not None:
             clock.seconds = config.seconds - min(run.closing_seconds, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
@@ -282,13 +285,6 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             saver.report_failure()
             if (request.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
                 saved, request.save = monotonic(), False
-
-
-def _add_step_time(run: Run, step: Step) -> None:
-    """Add the step's time; the first step of a process, which loads kernels or compiles, is a phase of its own."""
-    data, run.data = run.timings.seconds["data"] - run.data, run.timings.seconds["data"]
-    run.timings.add("steps" if run.warm else "first step", step.seconds - data)
-    run.warm = True
 
 
 @dataclass
@@ -377,7 +373,9 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         if not saved:
             status = NOT_SAVED
         with run.timings("final validation"):
-            score = _final_score(run, interrupted=interrupted)
+            if run.best_weights:
+                load_trainable_state(run.model, run.best_weights)
+            score = run.best if interrupted and run.best else run.score(FINAL_TOKENS)
             saved_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not interrupted:
@@ -409,15 +407,6 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
     display.line(resume if interrupted else next_steps)
     return status
-
-
-def _final_score(run: Run, interrupted: bool) -> Score:
-    """Load the best weights and score them; after an interrupt, return their earlier score."""
-    if run.best_weights:
-        load_trainable_state(run.model, run.best_weights)
-    if interrupted and run.best:
-        return run.best
-    return run.score(FINAL_TOKENS)
 
 
 def rising_loss_warning(run: Run) -> str:

@@ -100,10 +100,10 @@ def process_memory(
     """Bytes of a training process, by purpose, estimated on fake tensors; `trainable` are the bytes of the
     trainable weights, by default all weights."""
     log = train_allocations(build, shape, True, setup)
-    parts: dict[str, float] = {str(kind): size for (kind,), size in log.by("kind").items()}
+    parts: dict[str, float] = {str(purpose): size for (purpose,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
         return parts
-    weights, averages = (log.by("kind", moment=0).get((kind,), 0) for kind in ("parameters", "optimizer"))
+    weights, averages = (log.by("kind", moment=0).get((purpose,), 0) for purpose in ("parameters", "optimizer"))
     parts["Python and torch"] = PROCESS
     parts["fragmentation"] = FRAGMENTATION * (log.peak - weights)
     parts["copies for saving"] = 3 * (weights if trainable is None else trainable) + averages

@@ -44,7 +44,7 @@ class PaceCheck:
     def _processor_share(self) -> float:
         """Processor time since the first step, as a fraction of the time available to the run's threads."""
         assert self._start is not None, "set by the first step"
-        wall, own = (now - then for now, then in zip((perf_counter(), process_time()), self._start, strict=True))
+        wall, own = perf_counter() - self._start[0], process_time() - self._start[1]
         return own / (wall * self._usable)
 
     @property

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
@@ -14,27 +14,31 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from dunes import checkpoint, measure
+from dunes import checkpoint, measure, tree
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
 from dunes.files.atomic import write_file
-from dunes.files.json_file import Warn, append_record, parse_line, print_warning, read_lines, read_records
+from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
 from dunes.files.staging import folder_lock
 from dunes.parts import Decoder
+from dunes.progress import Line
+from dunes.runs.autosize import autocast_dtype
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
 from dunes.runs.timings import Timings
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
+from dunes.train.loss import next_token_loss
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
 """The file in a run's folder that has a record for each interval."""
 FORMAT = 2
 """Format version of plan.json."""
-METRIC = "the metrics of a step"
 KEPT = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of a run that its state stores unchanged."""
 SCORES = ("validation_loss", "bits_per_byte")
@@ -69,8 +73,8 @@ class Task(Protocol):
         """Endless batches for the trainer, starting with batch number `start`."""
         ...
 
-    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
-        """The score on all validation tokens or on about `limit` of them, in autocast's `dtype`."""
+    def score(self, limit: int | None = None) -> Score:
+        """The score on all validation tokens or on about `limit` of them."""
         ...
 
     def sample(self) -> str:
@@ -99,10 +103,9 @@ class Run:
     """A run: its task, trainer and schedule, and its state beside the trainer's.
 
     `elapsed` are the seconds of all processes of the run, `start_time` is now minus `elapsed`, `begin` is
-    `elapsed` at the first step. `timings` cover all processes; `data` are the seconds waiting for batches up to
-    the last step. `warm` is True after this process's first step, `compiled` True if the loss is compiled, None if
-    undecided. `checks_since_best` counts validations since the best score. `pace` has the seconds of recent steps,
-    without steps that loaded or compiled code.
+    `elapsed` at the first step. `timings` cover all processes. `warm` is True after this process's first step,
+    `compiled` True if the loss is compiled, None if undecided. `checks_since_best` counts validations since the
+    best score. `pace` has the seconds of recent steps, without steps that loaded or compiled code.
     """
 
     folder: Path
@@ -120,7 +123,6 @@ class Run:
     last: Score | None = None
     checks_since_best: int = 0
     timings: Timings = field(default_factory=Timings)
-    data: float = 0.0
     warm: bool = False
     compiled: bool | None = None
     pace: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -144,7 +146,7 @@ class Run:
 
     def score(self, limit: int | None = None) -> Score:
         """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(self.trainer.dtype, limit)
+        return self.task.score(limit)
 
     @property
     def closing_seconds(self) -> float:
@@ -183,9 +185,40 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
             tensor.copy_(weights[name])
 
 
+def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
+    """Make the parameters trainable whose own or module's names match the globs, and freeze the others.
+
+    Raises ValueError if none matches, listing the names, and for "**" if some weights are quantized.
+    """
+    if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
+        raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(selects(globs, name))
+    if not any(p.requires_grad for p in model.parameters()):
+        names = ", ".join(name for name, _ in model.named_parameters())
+        raise ValueError(f"{' '.join(globs)} matches no parameter; the model has {names[:300]}")
+
+
+def selects(globs: Iterable[str], name: str) -> bool:
+    """True if the last glob that matches a parameter's name, or its module's, has no !."""
+    names, selected = (name, name.rpartition(".")[0]), False
+    for glob in globs:
+        if any(tree.matches(glob.removeprefix("!"), n) for n in names):
+            selected = not glob.startswith("!")
+    return selected
+
+
 def build_schedule(config: RunConfig) -> Schedule:
     """The learning-rate schedule over `steps`, or one without an end for a time limit."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
+
+
+def new_run(folder: Path, config: RunConfig, task: Task, optimizer: Optimizer, accumulate: int = 1) -> Run:
+    """A run at step 0 with the schedule of its config, and the loss of `next_token_loss`."""
+    schedule = build_schedule(config)
+    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
+    trainer = Trainer(task.loaded.model, optimizer, next_token_loss, accumulate=accumulate, **options)
+    return Run(folder, config, task, trainer, schedule)
 
 
 class FolderInUse(ValueError):
@@ -202,14 +235,14 @@ def run_lock(folder: Path) -> Iterator[None]:
         with folder_lock(lock, wait=False):
             yield
     except BlockingIOError:
-        words = "in use by another training process; wait for it, or choose another --out"
-        raise FolderInUse(f"{folder}: {words}") from None
+        remedy = "wait for it, or choose another --out"
+        raise FolderInUse(f"{folder}: in use by another training process; {remedy}") from None
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     """Save tokenizer and config. The config comes last, since it makes the folder a run.
 
-    Raises FolderInUse if another process has started a run in the folder meanwhile.
+    Raises FolderInUse if another process has started a run in the folder.
     """
     if (folder / "state" / "plan.json").exists():
         raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
@@ -275,9 +308,9 @@ def resolve_config(
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
         raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N --override steps")
-    if refused := [words for name, words in differences.items() if name not in override]:
-        words = f"{'; '.join(refused)}; {_remedy(config, differences)}"
-        raise ValueError(f"{folder}: cannot resume with other options: {words}")
+    if refused := [text for name, text in differences.items() if name not in override]:
+        remedy = _remedy(config, differences)
+        raise ValueError(f"{folder}: cannot resume with other options: {'; '.join(refused)}; {remedy}")
     remeasured: dict[str, Any] = {name: None for name in override if name in MEASURED}
     return replace(earlier, **remeasured | {name: getattr(config, name) for name in differences})
 
@@ -316,22 +349,20 @@ def run_state(run: Run) -> dict[str, Any]:
     }
 
 
-def restore_run(
-    run: Run, warn: Callable[[str], None], override: Collection[str] = (), strict: bool = False
-) -> None:
-    """Restore the newest undamaged state, if there is one.
+def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
+    """Restore the newest undamaged state, if any.
 
     Raises ValueError, changing nothing, if config, data or model differ from the state's in options that are not
     in `override`, and with `strict` if the newest state is damaged.
     """
 
-    def damaged(line: str) -> None:
+    def damaged(text: str) -> None:
         if strict:
-            raise ValueError(line)
-        warn(line)
+            raise ValueError(text)
+        line(text)
 
     if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
-        warn("nothing saved yet; starting from step 0")
+        line("nothing saved yet; starting from step 0")
         truncate_metrics(run.folder / METRICS, 0)
         return
     state = read_state(folder, type(run.config))
@@ -339,9 +370,10 @@ def restore_run(
     stored = state["fingerprints"]
     if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
         differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
-    if "model" in state and (words := first_difference(state["model"], run.task.loaded.architecture.record())):
-        differences["model"] = f"the model's {words}"
-    if refused := [words for name, words in differences.items() if name not in override]:
+    architecture = run.task.loaded.architecture.record()
+    if "model" in state and (difference := first_difference(state["model"], architecture)):
+        differences["model"] = f"the model's {difference}"
+    if refused := [text for name, text in differences.items() if name not in override]:
         raise ValueError(f"{run.folder}: cannot resume: {'; '.join(refused)}; {_remedy(run.config, differences)}")
     with invalid_state(folder):
         check_optimizer(run.trainer.optimizer, state["trainer"]["optimizer"])
@@ -355,9 +387,8 @@ def restore_run(
     for name in (*KEPT, "best", "last"):
         setattr(run, name, state[name])
     run.timings.seconds.update(state["timings"])
-    run.data = run.timings.seconds["data"]
     truncate_metrics(run.folder / METRICS, run.trainer.number)
-    warn(f"resuming after step {run.trainer.number}")
+    line(f"resuming after step {run.trainer.number}")
     if differences:
         append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
         write_config(run.config, run.folder)
@@ -365,11 +396,11 @@ def restore_run(
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     """The card's record of the training, under the key `verb`."""
-    made = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
+    progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
     measured = {name: getattr(score, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
     measured["peak_bytes"] = measure.peak_memory(run.trainer.device)
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}
-    return {verb: {**asdict(run.config), **made}, "measured": measured, "timings": timings}
+    return {verb: {**asdict(run.config), **progress}, "measured": measured, "timings": timings}
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:
@@ -377,31 +408,25 @@ def append_metrics(folder: Path, record: dict[str, Any]) -> None:
     append_record(folder / METRICS, record)
 
 
-def read_metrics(path: Path, warn: Warn = print_warning) -> list[dict[str, Any]]:
+def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
     """Undamaged records of a metrics.jsonl; `warn` gets a line about damaged ones."""
-    return read_records(path, METRIC, _is_metric, warn)
-
-
-def scalar_metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    """Scalar metrics of a record, by name as metrics/NAME."""
-    metrics = record.get("metrics")
-    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {f"metrics/{name}": value for name, value in numbers if _is_number(value)}
+    return read_records(path, "the metrics of a step", _is_metric, warn)
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
     """True if a record has a step number, and numbers in all numeric fields."""
-    if type(record.get("step")) is not int or not _is_number(record["step"]):
+    if type(record.get("step")) is not int or not is_number(record["step"]):
         return False
-    if not all(_is_number(record[name]) for name in SCORES if record.get(name) is not None):
+    if not all(is_number(record[name]) for name in SCORES if record.get(name) is not None):
         return False
     if "loss" not in record:
         return True
-    steps = all(_is_number(record.get(name)) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds"))
+    steps = all(is_number(record.get(name)) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds"))
     return steps and "skipped" in record and 0 < record["seconds"] < inf
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """True for a float, and for an integer that a float stores exactly."""
     return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 

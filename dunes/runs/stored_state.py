@@ -47,8 +47,8 @@ def invalid_state(folder: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        words = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
-        raise ValueError(f"{folder}: {words}; remove this state to resume from an older one") from None
+        reason = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
+        raise ValueError(f"{folder}: {reason}; remove this state to resume from an older one") from None
 
 
 def _number(state: Mapping[str, Any], name: str) -> Any:
@@ -102,9 +102,9 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless names, shapes and dtypes are equal and all stored values are finite."""
-    if odd := sorted(expected.keys() ^ stored.keys()):
-        words = f"{odd[0]} is in only one of them ({len(odd)} such names)"
-        raise ValueError(f"the state belongs to another model: {words}")
+    if unmatched := sorted(expected.keys() ^ stored.keys()):
+        difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
+        raise ValueError(f"the state belongs to another model: {difference}")
     for name, tensor in stored.items():
         _check_tensor(name, tensor, expected[name].shape, expected[name].dtype)
 

@@ -14,7 +14,7 @@ from time import time, time_ns
 from typing import Any, BinaryIO, Self
 
 from dunes.extra import extra
-from dunes.runs.run import METRICS, read_metrics, scalar_metrics
+from dunes.runs.run import METRICS, is_number, read_metrics
 from dunes.train import Step
 
 FOLDER = "tensorboard"
@@ -110,7 +110,10 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s, metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     values["tokens_per_second"] = record["count"] / record["seconds"]
-    return {name: value for name, value in values.items() if value is not None} | scalar_metrics(record)
+    metrics = record.get("metrics")
+    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
+    values |= {f"metrics/{name}": value for name, value in numbers if is_number(value)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_samples(path: Path) -> dict[int, str]:

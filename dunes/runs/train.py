@@ -30,30 +30,16 @@ from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display
+from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
-from dunes.runs.autosize import (
-    CONTEXT,
-    active_parameters,
-    architecture_for,
-    autosize_run,
-    describe_machine,
-    format_parameters,
-    memory_advice,
-    seconds_per_token,
-    size_warning,
-    with_hardware,
-    with_machine,
-)
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.finetune_method import selects, set_trainable
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, append_metrics, build_schedule, card_facts, run_lock
+from dunes.runs.run import Run, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.timings import Timings
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import Trainer, muon, scale_rates
-from dunes.train.loss import next_token_loss
+from dunes.train import muon, scale_rates
 from dunes.units import format_count, plural
 
 TYPICAL_RATE = 10_000
@@ -94,7 +80,10 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
         with run_lock(folder):
             with timings("indexing the text"):
-                completion = _completion_files(ready, corpus, tokens.tokenizer, display)
+                completion = None
+                if ready.complete:
+                    files = FileTokenizer(tokens.tokenizer, ready.with_headers)
+                    completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
@@ -109,10 +98,10 @@ def _choose_options(
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, resumed)
     else:
-        chosen, reasons = autosize_run(config, sum(d.size for d in corpus.train), resumed)
+        chosen, reasons = autosize.autosize_run(config, sum(d.size for d in corpus.train), resumed)
     for line in reasons:
         display.detail(line)
-    if base is None and config.size and (warning := size_warning(chosen)):
+    if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
     if chosen.has_own_form:
         display.line(
@@ -141,10 +130,12 @@ def load_base(config: TrainConfig) -> LoadedModel:
 def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
     """The config with all unset options chosen, and lines with the reasons; a resumed run's config is complete."""
     if config.dtype and config.threads and config.batch and config.context_length and config.lr:
-        return config if resumed else with_hardware(config), []
-    config, machine = with_machine(replace(config, lr=config.lr or LR), min(base.context_length, CONTEXT))
-    config = replace(config, rate=1 / seconds_per_token(base.model, config, machine))
-    return config, [describe_machine(machine), memory_advice(config, partial(outline_with_base, config, base))]
+        return config if resumed else autosize.with_hardware(config), []
+    context_length = min(base.context_length, autosize.CONTEXT)
+    config, machine = autosize.with_machine(replace(config, lr=config.lr or LR), context_length)
+    config = replace(config, rate=1 / autosize.seconds_per_token(base.model, config, machine))
+    advice = autosize.memory_advice(config, partial(outline_with_base, config, base))
+    return config, [autosize.describe_machine(machine), advice]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
@@ -162,19 +153,19 @@ def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedMod
     set_trainable(model, _resolve_globs(trainable or ("all",), base))
 
 
-def rate_factors(model: nn.Module, factors: Sequence[str], base: LoadedModel | None) -> dict[Tensor, float]:
+def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None) -> dict[Tensor, float]:
     """The learning-rate factor of each trainable parameter, from the last GLOB=FACTOR that matches it.
 
     Raises ValueError for a glob that matches none, and for `new` as `select_trainable`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     chosen: dict[Tensor, float] = {}
-    for each in factors:
-        glob, _, factor = each.rpartition("=")
+    for glob, factor in config.rate_factors:
         globs = _resolve_globs([glob], base)
-        matched: dict[Tensor, float] = {p: float(factor) for name, p in trained.items() if selects(globs, name)}
+        matched: dict[Tensor, float] = {p: factor for name, p in trained.items() if selects(globs, name)}
         if not matched:
-            raise ValueError(f"--lr-factors {each}: matches no trainable parameter of {', '.join(trained)[:300]}")
+            names = ", ".join(trained)[:300]
+            raise ValueError(f"--lr-factors {glob}={factor:g}: matches no trainable parameter of {names}")
         chosen |= matched
     return chosen
 
@@ -208,39 +199,25 @@ def prepare(
     completion: CompletionFiles | None = None,
 ) -> Run:
     """A run at step 0 for a complete config, with a new model or the base's."""
-    assert config.dtype, "chosen before"
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
-    device, dtype = measure.device(), getattr(torch, config.dtype)
     if base is None:
-        architecture = architecture_for(config, tokens.tokenizer.vocab)
-        model = initialise(architecture.build(), config.seed).to(device)
+        architecture = autosize.architecture_for(config, tokens.tokenizer.vocab)
+        model = initialise(architecture.build(), config.seed).to(measure.device())
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
     else:
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
-        model = base.model.float().to(device)  # updates are smaller than bfloat16's precision
+        model = base.model.float().to(measure.device())  # updates are smaller than bfloat16's precision
         select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-    schedule = build_schedule(config)
     optimizer = build_optimizer(model, config)
-    scale_rates(optimizer, rate_factors(model, config.lr_factors, base))
-    trainer = Trainer(model, optimizer, next_token_loss, lr_scale=schedule.lr_scale, dtype=dtype, seed=config.seed)
+    scale_rates(optimizer, rate_factors(model, config, base))
     built = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(built))
-    return Run(folder, config, TrainTask(config, tokens, loaded, built, completion), trainer, schedule)
-
-
-def _completion_files(
-    config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display
-) -> CompletionFiles | None:
-    """Files for completing lines in the run's folder; None if the run does not train completion."""
-    if not config.complete:
-        return None
-    files = FileTokenizer(tokenizer, config.with_headers)
-    return prepare_completion(corpus, files, display, config.sources, config.follow_links)
+    return new_run(folder, config, TrainTask(config, tokens, loaded, built, completion), optimizer)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -297,15 +274,15 @@ class TrainTask:
         """The model with the context length of the run."""
         return replace(self.loaded, context_length=self.config.context_length)
 
-    def score(self, dtype: torch.dtype, limit: int | None = None) -> Score:
-        return evaluate(self._windowed, self.text.valid, dtype, limit)
+    def score(self, limit: int | None = None) -> Score:
+        return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
         return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
         build = partial(outline_with_base, self.config, self.loaded) if self.config.base else None
-        return memory_advice(self.config, build)
+        return autosize.memory_advice(self.config, build)
 
     def begin(self, run: Run) -> list[str]:
         config = self.config
@@ -321,7 +298,7 @@ class TrainTask:
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
         share = "" if total == trained else f"{format_count(trained)} of "
-        return f"{share}{format_parameters(total, active_parameters(model))}"
+        return f"{share}{autosize.format_parameters(total, autosize.active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
         set_dropout(run.model, self.dropout)  # a saved model has no trace of the training's dropout

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
@@ -121,8 +122,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             )
         if self.size and not self.shape:
             parse_size(self.size)
-        for factor in self.lr_factors:
-            _check_factor(factor)
+        _ = self.rate_factors  # raises for invalid ones
         if self.top_k > self.expert_count or self.expert_count > MAX_EXPERTS:
             raise ValueError(
                 f"--experts-per-token is {self.top_k} and --experts {self.expert_count}; expected at most as many "
@@ -144,8 +144,22 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Depth and width, if --size has the form LAYERSxWIDTH."""
-        return parse_shape(self.size)
+        """Depth and width, if --size has the form LAYERSxWIDTH.
+
+        Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
+        """
+        if (match := re.fullmatch(r"(\d{1,4})x(\d{1,6})", self.size.lower())) is None:
+            return None
+        depth, width = int(match[1]), int(match[2])
+        if not depth or not width or width % WIDTH_STEP:
+            expected = f"expected LAYERSxWIDTH with a width divisible by {WIDTH_STEP}, like 4x256"
+            raise ValueError(f"--size is {self.size}; {expected}")
+        return depth, width
+
+    @property
+    def rate_factors(self) -> list[tuple[str, float]]:
+        """`lr_factors` as pairs of glob and factor. Raises ValueError for anything but GLOB=FACTOR."""
+        return [_parse_factor(text) for text in self.lr_factors]
 
     @property
     def expert_count(self) -> int:
@@ -191,15 +205,13 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return "" if self.sources else "no sources; pass files or folders to train on, or stdlib"
 
 
-def _check_factor(text: str) -> None:
-    """Raise ValueError unless the text is GLOB=FACTOR with a positive factor."""
+def _parse_factor(text: str) -> tuple[str, float]:
+    """The glob and the factor of GLOB=FACTOR. Raises ValueError for other text, and for factors up to 0."""
     glob, _, factor = text.rpartition("=")
-    try:
-        valid = bool(glob) and 0 < float(factor) < math.inf
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"--lr-factors: {text!r} is not GLOB=FACTOR with a positive number, like **.router=10")
+    with suppress(ValueError):
+        if glob and 0 < float(factor) < math.inf:
+            return glob, float(factor)
+    raise ValueError(f"--lr-factors: {text!r} is not GLOB=FACTOR with a positive number, like **.router=10")
 
 
 def parse_size(text: str) -> int:
@@ -219,17 +231,3 @@ def parse_size(text: str) -> int:
         hint = f"; did you mean {text}m?" if text.isdigit() and count < 1000 else ""
         raise ValueError(f"--size is {text!r}, but the smallest model has {SMALLEST} parameters{hint}")
     return count
-
-
-def parse_shape(text: str) -> tuple[int, int] | None:
-    """Depth and width from text like '4x256'; None for other text.
-
-    Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
-    """
-    if (match := re.fullmatch(r"(\d{1,4})x(\d{1,6})", text.lower())) is None:
-        return None
-    depth, width = int(match[1]), int(match[2])
-    if not depth or not width or width % WIDTH_STEP:
-        expected = f"expected LAYERSxWIDTH with a width divisible by {WIDTH_STEP}, like 4x256"
-        raise ValueError(f"--size is {text}; {expected}")
-    return depth, width

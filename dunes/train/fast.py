@@ -1,4 +1,4 @@
-"""The training loop for small networks: several whole steps as one compiled unit, on data that are in memory.
+"""The training loop for small networks: several steps as one compiled unit, on data in memory.
 
 The steps of a small network take less time than the operations' dispatch by Python and autograd. Here the forward,
 backward and update of a few mini-batches are one graph, and the rows of all of them are gathered at once. The
@@ -7,10 +7,9 @@ plain twin is `Trainer.run` on the same batches.
 
 # Shapes: N rows, B batch, K steps in a unit.
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
-from math import isfinite
 from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from dunes import tree
 from dunes.ops.kernels import one_line, why_not_compiled
+from dunes.progress import Line
 from dunes.train.loss import Loss
 from dunes.train.rules import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
@@ -27,7 +27,6 @@ from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 PLAIN_STEPS, TIMED_CALLS = 4, 4
 """Plain steps, which make the optimizer's state, and calls of the unit, before the faster loop is chosen."""
 
-Line = Callable[[str], object]
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
 
@@ -42,14 +41,14 @@ def fast_run(
     """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yield each step.
 
     `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of one size. The first steps are plain
-    ones; then the unit is compiled, and used if it is faster. `line` gets the one line that says which form runs,
-    and why. When the first step of a unit is yielded, the weights are those after its last, so a loop that ends
+    ones; then the unit is compiled, and used if it is faster. `line` gets one line with the form that runs and the
+    reason. When the first step of a unit is yielded, the weights are those after its last, so a loop that ends
     early may have trained for up to `steps_per_call` - 1 steps more; `trainer.number` counts them. A model that
     draws random numbers has one step in a unit, and so has an optimizer with a scheduler of PyTorch's, or whose
     learning rates change after one of the first steps: rates are read for each unit. After a change of another
     setting of its groups, of `requires_grad` or of its state, the plain loop runs, with a line that names it.
-    Raises ValueError for rows that are not finite, for such a change between the steps of one unit, and what
-    `Trainer.run` raises.
+    Raises ValueError for rows that are not finite and for such a change between the steps of one unit, and raises
+    as `Trainer.run`.
     """
     _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
@@ -71,7 +70,7 @@ def fast_run(
 
 
 def why_plain(trainer: Trainer) -> str:
-    """Why this trainer has no compiled form; empty if it has one."""
+    """The reason why this trainer has no compiled form; empty if it has one."""
     if rule_of(trainer.optimizer) is None:
         return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.rules"
     if trainer.accumulate > 1 or trainer.ranks > 1:
@@ -86,9 +85,9 @@ def why_plain(trainer: Trainer) -> str:
 
 
 class Unit:
-    """K whole steps as one compiled function. A call trains on K batches (K * B rows) and returns their steps.
+    """K steps as one compiled function. A call trains on K batches (K * B rows) and returns their steps.
 
-    What `Trainer` promises for a step holds: clipping, and a step whose loss or gradient is not finite changes
+    Steps are as in `Trainer`: gradients are clipped, and a step whose loss or gradient is not finite changes
     nothing. The optimizer's own state is used, so plain steps may come before and after.
     """
 
@@ -123,17 +122,8 @@ class Unit:
         rows = values.tolist()
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
         seconds = (perf_counter() - start) / self.steps
-        return [self._step(*each, seconds) for each in zip(rows, scales, means, strict=True)]
-
-    def _step(self, row: list[float], scale: float, means: Mapping[str, Any], seconds: float) -> Step:
-        trainer, (loss, count, norm, finite) = self.trainer, row
-        if count < 0:
-            step = trainer.number + 1
-            raise ValueError(f"the loss of step {step} counted {count:g} targets; expected 0 or more")
-        trainer.number += 1
-        trainer.bad_steps = 0 if finite else trainer.bad_steps + 1
-        count = int(count) if isfinite(count) else 0
-        return Step(trainer.number, loss, count, norm, scale, not finite, seconds, means)
+        pairs = zip(rows, scales, means, strict=True)
+        return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, own) for row, scale, own in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The compiled function: [loss, count, norm, finite] of each step (K, 4), float64, and its metrics."""
@@ -194,7 +184,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
 def _run_units(
     unit: Unit, gather: Callable[[Tensor], tuple[Tensor, ...]], stream: Iterator[Tensor], plain: float, line: Line
 ) -> Generator[Step, None, Iterator[Tensor]]:
-    """Yield the steps of whole units; returns the indices that are left, for the plain loop."""
+    """Yield the steps of complete units; returns the remaining indices, for the plain loop."""
     trainer, seconds = unit.trainer, list[float]()
     while True:
         read = _read(trainer)
@@ -229,9 +219,9 @@ def _run_units(
 
 
 def _read(trainer: Trainer) -> Reading:
-    """What a compiled step has read that the caller may change between steps.
+    """Inputs of a compiled step that the caller may change between steps.
 
-    Settings by their name and the group's number; requires_grad and the state's identity by the parameter.
+    Settings are keyed by name and group number, requires_grad and the state's identity by parameter.
     """
     optimizer, groups = trainer.optimizer, enumerate(trainer.optimizer.param_groups)
     read: Reading = {(name, i): _plain(value) for i, group in groups for name, value in group.items()}
@@ -252,7 +242,7 @@ def _changes(before: Reading, after: Reading) -> list[Key]:
 
 
 def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
-    """The first of these changes in words; empty if there is none."""
+    """Description of the first of these changes; empty without any."""
     for name, place in changes:
         owner = trainer.names({place}) or "a parameter" if isinstance(place, Tensor) else f"group {place}"
         return f"{name} of {owner} changed"
@@ -260,18 +250,18 @@ def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
 
 
 def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -> None:
-    """Raises ValueError if the caller has changed something after any but the last of the steps of one unit."""
-    if words := _describe(trainer, _changes(before, _read(trainer))):
+    """Raises ValueError if the caller has changed such an input after a step of the unit other than the last."""
+    if change := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
-            f"{words} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
+            f"{change} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
             f"change it after step {last}, or pass steps_per_call=1 to fast_run"
         )
 
 
 @contextmanager
 def _watched(trainer: Trainer) -> Iterator[list[bool]]:
-    """Notes for each call of the trainer's loss inside whether it drew random numbers."""
+    """A list with True for each call of the trainer's loss inside that drew random numbers, False for others."""
     state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
     draws, loss = list[bool](), trainer.loss
 

@@ -7,7 +7,7 @@ from dunes import tree
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
-    """Cast frozen linear layers to the dtype that autocast would cast them to at each use; returns how many.
+    """Cast frozen linear layers to the dtype that autocast would cast them to at each use; returns their number.
 
     Results of training under autocast are equal bit for bit. The weights are rounded in place, so a digest of the
     base or a save must come before. A quantized layer only changes the dtype of its dense form. Trainable weights

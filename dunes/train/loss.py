@@ -69,7 +69,7 @@ def _summed(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossSums:
-    """The loss of a decoder, also a wrapped or compiled one, on windows of ids (B, T + 1), or on a batch of
+    """The loss of a decoder, which may be wrapped or compiled, on windows of ids (B, T + 1), or on a batch of
     `Batches`: ids, targets and positions (B, T); without positions, each row is a document."""
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     ids, targets, *positions = parts

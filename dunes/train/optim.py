@@ -50,10 +50,10 @@ def muon(
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for all other parameters. https://arxiv.org/abs/2502.16982
 
-    Hidden matrices are those of the blocks: modules with children in a ModuleList, or in a Sequential together
-    with others of their class. In a model without blocks they are all matrices but those of its heads: the linear
+    Hidden matrices are the matrices of blocks: modules with children in a ModuleList, or in a Sequential together
+    with others of their class. Without blocks, hidden matrices are all matrices except output heads: the linear
     layers whose outputs no other layer takes as inputs, or else the last one. Embeddings, and heads tied to them,
-    are never among them. Names play no part, so a wrapped or compiled model is split in the same way. `where`,
+    are excluded. Names play no part, so a wrapped or compiled model is split in the same way. `where`,
     globs over the names of parameters (`["**layers.**", "!**.router.*"]`), replaces this rule; `muon_split` shows
     the split. `products` is as in `Muon`. Raises ValueError for rates that are negative or not finite, and if
     `where` selects no matrix.
@@ -106,7 +106,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output layers: linear layers whose outputs no other takes as inputs, or else the last one."""
+    """The output layers: linear layers whose outputs no other layer takes as inputs, or else the last one."""
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
@@ -177,7 +177,7 @@ class Muon(Optimizer):
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Wide matrices (N, rows, columns) with singular values moved near 1, in `dtype`.
+    """Wide matrices (N, rows, columns) with all singular values near 1, in `dtype`.
 
     Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
@@ -208,7 +208,7 @@ class CombinedOptimizer(Optimizer):
         assert not groups, "the optimizers have the groups; Optimizer.__init__ begins with none"
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group to the last of the optimizers: AdamW, of those that `muon` combines."""
+        """Add a group to the last optimizer, which is AdamW in the result of `muon`."""
         super().add_param_group(param_group)  # checks it against all groups
         for last in self.optimizers[-1:]:
             last.add_param_group(param_group)

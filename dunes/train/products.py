@@ -1,4 +1,4 @@
-"""A pass over a compiled step on the CPU: small matrix products of bfloat16 as float32 ones, rounded at the end.
+"""A pass over a compiled step on the CPU that computes small bfloat16 matrix products in float32.
 
 A product of bfloat16 in oneDNN takes 12 us or more whatever its size; one of float32 starts in 2 us. Both add in
 float32.
@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 SMALL = 2**19
-"""Multiplications up to which float32 is faster, at the slowest rates seen: 0.11 TFLOP/s, 0.48 in bfloat16."""
+"""Multiplications up to which float32 is faster at the slowest measured rates: 0.11 TFLOP/s, 0.48 in bfloat16."""
 
 
 class SmallProducts(CustomGraphPass):

@@ -20,7 +20,7 @@ Rule = Callable[[Tensor, Tensor, State, Group], tuple[Tensor, State]]
 
 
 class RuleOptimizer(Optimizer):
-    """An optimizer of one's own: a subclass gives `start`, the state of a new parameter, and `update`, the rule.
+    """Base of custom optimizers: a subclass defines `start`, the state of a new parameter, and `update`, the rule.
 
     `update` returns new tensors and changes none, so the same lines run in the plain loop and in a compiled step.
     """
@@ -87,7 +87,7 @@ _OF_TORCH: dict[type[Optimizer], Rule] = {
     torch.optim.AdamW: adam_rule,
 }
 _UNKNOWN = ("maximize", "amsgrad", "centered", "differentiable")
-"""Settings that the rules above do not have."""
+"""Settings that these rules do not implement."""
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:

@@ -9,10 +9,12 @@ warm-up, so a resumed run with the same ones repeats exactly.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PACED, WARMUP_SHARE = 2, 5
-"""The step after which the pace is known; and warm-up takes at most one in so many steps."""
+PACED = 2
+"""Step after which the pace is known."""
+WARMUP_SHARE = 5
+"""Ratio of all steps to the longest warm-up."""
 MARGIN = 50
-"""In the last one of so many parts of the time the end is not corrected any more."""
+"""Ratio of the run's time to its last part, in which the end is no longer corrected."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Schedule:
         return self.lowest + (height - self.lowest) * remaining
 
     def is_over(self, step: int) -> bool:
-        """Whether the run ends after `step` steps."""
+        """True if the run ends after `step` steps."""
         return bool(self.records) and step >= self.records[-1].end
 
 
@@ -70,8 +72,8 @@ class Clock:
     """Adds records to a schedule so that the run ends `seconds` after its start; its first step is at `begin`.
 
     Call `update` after each step. Once the pace is known, it shortens a warm-up that would be longer than a fifth
-    of the steps. It records the start of the decay when its time has come, and corrects the end each time that
-    half of what was left has passed, so that a pace that changes does not change the end.
+    of the steps. It records the start of the decay at the time for it, and corrects the end each time that half of
+    the remaining time has passed, so that the run ends in time even if its pace changes.
     """
 
     schedule: Schedule
@@ -79,7 +81,7 @@ class Clock:
     decay: float = 0.5
     begin: float = 0.0
     _since: tuple[int, float] | None = None
-    """Step and time from which the pace is measured: of the first step, which loads code, or the last record."""
+    """Step and time from which the pace is measured: the first step, which loads code, or the last record."""
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -87,7 +89,7 @@ class Clock:
         _check_share("decay", self.decay)
 
     def update(self, step: int, elapsed: float) -> None:
-        """`step` steps are done `elapsed` seconds after the start, with everything in between included."""
+        """Record that `step` steps took `elapsed` seconds since the start, including all work between them."""
         records, left = self.schedule.records, self.seconds - elapsed
         began, since = self._since or (step, elapsed)
         self._since = began, since
@@ -102,7 +104,7 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, began: int, since: float) -> bool:
-        """True when the decay starts, when half of the time or steps left has passed, and when it is too late."""
+        """True when the decay starts, after half of the remaining time or steps, and after the time limit."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)

@@ -22,16 +22,16 @@ from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
 FORMAT = 2
-"""The format number of `Trainer.state_dict`; the first had none, and learning rates with lr_scale in them."""
+"""Format version of `Trainer.state_dict`; version 1 had no such key, and learning rates multiplied by lr_scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The result of one step. `loss` is the mean over `count` targets, as computed, NaN included.
 
-    `grad_norm` is the norm before clipping, `lr_scale` the factor of the learning rates, `skipped` whether the
-    weights were left unchanged. A count that is not finite is reported as 0. `metrics` are the means of the loss's
-    named pairs, each a float, or a list of floats where it is a vector.
+    `grad_norm` is the norm before clipping, `lr_scale` the factor of the learning rates, `skipped` True if the
+    weights did not change. A count that is not finite is reported as 0. `metrics` are the means of the loss's
+    named pairs: floats, and lists of floats for vectors.
     """
 
     number: int
@@ -56,12 +56,12 @@ class Trainer:
     Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
     `lr_scale(step)` is a factor on the learning rates that the optimizer's groups have at that step; between steps
     they hold their own rates, so schedulers of PyTorch and `group["lr"] = x` work in the loop body. `seed` seeds
-    all randomness inside a step, so that random numbers drawn between steps change nothing. Gradients are those of
-    the parameters of the model, of the optimizer, and of a loss that is a module; a UserWarning names, once, those
-    that are in no group of the optimizer. A step whose loss or gradient is not finite, or whose
-    count is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every
-    other step, modules with a method `after_step` are called: what must hold then, such as a mask of weights; and
-    those with a `before_step` before it.
+    all randomness inside a step, so that random numbers drawn between steps change nothing. Gradients are computed
+    for the parameters of the model, of the optimizer, and of a loss that is a module; a UserWarning names, once,
+    parameters that are in no group of the optimizer. A step whose loss or gradient is not finite, or whose count
+    is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every other
+    step, the method `after_step` of each module that has one is called, which restores an invariant such as a mask
+    of weights; before it, `before_step`.
     With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
     sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
     Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss,
@@ -86,7 +86,7 @@ class Trainer:
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.deterministic = False
-        """Whether losses and their gradients use algorithms of the same bits each time, where torch has them."""
+        """True to compute losses and gradients by deterministic algorithms, where torch has them."""
         self._warned: set[Tensor] = set()
         self.learning_rates()
         parameter = next(model.parameters(), None)
@@ -162,8 +162,6 @@ class Trainer:
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
         counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
-        if counted < 0:
-            raise ValueError(f"the loss of step {self.number + 1} counted {counted:g} targets; expected 0 or more")
         finite = counted > 0 and all(map(math.isfinite, (loss, counted, norm)))
         if finite:
             self.update(scale)
@@ -171,14 +169,23 @@ class Trainer:
             for buffer, before in buffers:
                 buffer.copy_(before)
         self.clear_gradients()
-        self.number += 1
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        count = int(counted) if math.isfinite(counted) else 0
         metrics = dict(zip([*means][1:], values, strict=True))
-        return Step(self.number, loss, count, norm, scale, not finite, perf_counter() - start, metrics)
+        return self.finish_step((loss, counted, norm), scale, finite, perf_counter() - start, metrics)
+
+    def finish_step(
+        self, values: Sequence[float], scale: float, finite: bool, seconds: float, metrics: Mapping[str, Any]
+    ) -> Step:
+        """Count a step with this loss, count and norm, and describe it. Raises ValueError for a negative count."""
+        loss, count, norm = values
+        number = self.number + 1
+        if count < 0:
+            raise ValueError(f"the loss of step {number} counted {count:g} targets; expected 0 or more")
+        self.number, self.bad_steps = number, 0 if finite else self.bad_steps + 1
+        targets = int(count) if math.isfinite(count) else 0
+        return Step(number, loss, targets, norm, scale, not finite, seconds, metrics)
 
     def update(self, scale: float = 1.0) -> None:
-        """Apply the gradients at `scale` times the groups' rates; modules restore what must hold after a step."""
+        """Apply the gradients at `scale` times the groups' rates, after `before_step` and before `after_step`."""
         self._call("before_step")
         with _scaled_rates(self.optimizer, scale):
             self.optimizer.step()
@@ -263,7 +270,7 @@ class Trainer:
         return norm
 
     def _check_groups(self, params: list[Tensor]) -> None:
-        """Warn once of those that are in no group. Raises ValueError for ones that ranks would train apart."""
+        """Warn once of parameters in no group. Raises ValueError if each rank would train its own parameters."""
         grouped = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         if self.ranks > 1 and not all(hasattr(p, "full_tensor") for p in grouped.values()):
             raise ValueError(
@@ -295,7 +302,7 @@ class Trainer:
         return f"Trainer({model} parameters, {optimizer}, {dtype}, after step {self.number})"
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the weights: the optimizer's state and rates, and two counters."""
+        """The state of a run besides its weights: the optimizer's state and rates, and two counters."""
         counters = {"number": self.number, "bad": self.bad_steps}
         return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
