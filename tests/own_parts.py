@@ -154,3 +154,26 @@ def of_own_parts(name):
     norm, attention, mlp, head = ((usual | OWN[name])[part] for part in ("norm", "attention", "mlp", "head"))
     blocks = [Block(norm(32), attention(32), norm(32), mlp(32)) for _ in range(2)]
     return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), head(32)).double()
+
+
+class Counting(nn.Module):
+    """A buffer that forward changes, which no export can have."""
+
+    supports_packing = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count
+
+
+class Branching(nn.Module):
+    """A path that depends on values, which no export can have either."""
+
+    supports_packing = True
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x

@@ -48,11 +48,10 @@ from dunes.completion.text import FileTokenizer, near_text, window, without_over
 from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
+from small_models import random_model
 from test_copying import Undeclared
 
 CODE = "".join(
@@ -64,11 +63,7 @@ CONTEXT = 64
 
 
 def model_for(tokenizer, context_length=CONTEXT, seed=0, **card):
-    config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, context_length)
-    model = initialise(FAMILIES["llama"].build(config), seed).eval()
-    draw = torch.Generator().manual_seed(seed + 1)
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=draw)
+    model = random_model(vocab=tokenizer.vocab, context=context_length, seed=seed)
     return LoadedModel(model, tokenizer, context_length, card)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
+from small_models import random_model
 from test_cli import dunes
 from test_runs import stopping_at
 
@@ -34,16 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
 
 
-def model_of(family, depth=3, vocab=50, **changes):
-    """A model none of whose weights is zero, biases included."""
-    module = FAMILIES[family]
-    config = replace(module.Config.from_size(vocab, 32, depth, 64), **changes)
-    torch.manual_seed(7)
-    model = module.build(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2).add_(1.0 if p.dim() == 1 else 0.0)
-    return model
+model_of = partial(random_model, noise=0.2, depth=3, context=64)
 
 
 def copied(model):
@@ -105,7 +98,7 @@ def test_biases_and_experts_too_are_zero_and_norms_are_not(family, silent):
     ],
 )
 def test_any_number_of_blocks_stands_anywhere(depth, request_, copies):
-    model = model_of("llama", depth)
+    model = model_of("llama", depth=depth)
     old, logits = list(model.blocks), all_logits(model)
     change = apply_change(model, "expand", **request_)
     assert [s["of"] for s in change.places.values()] == copies

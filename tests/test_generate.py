@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import ForwardContext, RollingCache, cache_for
 from own_parts import OWN, of_own_parts
+from small_models import random_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,14 +30,7 @@ def model(request):
     return made(request.param)
 
 
-def made(family):
-    module = FAMILIES[family]
-    model = initialise(module.build(module.Config.from_size(VOCAB, 64, 2, CONTEXT)))
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=noise) * 0.2)
-    return model
+made = partial(random_model, noise=0.2, vocab=VOCAB, dim=64, context=CONTEXT)
 
 
 @torch.no_grad()

@@ -16,8 +16,7 @@ from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantization import NF4, Int8, describe
 from dunes.augment.quantized import Grid
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
+from small_models import random_model
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
 GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]
@@ -33,17 +32,13 @@ def inputs(count=160, tokens=600):
     return (mixed + noise(tokens, 1, seed=3)) * noise(count, seed=4).exp()
 
 
-def model_of(family="llama", depth=2, **fields):
+def model_of(family="llama", **fields):
     """A small model whose hidden states have a few large components."""
-    module = FAMILIES[family]
-    config = module.Config.from_size(50, 32, depth, 32)
-    model = initialise(module.build(type(config)(**{**vars(config), **fields})), 0)
-    draw = torch.Generator().manual_seed(2)
+    model, draw = random_model(family, **fields), torch.Generator().manual_seed(2)
     for name, p in model.named_parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=draw)
         if "norm.weight" in name:
             p.data *= torch.randn(p.shape, generator=draw).exp()
-    return model.eval()
+    return model
 
 
 def gram_of(x):

@@ -13,24 +13,12 @@ from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.parts import MoE
 from dunes.runs.augment import augment_folder
+from small_models import random_model as dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 IDS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(1))
-
-
-def dense(family="llama", seed=0, **fields):
-    """A small model with weights that are no start: biases and output projections are not zero."""
-    module = FAMILIES[family]
-    config = module.Config.from_size(50, 32, 2, 32)
-    model = initialise(module.build(type(config)(**{**vars(config), **fields})), seed).eval()
-    draw = torch.Generator().manual_seed(seed + 1)
-    for p in model.parameters():
-        if p.dim() == 1 or p.shape[0] == 32:
-            p.data += 0.2 * torch.randn(p.shape, generator=draw)
-    return model
 
 
 def spread(model, scale=3.0):
