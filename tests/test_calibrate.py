@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import tree
 from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_tokens
@@ -165,8 +165,7 @@ def test_the_model_stays_in_its_mode_and_nothing_is_held():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def fail(grams):
-    raise RuntimeError("no")
+fail = raising(RuntimeError("no"))
 
 
 def test_bfloat16_models_have_float32_grams():

@@ -28,7 +28,7 @@ from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
-from small_models import random_model
+from small_models import random_model, small_config
 from test_cli import dunes
 from test_runs import stopping_at
 
@@ -359,20 +359,23 @@ def test_transformers_opens_it_with_more_layers(family, tmp_path):
 
 
 def own(depth):
-    model = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(50, 32, depth, 64))
+    model = FAMILIES["llama"].build(small_config(depth=depth, context=64))
     model.blocks[0].mlp.act = torch.sin
     return model
 
 
-def test_a_model_of_ones_own_function_is_expanded_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize(("name", "request_"), [("expand", {"blocks": 2}), ("quantize", {"kind": "nf4"})])
+def test_a_model_of_ones_own_function_is_changed_saved_and_loaded(name, request_, tmp_path):
     model = own(3).eval()
-    change = apply_change(model, "expand", blocks=2)
+    change = apply_change(model, name, **request_)
     architecture = Architecture.of_function(own, depth=3)
     checkpoint.save(model, tmp_path, None, 64, architecture=replace(architecture, changes=(change,)))
     loaded = checkpoint.load(tmp_path, build=own)
     assert torch.equal(loaded.model(IDS), model(IDS))
-    select_trainable(loaded.model, ("new",), loaded)
-    assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
+    refuses("not imported automatically", checkpoint.load, tmp_path)
+    if name == "expand":
+        select_trainable(loaded.model, ("new",), loaded)
+        assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
 
 
 @pytest.mark.parametrize("kind", ["quantize", "lora"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.cli import verbs
 from dunes.generate import PrefixCache, Proposal, generate, look_up
@@ -205,8 +206,7 @@ def test_codes_are_packed_exactly(bits, dim):
 
 @pytest.mark.parametrize(("bits", "group", "residual"), [(3, 32, 32), (16, 32, 32), (4, 0, 32), (4, 32, -1)])
 def test_what_cannot_be_stored_is_refused(bits, group, residual):
-    with pytest.raises(ValueError, match=r"^a cache (of|with)"):
-        CacheFormat(bits, group, residual)
+    refuses(r"^a cache (of|with)", CacheFormat, bits, group, residual)
 
 
 def made(family="llama", dtype=torch.float64, **fields):
@@ -309,11 +309,7 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "model"
     model = random_model(vocab=265, dim=64, context=128)
     checkpoint.save(model, folder, Tokenizer.train("bytes", ()), 128)
-
-    def refuse(*arguments):
-        raise AssertionError("a step")
-
-    monkeypatch.setattr("dunes.generate.packages.load_step", refuse)
+    monkeypatch.setattr("dunes.generate.packages.load_step", raising(AssertionError("a step")))
     assert verbs.generate(str(folder), SamplingOptions(max_tokens=100), "abcdefgh" * 8, cache="int4") == 0
     error = capsys.readouterr().err
     assert error.count("\n") == 2

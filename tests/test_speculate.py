@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.augment import adapter_active, row_adapters
 from dunes.cli import verbs
@@ -222,10 +222,7 @@ def test_proposals_with_other_ids_are_refused_and_empty_or_long_ones_are_not(bad
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 def test_a_model_without_a_cache_is_asked_for_one_token_at_a_time():
     model = of_own_parts("shift").float()
-
-    def propose(*_):
-        raise AssertionError("what follows might change what stands before")
-
+    propose = raising(AssertionError("what follows might change what stands before"))
     assert_same_tokens(
         written(model, [1, 2], max_tokens=8, proposer=propose), written(model, [1, 2], max_tokens=8)
     )
@@ -334,8 +331,12 @@ def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(f
 
 
 def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
-    with pytest.raises(
-        ValueError, match=r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;"
-    ):
-        verbs.generate(str(folders / "big"), SamplingOptions(), "ab", draft=str(folders / "other"))
+    refuses(
+        r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;",
+        verbs.generate,
+        str(folders / "big"),
+        SamplingOptions(),
+        "ab",
+        draft=str(folders / "other"),
+    )
     assert not capsys.readouterr().out

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from adapters import trained
+from conftest import raising
 from dunes.augment import adapter_active, attach, row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.completion.engine import CompletionEngine
@@ -86,11 +87,7 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind():
     write = partial(generate, model, max_tokens=2, context_length=60)
     cache, want = PrefixCache(model), list(write(TEXT[:32]))
     list(write(TEXT[:38], cache=cache))
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    handle = model.blocks[1].register_forward_pre_hook(raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         list(write(TEXT[:30] + TEXT[:20], cache=cache))  # the first block has overwritten what it still needs
     handle.remove()
