@@ -24,7 +24,8 @@ def build(family, depth=1, **sizes):
     """Six heads of four that share two key/value heads, a window shorter than the text, experts."""
     sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "hidden": 32, "window": 5, "experts": 4} | sizes
     fields = sizes.keys() & FAMILIES[family].Config.__dataclass_fields__
-    return random_model(family, 0.25, VOCAB, 24, depth, 16, **{name: sizes[name] for name in fields}).train()
+    sizes = {name: sizes[name] for name in fields} | {"vocab": VOCAB, "dim": 24, "depth": depth, "context": 16}
+    return random_model(family, 0.25, **sizes).train()
 
 
 def tokens(rows=2, length=13):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from conftest import display, metaspace_tokenizer, refuses, toy
+from conftest import display, metaspace_tokenizer, refuses, toy, training_output
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
@@ -51,8 +51,8 @@ from dunes.generate.remembered import RememberedLogits
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
+from own_parts import Wrapped
 from small_models import random_model
-from test_copying import Undeclared
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
@@ -660,12 +660,12 @@ def test_tokenizers_of_all_kinds(tokenizer, header):
     assert engine.bits("", "b.py") == 0
 
 
-@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+@pytest.mark.filterwarnings("ignore:Wrapped may mix tokens")
 def test_a_part_that_mixes_tokens():
     loaded = model_for(BPE, **TRAINED)
     engine = engine_of([("a.py", CODE)], loaded=loaded)
     expected = [engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)) for width in (1, 3)]
-    loaded.model.blocks[1].mlp = Undeclared(loaded.model.blocks[1].mlp)
+    loaded.model.blocks[1].mlp = Wrapped(loaded.model.blocks[1].mlp)
     engine = engine_of([("a.py", CODE)], loaded=loaded)
     for width, suggestion in zip((1, 3), expected, strict=True):
         assert close(engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)), suggestion)
@@ -958,10 +958,8 @@ def complete(capsys, *args):
 
 
 def train_to(folder, source, **changes):
-    shown, out = display()
     options = {key: changes.pop(key) for key in ("resume", "asked") if key in changes}
-    assert train(toy(source, complete=True, **changes), folder, shown, **options) == 0
-    return out.getvalue()
+    return training_output(toy(source, complete=True, **changes), folder, **options)
 
 
 def checkpoint_test_files(run):

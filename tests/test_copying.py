@@ -31,6 +31,7 @@ from dunes.generate.copying import (
     top_ids,
 )
 from dunes.generate.remembered import RememberedLogits, assigned
+from own_parts import Wrapped
 from small_models import random_model
 
 VOCAB = 7
@@ -455,23 +456,12 @@ def exhaustive(model, prompt, max_tokens, process=log_softmax, end=1):
     return max(ended or others, key=lambda beam: beam.total)
 
 
-class Undeclared(torch.nn.Module):
-    """A part that does not say whether it mixes tokens, so that whole texts are read."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 def without_cache(model):
-    model.blocks[0].mlp = Undeclared(model.blocks[0].mlp)
+    model.blocks[0].mlp = Wrapped(model.blocks[0].mlp)
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+@pytest.mark.filterwarnings("ignore:Wrapped may mix tokens")
 @pytest.mark.parametrize("wrap", [lambda m: m, without_cache], ids=["cache", "no cache"])
 @pytest.mark.parametrize("process", [log_softmax, partial(forbid, [1]), partial(forbid, [0, 2, 3, 4, 5])])
 def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):

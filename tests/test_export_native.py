@@ -14,7 +14,7 @@ from torch import nn
 
 import dunes
 from adapters import trained
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
@@ -58,10 +58,7 @@ class Net(nn.Module):
 @pytest.fixture
 def no_work(monkeypatch):
     """Fails the test when anything is compiled or exported."""
-
-    def fail(*args, **options):
-        raise AssertionError("work before the refusal")
-
+    fail = raising(AssertionError("work before the refusal"))
     for name in ("compile_step", "compile_graph"):
         monkeypatch.setattr(export_native, name, fail)
     monkeypatch.setattr(torch.export, "export", fail)

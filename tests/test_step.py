@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from adapters import trained
-from conftest import refuses
+from conftest import eventually, raising, refuses
 from dunes import augment, checkpoint
 from dunes.augment.lora import row_adapters
 from dunes.bench import BENCHMARKS
@@ -48,7 +48,7 @@ from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.parts import Cache, cache_for
 from dunes.text import Tokenizer
-from own_parts import Branching, Counting
+from own_parts import Branching, Counting, Wrapped
 from small_models import assert_same_tokens, random_model
 
 needs_compiler = pytest.mark.slow
@@ -637,24 +637,18 @@ def test_what_compiled_code_depends_on_names_its_folder(change, home, monkeypatc
 @pytest.mark.long
 @needs_compiler
 def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
-    def read_only(*arguments):
-        raise OSError(30, "Read-only file system")
-
     model = model_of(depth=1)
     package, dtype = compile_step(model, 64)
-    monkeypatch.setattr(step_package.atomic, "write_file", read_only)
+    monkeypatch.setattr(step_package.atomic, "write_file", raising(OSError(30, "Read-only file system")))
     assert compile_step(model, 64) == (package, dtype)
     with pytest.raises(OSError, match="Read-only"):
         compile_step(model, 64, torch.float32)
 
 
 def test_a_user_without_a_home_decodes_without_a_package(monkeypatch):
-    def unknown(uid):
-        raise KeyError(uid)
-
     for name in ("HOME", "DUNES_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", raising(KeyError(0)))
     with pytest.warns(UserWarning, match="set DUNES_HOME to a folder; decoding without it$"):
         assert load_step(model_of()) is None
     refuses("no home folder", compile_step, model_of(), 64)
@@ -716,13 +710,7 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
     generator = TextGenerator(loaded, find)
     before = generator.text("some", 30)
     assert generator.cache.step is None
-    deadline = time.monotonic() + 240
-    while find() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    while not find().reads_texts:  # which comes last
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    assert eventually(lambda: find() and find().reads_texts, 240), "which come last"
     assert generator.text("some", 30) == before
     assert generator.cache.step is find()
 
@@ -788,14 +776,10 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         assert load_step(model) is None
 
 
-class WrongForFew(nn.Module):
+class WrongForFew(Wrapped):
     """An MLP that computes something else where four tokens are compiled."""
 
     supports_packing = True
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
 
     def forward(self, x):
         few = x.shape[1] == FEW and torch.compiler.is_exporting()
@@ -957,13 +941,8 @@ def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home)
 
 
 def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path, home):
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    import torch._inductor
-
-    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
+    full = raising(OSError(28, "No space left on device"))
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", full)
     model = model_of(depth=1)
     refuses("No space left", compile_step, model, 64)
     assert load_step(model) is None
