@@ -1,31 +1,26 @@
 """What tests of adapters share."""
 
+from functools import partial
+
 import torch
 
 from dunes.augment.adapted import Adapted
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
+from small_models import random_model
 
 IDS = torch.arange(40).view(2, 20)
 
 
-def build(family="llama"):
-    module = FAMILIES[family]
-    model = initialise(module.build(module.Config.from_size(50, 32, 2, 32)), seed=3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.05)
-    return model.eval()
+build = partial(random_model, noise=0.05)
 
 
-def trained(model, name="default", seed=1):
+def trained(model, name="default", seed=1, noise=0.1):
     """Numbers as after training, in every adapter of that name."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Adapted) and name in module.adapters:
                 for p in module[name].parameters():
-                    p.add_(torch.randn(p.shape, generator=draw) * 0.1)
+                    p.add_(torch.randn(p.shape, generator=draw) * noise)
     return model
 
 

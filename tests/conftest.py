@@ -4,7 +4,9 @@ import gc
 import json
 import os
 import re
+import subprocess
 import sys
+import time
 
 # Else MKL's kernels on AMD depend on alignment and shape, and equal products differ in their last bits.
 os.environ.setdefault("MKL_CBWR", "AVX2")
@@ -12,6 +14,7 @@ os.environ.setdefault("MKL_CBWR", "AVX2")
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import tokenizers
@@ -19,10 +22,12 @@ import torch
 from rich.console import Console
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from dunes import measure
 from dunes.cli.main import main
 from dunes.inference.write import sample_text
 from dunes.ops.float32_products import repeat_choice
 from dunes.progress import Display
+from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 
@@ -176,9 +181,55 @@ def display():
     return Display(Console(file=out, width=100)), out
 
 
+def training_output(config, folder, status=0, **options) -> str:
+    """What a training prints that ends with this status."""
+    show, out = display()
+    assert train(config, folder, show, **options) == status
+    return out.getvalue()
+
+
+def eventually(check, seconds=20.0):
+    """True once the check succeeds, False if it does not within this time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if check():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def run_python(script, *arguments, **options):
+    """A process of Python that has run this script."""
+    command = [sys.executable, "-c", dedent(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
 def refuses(words, call, /, *arguments, **options) -> str:
     """The message of a call that is refused: on one line, with these words, which are a regular expression."""
     with pytest.raises(ValueError, match=words) as error:
         call(*arguments, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def refused(read, path) -> str:
+    """The line with which a file is refused, printable, not long, and without much memory."""
+    cpu = torch.device("cpu")
+    before, begin = measure.reset_peak_memory(cpu), time.perf_counter()
+    line = refuses("refused", read, path)
+    took, grown = 1e3 * (time.perf_counter() - begin), measure.peak_memory(cpu) - before
+    print(f"{took:7.2f} ms, {grown / 1e6:5.1f} MB: {line.removeprefix(str(path))[:110]}")
+    assert line.startswith(f"{path}: ")
+    assert line.isprintable()
+    assert len(line) < 600 + len(str(path))
+    assert grown < 64 << 20
+    return line
+
+
+def raising(error):
+    """A function that raises this error, whatever it is called with."""
+
+    def call(*_, **__):
+        raise error
+
+    return call

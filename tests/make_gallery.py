@@ -149,16 +149,7 @@ def write_models(root: Path) -> None:
     for name, base in METHODS.items():
         kind = "lora" if name == "expand-lora" else name
         method = ["--method", kind, *(["--rank", 4] if name != "full" else []), *few]
-        run(
-            root / name,
-            "finetune",
-            root / base,
-            "--data",
-            root / "examples.json",
-            "--out",
-            root / name,
-            *method,
-        )
+        run(root / name, "finetune", root / base, "--data", root / "examples.json", "--out", root / name, *method)
     for name, command in CHANGES.items():
         change, source, *options = command.split()
         run(root / name, "augment", change, root / source, root / name, *options)

@@ -41,20 +41,6 @@ class Convolution(nn.Module):
         return self.inside(F.pad(x.mT, (2, 0))).mT.tanh()
 
 
-class CalledOtherwise(nn.Module):
-    """As some libraries do it: what is called is not the class's forward."""
-
-    supports_packing = True
-
-    def __init__(self, dim):
-        super().__init__()
-        self.inside = nn.Linear(dim, dim)
-        self.forward = self.shifted
-
-    def shifted(self, x):
-        return self.inside(x + F.pad(x[:, :-1], (0, 0, 1, 0))).tanh()
-
-
 class RunningNorm(nn.LayerNorm):
     def forward(self, x):
         return super().forward(x.cumsum(1))
@@ -106,6 +92,17 @@ class OwnMLP(nn.Module):
         return self.inside(x).tanh()
 
 
+class CalledOtherwise(OwnMLP):
+    """As some libraries do it: what is called is not the class's forward."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.forward = self.shifted
+
+    def shifted(self, x):
+        return super().forward(x + F.pad(x[:, :-1], (0, 0, 1, 0)))
+
+
 def plain_attention(dim):
     return Attention(dim, 4, 2, position=Rotary(8))
 
@@ -154,3 +151,37 @@ def of_own_parts(name):
     norm, attention, mlp, head = ((usual | OWN[name])[part] for part in ("norm", "attention", "mlp", "head"))
     blocks = [Block(norm(32), attention(32), norm(32), mlp(32)) for _ in range(2)]
     return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), head(32)).double()
+
+
+class Wrapped(nn.Module):
+    """Another module that does not say whether it mixes tokens."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs, **options):
+        return self.inner(*inputs, **options)
+
+
+class Counting(nn.Module):
+    """A buffer that forward changes, which no export can have."""
+
+    supports_packing = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * self.count
+
+
+class Branching(nn.Module):
+    """A path that depends on values, which no export can have either."""
+
+    supports_packing = True
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
-from conftest import refuses
+from conftest import change_json, refuses, run_python
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
@@ -24,7 +22,8 @@ from dunes.inference.sampling_options import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native
-from test_adapter import IDS, LIMIT, card_of, pair, rename, their_adapter, weights, words
+from test_adapter import IDS, LIMIT, card_of, pair, random_like, rename, their_adapter, weights, words
+from test_cli import dunes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TOKENS = Tokenizer.train("chars", ["abcdefghijklmnopqrstuvwxyz .,:#?!\n"])
@@ -175,20 +174,14 @@ def unsealed(change):
 
 
 def other_base(folder, dtype=torch.float32):
-    _, other = pair("llama")
-    with torch.no_grad():
-        for p in other.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) / 5)
-    checkpoint.save(other.to(dtype), folder.parent / "base", TOKENS, 32)
+    checkpoint.save(random_like(pair("llama")[1], dtype), folder.parent / "base", TOKENS, 32)
 
 
 def other_settings(folder, **changes):
     """A base with the same weights in which a setting is another."""
     path = folder.parent / "base"
     (path / "dunes.json").unlink()
-    config = json.loads((path / "config.json").read_text())
-    config.pop("rope_parameters", None)
-    (path / "config.json").write_text(json.dumps(config | changes))
+    change_json(path / "config.json", rope_parameters=..., **changes)
 
 
 def lose(held, end):
@@ -291,8 +284,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("abc def. " * 40)
     shutil.copytree(folder, tmp_path / "no card")
     (tmp_path / "no card" / "dunes.json").unlink()
-    line = [sys.executable, "-m", "dunes", "generate", tmp_path / "no card", "ab", "--max-tokens", "4"]
-    written = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    written = dunes("generate", tmp_path / "no card", "ab", "--max-tokens", 4)
     assert written.returncode == 0
     assert written.stderr.startswith(f"warning: {tmp_path / 'no card'}: has no digests of its base's weights")
     assert written.stderr.count("warning: ") == 1
@@ -310,8 +302,7 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_structure_is_the_same_in_another_process(made):
     folder, _ = made
-    code = f"from dunes import checkpoint; checkpoint.load({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(f"from dunes import checkpoint; checkpoint.load({str(folder)!r})")
     assert done.returncode == 0, done.stderr
 
 
@@ -386,9 +377,8 @@ def rewritten(base, out, form):
 
 
 @pytest.mark.parametrize("form", [*ROUNDED, "native", "pickled", "sharded"])
+@pytest.mark.usefixtures("made")
 def test_a_base_in_another_form_is_known(form, tmp_path):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
     out = tmp_path / "out"
     if form in ROUNDED:
         convert(open_verified_source(tmp_path / "base"), out, dtype=ROUNDED[form])

@@ -1,17 +1,14 @@
 """What autosize chooses, and what its estimates rest on."""
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from textwrap import dedent
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import refuses
+from conftest import refuses, run_python
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
 from dunes.models import arcee, llama, mixtral
@@ -255,8 +252,7 @@ def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
         assert train.train(plan, Path(sys.argv[2]), Display()) == 0
         print(said / measure.peak_memory(torch.device("cpu")))
     """
-    command = [sys.executable, "-c", dedent(script), str(code), str(tmp_path / "run"), family]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = run_python(script, code, tmp_path / "run", family, check=True)
     assert 0.9 < float(done.stdout.split()[-1]) < most
 
 

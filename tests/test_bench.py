@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from adapters import trained
 from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
@@ -35,6 +36,7 @@ from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
+from test_cli import dunes
 
 TINY = runner.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
@@ -321,10 +323,8 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
 @pytest.mark.slow
 def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)
-    with pytest.raises(ValueError, match=r"this needs about \S+ GB and 1 MB are free"):
-        runner.bench(
-            "train", runner.Request(sizes=["300m"], dtypes=["float32"], threads=[1]), 1, tmp_path / "out.jsonl"
-        )
+    request, words = replace(TINY, sizes=["300m"]), r"this needs about \S+ GB and 1 MB are free"
+    refuses(words, runner.bench, "train", request, 1, tmp_path / "out.jsonl")
     assert not list(tmp_path.iterdir())
 
 
@@ -602,19 +602,8 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     out = tmp_path / "out.jsonl"
-    options = [
-        "--size",
-        "300k",
-        "--context-length",
-        "32",
-        "--rounds",
-        "10000",
-        "--json",
-        "--threads",
-        "1",
-        "--out",
-    ]
-    line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, out]
+    options = ["--size", "300k", "--context-length", "32", "--rounds", "10000", "--json", "--threads", "1"]
+    line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, "--out", out]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while not out.exists() or out.read_bytes().count(b"\n") < 2:
         assert process.poll() is None
@@ -628,8 +617,7 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line_and_status_2():
-    line = [sys.executable, "-m", "dunes", "bench", "compare", "a.jsonl", "b.jsonl"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    done = dunes("bench", "compare", "a.jsonl", "b.jsonl")
     assert done.returncode == 2
     assert "no such file" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -640,9 +628,7 @@ def adapter_in(folder, **options):
     base = of_shape("llama", 200_000, 32).saved_folder
     model = checkpoint.load(base).model
     attach(model, where="**.attn.q", rank=2, **options)
-    with torch.no_grad():
-        for layer in model.blocks:
-            layer.attn.q["default"].B.add_(0.1)
+    trained(model)
     checkpoint.save_adapter(model, folder, "default", base, context_length=64)
     return model
 

@@ -16,10 +16,9 @@ from conftest import change_json, refuses
 from dunes import checkpoint
 from dunes.checkpoint.architecture import function_name
 from dunes.generate import generate
-from dunes.models import llama
-from dunes.models.initialise import initialise
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.text import Tokenizer
+from small_models import random_model
 
 TOKENIZER = Tokenizer.train("bytes", [])
 IDS = torch.arange(40).view(2, 20)
@@ -150,9 +149,8 @@ class Wider(Shifted):
 
 
 def test_every_difference_from_what_was_saved_is_listed(kept):
-    with pytest.raises(ValueError, match="builds a different model from the saved one") as caught:
-        checkpoint.load(kept, build=partial(build, tied=False, window=4, mlp=Wider))
-    said = str(caught.value)
+    other = partial(build, tied=False, window=4, mlp=Wider)
+    said = refuses("builds a different model from the saved one", checkpoint.load, kept, build=other)
     assert said.startswith(f"{kept}: test_built:build builds")
     for i in (0, 1):
         for words in (
@@ -167,7 +165,6 @@ def test_every_difference_from_what_was_saved_is_listed(kept):
     assert "head.weight is the same tensor as embed.token.weight, not a tensor of its own" in said
     assert "blocks.0.attn has another class or other settings" in said
     assert "blocks.1.attn is" not in said
-    assert "\n" not in said
 
 
 def test_other_settings_alone_are_refused_with_a_way_out(kept):
@@ -274,7 +271,7 @@ def test_inspect_describes_a_folder_whose_function_it_does_not_import(by, kept, 
 
 
 def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
-    make = lambda: initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
+    make = lambda: random_model(vocab=TOKENIZER.vocab, context=16)
     save(make(), tmp_path, build=make)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
     for loaded in (checkpoint.load(tmp_path), checkpoint.load(tmp_path, build=make)):
@@ -283,7 +280,7 @@ def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
 
 
 def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
-    model = initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
+    model = random_model(vocab=TOKENIZER.vocab, context=16)
     save(model, kept)
     assert checkpoint.load(kept).card["family"] == "llama"
     save(learned(build()), kept)

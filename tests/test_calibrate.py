@@ -7,26 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import tree
 from dunes.augment import attach, quantize
 from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_text
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.progress import phase, shown_by
+from small_models import random_model
 
 IDS = torch.randint(50, (5, 24), generator=torch.Generator().manual_seed(1))
-
-
-def model_of(family="llama", depth=2, **fields):
-    """A small model whose output projections are not zero."""
-    module = FAMILIES[family]
-    config = module.Config.from_size(50, 32, depth, 32)
-    model = initialise(module.build(type(config)(**{**vars(config), **fields})), 0)
-    draw = torch.Generator().manual_seed(2)
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=draw)
-    return model
 
 
 def linears(model, where="blocks.**"):
@@ -80,7 +68,7 @@ FAMILY_FIELDS = [
 def test_grams_are_those_of_the_whole_model(family, fields, sequential, monkeypatch):
     monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
     monkeypatch.setattr("dunes.parts.moe.forms.fits", lambda *_: False)
-    model = model_of(family, **fields)
+    model = random_model(family, **fields)
     expected = direct(model, linears(model))
     monkeypatch.undo()
     monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)
@@ -96,7 +84,7 @@ def test_grams_are_those_of_the_whole_model(family, fields, sequential, monkeypa
 
 
 def test_layers_that_read_one_tensor_share_a_gram():
-    grams = collected(model_of("mixtral", experts=4, top_k=4))
+    grams = collected(random_model("mixtral", experts=4, top_k=4))
     of = lambda name: grams[f"blocks.0.{name}"]
     assert of("attn.q") is of("attn.k") is of("attn.v")
     assert of("mlp.experts.1.gate") is of("mlp.experts.1.up")
@@ -106,7 +94,7 @@ def test_layers_that_read_one_tensor_share_a_gram():
 
 def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
     monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
-    model, calls = model_of(), []
+    model, calls = random_model(), []
     model.blocks[0].mlp.down.register_forward_pre_hook(lambda m, x: calls.append(len(x[0])))
     names = ["blocks.0.attn.q", "blocks.0.attn.out"]
     grams = collected(model, names)
@@ -118,7 +106,7 @@ def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
 
 def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
     monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)
-    model = model_of()
+    model = random_model()
     attn, norm = model.blocks[0].attn, model.blocks[0].mlp_norm
     attn.out.register_forward_hook(lambda m, x, y: y + attn.v(norm(y)))
     names = {"blocks.0.attn.v": attn.v}
@@ -130,7 +118,7 @@ def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_later_layers_read_what_changed_ones_write(sequential):
-    model = model_of("mixtral", experts=2, top_k=2)
+    model = random_model("mixtral", experts=2, top_k=2)
     calls = []
 
     def halve(grams):
@@ -155,13 +143,13 @@ def test_later_layers_read_what_changed_ones_write(sequential):
 
 
 def test_the_head_reads_what_the_norm_writes():
-    model = model_of("llama", tied=False)
+    model = random_model("llama", tied=False)
     (sums, _), grams = direct(model, {"head": model.head})["head"], collected(model, ["head"])
     assert distance(grams["head"].matrix, sums) < 1e-5
 
 
 def test_the_model_stays_in_its_mode_and_nothing_is_held():
-    model = model_of("mixtral", experts=4).train()
+    model = random_model("mixtral", experts=4).train()
     model.blocks[1].eval()
     before = {name: m.training for name, m in model.named_modules()}
     held = []
@@ -177,12 +165,11 @@ def test_the_model_stays_in_its_mode_and_nothing_is_held():
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def fail(grams):
-    raise RuntimeError("no")
+fail = raising(RuntimeError("no"))
 
 
 def test_bfloat16_models_have_float32_grams():
-    model = model_of().bfloat16()
+    model = random_model().bfloat16()
     grams = collected(model)
     sums = direct(model, linears(model))
     assert {g.matrix.dtype for g in grams.values()} == {torch.float32}
@@ -192,7 +179,7 @@ def test_bfloat16_models_have_float32_grams():
 def test_progress_goes_by_blocks():
     shown = []
     with shown_by(lambda what, share: shown.append((what, share))), phase("pruning", 0.2, 0.6):
-        model = model_of(depth=4)
+        model = random_model(depth=4)
         calibrate(model, IDS, linears(model), lambda grams: None)
     assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]
     assert TOKENS >= 2048  # products of few rows are slow
@@ -204,11 +191,11 @@ def test_progress_goes_by_blocks():
      (IDS + 9, "vocabulary ends at 49"), (IDS - 99, "ids from -99")],
 )  # fmt: skip
 def test_other_ids_are_refused(ids, message):
-    refuses(message, calibrate, model_of(), ids, [], fail)
+    refuses(message, calibrate, random_model(), ids, [], fail)
 
 
 def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
-    model = model_of("llama", tied=True)
+    model = random_model("llama", tied=True)
     for name, message in (("embed.token", "Embedding"), ("head", "no module"), ("blocks.9.attn.q", "no module")):
         refuses(f"{name} is .*{message}", calibrate, model, IDS, [name], fail)
     attach(model, where="blocks.*.attn.q", rank=2)
@@ -219,6 +206,6 @@ def test_only_dense_layers_of_blocks_and_the_head_are_calibrated():
 
 
 def test_too_few_tokens_are_refused():
-    layers = linears(model := model_of())
+    layers = linears(model := random_model())
     require_text(model, IDS, layers)
     refuses(r"too short: 24 tokens for \d+ inputs of blocks.0.mlp.down", require_text, model, IDS[:1], layers)

@@ -3,8 +3,6 @@
 import importlib
 import itertools
 import json
-import subprocess
-import sys
 from io import StringIO
 
 import pytest
@@ -13,7 +11,7 @@ from rich.console import Console
 
 import expansion
 from adapters import IDS, build, difference, trained
-from conftest import change_json, refuses
+from conftest import change_json, refuses, run_python
 from dunes import checkpoint, progress, tree
 from dunes.augment import (
     CHANGES,
@@ -30,10 +28,10 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.checkpoint.loading import add_adapter
 from dunes.files import atomic
-from dunes.models import FAMILIES
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.train import next_token
+from small_models import assert_refused_unchanged, random_model, small_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 KINDS = {
@@ -50,7 +48,7 @@ REFUSED = {
     ("int8", "expand"): "already quantized", ("nf4", "expand"): "already quantized",
     ("expand", "expand"): None,
 }  # fmt: skip
-CONFIG = FAMILIES["llama"].Config.from_size(50, 32, 2, 32)
+CONFIG = small_config()
 PAIRS = list(itertools.product(KINDS, repeat=2))
 
 
@@ -111,10 +109,8 @@ def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
 
 @pytest.mark.parametrize("pair", [p for p in PAIRS if REFUSED.get(p)])
 def test_a_pair_that_makes_no_sense_is_refused_by_name(pair):
-    model, _ = changed(pair[0])
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    refuses(rf"^blocks\.\S+: {REFUSED[pair]}", apply_change, model, KINDS[pair[1]][0], **KINDS[pair[1]][1])
-    assert before.keys() == model.state_dict().keys()
+    (model, _), (name, request) = changed(pair[0]), KINDS[pair[1]]
+    assert_refused_unchanged(rf"^blocks\.\S+: {REFUSED[pair]}", model, name, **request)
 
 
 def test_loading_computes_nothing_again(tmp_path, monkeypatch):
@@ -207,22 +203,6 @@ def test_an_architecture_of_another_model_is_refused_at_once_on_one_short_line(t
     assert len(refuses(words, checkpoint.save, model, tmp_path / "a", None, 32, architecture=stale)) < 1000
     refuses("no family describes this model", checkpoint.save, model, tmp_path / "a", None, 32)
     assert not (tmp_path / "a").exists()
-
-
-def test_a_model_of_ones_own_function_is_changed_and_saved_too(tmp_path):
-    def make(depth):
-        config = FAMILIES["llama"].Config.from_size(50, 32, depth, 32)
-        model = FAMILIES["llama"].build(config)
-        model.blocks[0].mlp.act = torch.sin
-        return model
-
-    model = make(2).eval()
-    change = apply_change(model, "quantize", kind="nf4")
-    architecture = Architecture.of_function(make, depth=2)
-    architecture = Architecture(architecture.family, architecture.config, (change,), make)
-    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path, build=make).model(IDS), model(IDS))
-    refuses("not imported automatically", checkpoint.load, tmp_path)
 
 
 def test_a_change_is_taken_back():
@@ -349,21 +329,12 @@ def test_a_record_survives_json():
     assert base_model(model) is not model
 
 
-MIXTRAL = FAMILIES["mixtral"].Config.from_size(50, 32, 2, 32)
-
-
-def mixtral_model():
-    model = FAMILIES["mixtral"].build(MIXTRAL)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.eval()
+MIXTRAL = small_config("mixtral")
 
 
 @pytest.mark.parametrize("after", [None, "lora", "int8", "nf4"])
 def test_routing_changes_no_output_and_stacks(after, tmp_path):
-    model = mixtral_model()
+    model = random_model("mixtral")
     before = model(IDS)
     change = apply_change(model, "routing", shared=2, bias_rate=0.1, z_loss=0.5)
     assert torch.equal(model(IDS), before)
@@ -386,7 +357,7 @@ def test_routing_changes_no_output_and_stacks(after, tmp_path):
 
 
 def test_routing_is_refused_where_it_cannot_be():
-    model = mixtral_model()
+    model = random_model("mixtral")
     for request in ({}, {"shared": -1, "z_loss": 1.0}, {"bias_rate": float("nan")}):
         refuses("expected numbers of at least 0, one of them above it", apply_change, model, "routing", **request)
     with pytest.raises(ValueError, match=r"selects nothing; .* are: blocks.0.mlp, blocks.1.mlp"):
@@ -411,8 +382,7 @@ def test_the_steps_of_a_change_to_a_folder_are_shown_and_no_compiler_is_imported
             augment_folder(*map(Path, sys.argv[1:]), "expand")
         print([*dict.fromkeys(seen)], "torch._dynamo" in sys.modules)
     """
-    arguments = [sys.executable, "-W", "ignore", "-c", script, tmp_path / "dense", tmp_path / "out"]
-    output = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    output = run_python(script, tmp_path / "dense", tmp_path / "out", check=True).stdout
     steps = ["reading", "measuring", "hashing", "expand", "writing", "comparing", "written"]
     assert output.strip() == f"{steps} False"
 
@@ -501,5 +471,4 @@ def test_options_from_python_have_any_form_and_the_record_is_json():
 
 def test_a_file_of_changes_is_an_attribute_of_the_room_from_the_start():
     code = "import dunes.augment as a; a.lora.decide; a.quantize; assert 'lora' in dir(a); a.nothing"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "module 'dunes.augment' has no attribute 'nothing'" in done.stderr
+    assert "module 'dunes.augment' has no attribute 'nothing'" in run_python(code).stderr

@@ -6,34 +6,31 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
-from textwrap import dedent
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import change_json, refuses
+from conftest import change_json, raising, refuses, run_python
 from dunes import augment, checkpoint
 from dunes.checkpoint import card, inspect, state
 from dunes.checkpoint.folder import finish_save, verified_card
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.models import FAMILIES, llama
+from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import MLP, RMSNorm
 from dunes.text import Tokenizer
+from small_models import random_model
 
 TOKENIZER = Tokenizer.train("bytes", [])
 
 
 def build(family="qwen3"):
-    module = FAMILIES[family]
-    return initialise(module.build(module.Config.from_size(TOKENIZER.vocab, 32, 2, 16)))
+    return random_model(family, vocab=TOKENIZER.vocab, context=16)
 
 
 @pytest.fixture
@@ -57,9 +54,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(family, tmp_path):
 
 @pytest.mark.parametrize(("context", "vocab", "words"), [(0, TOKENIZER.vocab, "length is 0"), (16, 9, "9 rows")])
 def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
-    module = FAMILIES["llama"]
-    model = initialise(module.build(module.Config.from_size(vocab, 32, 2, 16)))
-    refuses(words, checkpoint.save, model, folder, TOKENIZER, context)
+    refuses(words, checkpoint.save, random_model(vocab=vocab, context=16), folder, TOKENIZER, context)
     assert checkpoint.load(folder).card["trained"] == {"steps": 3}
 
 
@@ -163,12 +158,8 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
     stage(folder, weights | {name: weights[name] + 1}, safetensors_writer.SHARD)
-
-    def refuse(*_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
     for call in ("replace", "unlink", "link", "rename", "mkdir", "rmdir"):
-        monkeypatch.setattr(os, call, refuse)
+        monkeypatch.setattr(os, call, raising(OSError(errno.EROFS, os.strerror(errno.EROFS))))
     loaded = checkpoint.load(folder)
     assert loaded.card["note"] == str(safetensors_writer.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
@@ -197,8 +188,7 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
     assert len(looks) == 1
 
 
-def unchanged():
-    raise ValueError("nothing has changed")
+unchanged = raising(ValueError("nothing has changed"))
 
 
 def test_a_run_before_its_first_save_says_so(tmp_path):
@@ -333,7 +323,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed = build()
     changed.blocks[1].mlp = MLP(32, 64)
     assert "blocks.1.mlp" in checkpoint.hf_config_of(changed, 16)
-    changed = llama.build(llama.Config.from_size(50, 64, 2, 16))
+    changed = random_model(dim=64, context=16)
     augment.quantize(changed, kind="int8")
     assert checkpoint.hf_config_of(changed, 16) == "blocks.0.attn.q is Int8, not Linear", "for several families"
     changed = build()
@@ -343,7 +333,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
     changed.blocks[0].attn.q_norm = RMSNorm(32, 1e-2)
     reason = checkpoint.hf_config_of(changed, 16)
     assert "eps" in reason
-    shorter = llama.build(llama.Config.from_size(50, 64, 3, 16))
+    shorter = random_model(dim=64, depth=3, context=16)
     shorter.blocks = shorter.blocks[:2]
     assert checkpoint.hf_config_of(shorter, 16).config.depth == 2
 
@@ -352,8 +342,7 @@ def test_what_a_model_is_called_follows_from_its_tree():
 @pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
 @pytest.mark.parametrize("family", ["mistral", "mixtral", "qwen3", "qwen3_moe"])
 def test_a_family_describes_only_what_its_config_says(family, bias, tmp_path):
-    config = FAMILIES[family].Config.from_size(50, 64, 2, 16)
-    model = FAMILIES[family].build(replace(config, **{bias: True})).eval()
+    model = random_model(family, dim=64, context=16, **{bias: True})
     if isinstance(described := checkpoint.hf_config_of(model, 16), str):
         assert "bias" in described
         return
@@ -444,6 +433,4 @@ def test_storing_in_a_thread_starts_no_team_of_threads_there(tmp_path):
             pool.submit(checkpoint.save_state, Path(sys.argv[1]), 1, taken).result()
             print(count() - before)
     """
-    command = [sys.executable, "-c", dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == 1, "the pool's own"
+    assert int(run_python(script, tmp_path, check=True).stdout) == 1, "the pool's own"

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from conftest import display, toy
+from conftest import display, raising, refuses, toy, training_output
 from dunes import tree
 from dunes.augment import attach
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import FinetuneTask, finetune
@@ -22,6 +20,7 @@ from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
 from dunes.train.loss import next_token_loss
+from small_models import random_model
 from test_runs import stopping_at, weights
 
 LIMIT = 1e-4
@@ -64,11 +63,9 @@ def changes(folder):
 
 
 def trained(folder, expected=0, resume=False, **options):
-    show, out = display()
     options = {"steps": STEPS, "lr": RATE, "size": "1x64"} | options
     config = TrainConfig(sources=()) if resume else toy(CODE, **options)
-    assert train(config, folder, show, resume=resume) == expected
-    return out.getvalue().replace("\n", " ")
+    return training_output(config, folder, expected, resume=resume).replace("\n", " ")
 
 
 def losses(folder):
@@ -113,8 +110,7 @@ def test_on_compiles_a_short_run_and_says_what_it_lacks(eager, tmp_path, soon):
     trained(tmp_path / "on", compile="on")
     assert changes(tmp_path / "on") == [(0, True)]
     soon.setattr(f"{CPP}.get_cpp_compiler", no_compiler)
-    with pytest.raises(ValueError, match=r"--compile on: no C\+\+ compiler; install g\+\+"):
-        trained(tmp_path / "none", compile="on")
+    refuses(r"--compile on: no C\+\+ compiler; install g\+\+", trained, tmp_path / "none", compile="on")
 
 
 @pytest.mark.slow
@@ -154,15 +150,11 @@ def test_compiled_steps_alone_are_deterministic(tmp_path, soon):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def no_cache(loss, backend):
-    raise FileNotFoundError("no folder of the cache")
+no_cache = raising(FileNotFoundError("no folder of the cache"))
 
 
 def failing(loss, backend):
-    def call(model, batch):
-        raise RuntimeError("no such\nkernel")
-
-    return call
+    return raising(RuntimeError("no such\nkernel"))
 
 
 @pytest.mark.slow
@@ -171,7 +163,7 @@ def failing(loss, backend):
     [
         ("dunes.runs.compiled_loss.compiled_loss", failing, "the loss is eager again: no such kernel"),
         ("dunes.runs.compiled_loss.compiled_loss", no_cache, "the loss is eager again: no folder of the cache"),
-        (f"{CPP}.get_cpp_compiler", lambda: no_cache(0, 0), "stays eager: no folder of the cache"),
+        (f"{CPP}.get_cpp_compiler", no_cache, "stays eager: no folder of the cache"),
         (f"{CPP}.get_cpp_compiler", no_compiler, "the loss stays eager: no C++ compiler; install g++ or clang"),
         ("dunes.runs.compiled_loss.measure.free_memory", lambda device: 6 * 10**8, "GB of memory, and 0.6 are"),
     ],
@@ -252,8 +244,7 @@ def test_batches_of_another_shape_are_computed_eagerly(soon):
 
 
 def built(family, adapted):
-    config = FAMILIES[family].Config.from_size(300, 64, 2, 32)
-    model = initialise(FAMILIES[family].build(config), 0)
+    model = random_model(family, noise=0, vocab=300, dim=64)
     if adapted:
         attach(model, rank=4, dropout=0.1)
     return model

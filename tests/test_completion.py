@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from conftest import display, metaspace_tokenizer, refuses, toy
+from conftest import display, metaspace_tokenizer, refuses, toy, training_output
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
@@ -48,12 +48,11 @@ from dunes.completion.text import FileTokenizer, near_text, window, without_over
 from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.remembered import RememberedLogits
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
-from test_copying import Undeclared
+from own_parts import Wrapped
+from small_models import random_model
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
@@ -64,11 +63,7 @@ CONTEXT = 64
 
 
 def model_for(tokenizer, context_length=CONTEXT, seed=0, **card):
-    config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, context_length)
-    model = initialise(FAMILIES["llama"].build(config), seed).eval()
-    draw = torch.Generator().manual_seed(seed + 1)
-    for p in model.parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=draw)
+    model = random_model(vocab=tokenizer.vocab, context=context_length, seed=seed)
     return LoadedModel(model, tokenizer, context_length, card)
 
 
@@ -668,12 +663,12 @@ def test_tokenizers_of_all_kinds(tokenizer, header):
     assert engine.bits("", "b.py") == 0
 
 
-@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+@pytest.mark.filterwarnings("ignore:Wrapped may mix tokens")
 def test_a_part_that_mixes_tokens():
     loaded = model_for(BPE, **TRAINED)
     engine = engine_of([("a.py", CODE)], loaded=loaded)
     expected = [engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)) for width in (1, 3)]
-    loaded.model.blocks[1].mlp = Undeclared(loaded.model.blocks[1].mlp)
+    loaded.model.blocks[1].mlp = Wrapped(loaded.model.blocks[1].mlp)
     engine = engine_of([("a.py", CODE)], loaded=loaded)
     for width, suggestion in zip((1, 3), expected, strict=True):
         assert close(engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)), suggestion)
@@ -966,10 +961,8 @@ def complete(capsys, *args):
 
 
 def train_to(folder, source, **changes):
-    shown, out = display()
     options = {key: changes.pop(key) for key in ("resume", "asked") if key in changes}
-    assert train(toy(source, complete=True, **changes), folder, shown, **options) == 0
-    return out.getvalue()
+    return training_output(toy(source, complete=True, **changes), folder, **options)
 
 
 def checkpoint_test_files(run):

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from textwrap import dedent
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +26,6 @@ from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.files import atomic
 from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.models.meta import build_on_meta
 from dunes.models.names import to_theirs
 
@@ -36,25 +33,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
+from conftest import run_python
 from native_files import to_pairs, write_native
+from small_models import HF_LLAMA3, HF_SIZES, add_noise, random_model, small_config
 
-BASE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "intermediate_size": 72,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_theta": 500000.0,
-}
+LLAMA3 = HF_LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
 KINDS = {
     "llama": ("Llama", {}),
     "tied": ("Llama", {"tie_word_embeddings": True}),
@@ -70,11 +53,7 @@ def theirs(kind, folder, dtype=torch.float32):
     name, changes = KINDS[kind]
     config, model = (getattr(transformers, name + part) for part in ("Config", "ForCausalLM"))
     torch.manual_seed(3)
-    hf = model(config(**BASE | changes)).eval()
-    with torch.no_grad():
-        for p in hf.parameters():
-            p.add_(torch.randn_like(p) * 0.3)
-    hf = hf.to(dtype)
+    hf = add_noise(model(config(**HF_SIZES | changes)).eval(), 0.3).to(dtype)
     hf.save_pretrained(folder)
     return hf
 
@@ -189,7 +168,7 @@ def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
 @pytest.mark.parametrize("wrong", ["not permuted", "keys by the heads of queries"])
 def test_a_wrong_permutation_does_not_pass(wrong, size, dtype, hf, tmp_path, monkeypatch):
     if size != "large":
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**BASE)).save_pretrained(hf)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**HF_SIZES)).save_pretrained(hf)
     write_native(hf, tmp_path / "native")
     right = native.to_halves
     broken = {"not permuted": lambda w, heads: w, "keys by the heads of queries": lambda w, heads: right(w, 2)}
@@ -282,8 +261,7 @@ def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(hf, tmp_path):
     whole = digests(tmp_path / "whole")
 
     def killed(after, out):
-        command = [sys.executable, "-c", dedent(KILLED), str(hf), str(out), str(after)]
-        return subprocess.run(command, capture_output=True, text=True)
+        return run_python(KILLED, hf, out, after)
 
     steps = 1000 - int(killed(1000, tmp_path / "counted").stdout)
     assert steps > 25, "each tensor and each file"
@@ -362,7 +340,7 @@ MEMORY = """
 def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     """An embedding of 134 MB; rounding has the old and the new numbers at once (float32: 134 + 268)."""
     sizes = {"vocab_size": 262_144, "hidden_size": 256, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(**BASE | sizes, tie_word_embeddings=tied)
+    config = transformers.LlamaConfig(**HF_SIZES | sizes, tie_word_embeddings=tied)
     large, words = 262_144 * 256 * 2, config.to_dict() | {"dtype": "bfloat16"}
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(words, default=str))
@@ -371,9 +349,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     filled = lambda shape: partial(torch.full, shape, 0.01, dtype=torch.bfloat16)
     noise = {k: LazyTensor(tuple(t.shape), torch.bfloat16, k, filled(t.shape)) for k, t in state.items()}
     safetensors_writer.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
-    command = [sys.executable, "-c", dedent(MEMORY), str(tmp_path / "hf"), str(tmp_path / "out"), dtype]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    grown = int(done.stdout)
+    grown = int(run_python(MEMORY, tmp_path / "hf", tmp_path / "out", dtype, check=True).stdout)
     print(f"{grown / 1e6:.0f} MB for a largest tensor of {large / 1e6:.0f} MB")
     assert grown < copies * large + 250e6, "the logits of so many words take 33 MB each time, too"
 
@@ -384,18 +360,13 @@ FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]
 @pytest.mark.parametrize("form", FORMS)
 def test_every_family_converts_bit_for_bit(form, tmp_path):
     family, _, tied = form.partition(" ")
-    module = FAMILIES[family]
-    config = module.Config.from_size(97, 64, 2, 48)
-    if hasattr(config, "tied"):
-        config = replace(config, tied=bool(tied))
-    model = initialise(module.build(config), 1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
+    module, sizes = FAMILIES[family], {"vocab": 97, "dim": 64, "context": 48}
+    sizes |= {} if family == "gpt2" else {"tied": bool(tied)}
+    model = random_model(family, **sizes)
     moves, _ = to_theirs(module.NAMES, model.state_dict())
     (tmp_path / "hf").mkdir()
     safetensors_writer.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(config)))
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))
     verification = convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert verification.largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))

@@ -31,8 +31,8 @@ from dunes.generate.copying import (
     top_ids,
 )
 from dunes.generate.remembered import RememberedLogits, assign_rows
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
+from own_parts import Wrapped
+from small_models import random_model
 
 VOCAB = 7
 
@@ -409,14 +409,7 @@ def test_no_change_of_all_candidates_makes_the_loss_of_a_sure_model_negative(all
 # beam search
 
 
-def model_of(family="llama", depth=2, **fields):
-    """A small model whose output projections are not zero."""
-    config = FAMILIES[family].Config.from_size(VOCAB, 32, depth, 32)
-    model = initialise(FAMILIES[family].build(type(config)(**{**vars(config), **fields})), 0).eval()
-    draw = torch.Generator().manual_seed(2)
-    for p in model.parameters():
-        p.data += 0.3 * torch.randn(p.shape, generator=draw)
-    return model
+model_of = partial(random_model, noise=0.3, vocab=VOCAB)
 
 
 def log_softmax(logits, ids):
@@ -463,23 +456,12 @@ def exhaustive(model, prompt, max_tokens, process=log_softmax, end=1):
     return max(ended or others, key=lambda beam: beam.total)
 
 
-class Undeclared(torch.nn.Module):
-    """A part that does not say whether it mixes tokens, so that whole texts are read."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 def without_cache(model):
-    model.blocks[0].mlp = Undeclared(model.blocks[0].mlp)
+    model.blocks[0].mlp = Wrapped(model.blocks[0].mlp)
     return model
 
 
-@pytest.mark.filterwarnings("ignore:Undeclared may mix tokens")
+@pytest.mark.filterwarnings("ignore:Wrapped may mix tokens")
 @pytest.mark.parametrize("wrap", [lambda m: m, without_cache], ids=["cache", "no cache"])
 @pytest.mark.parametrize("process", [log_softmax, partial(forbid, [1]), partial(forbid, [0, 2, 3, 4, 5])])
 def test_a_beam_as_wide_as_all_texts_finds_the_best(wrap, process):
@@ -604,7 +586,7 @@ def test_a_text_gets_the_row_that_holds_it():
 def test_a_text_read_in_pieces_is_in_the_cache_but_for_its_last_piece(monkeypatch):
     monkeypatch.setattr(prefix_cache, "FIRST", 5)
     monkeypatch.setattr(prefix_cache, "LEAST", 5)
-    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(30, 32, 2, 64)), 0).eval()
+    model = model_of(vocab=30, context=64)
     text = [(5 * i * i + i) % 30 for i in range(40)]
     cache, plain = PrefixCache(model), PrefixCache(model)
     cache.reserve(50)

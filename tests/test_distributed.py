@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conftest import refuses
 from dunes.models import mixtral
 from dunes.models.initialise import initialise
 from dunes.train import Trainer, adamw
@@ -45,14 +46,12 @@ def one_rank(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     mesh = dist.init_device_mesh("cpu", (RANKS,))
     module = model()
-    with pytest.raises(ValueError, match="has 2 ranks, but the model is not sharded over them; call"):
-        Trainer(module, adamw(module), loss)
+    refuses("has 2 ranks, but the model is not sharded over them; call", Trainer, module, adamw(module), loss)
     for block in module.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(module, mesh=mesh)
     alone = torch.optim.AdamW([*module.parameters(), torch.nn.Parameter(torch.ones(()))])
-    with pytest.raises(ValueError, match="the optimizer has parameters that are not sharded"):
-        Trainer(module, alone, loss)
+    refuses("the optimizer has parameters that are not sharded", Trainer, module, alone, loss)
     trainer, syncs = Trainer(module, adamw(module, 1e-2), loss, accumulate=2), []
     plain = trainer.sync
     trainer.sync = lambda on: (syncs.append(on), plain(on))

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from conftest import eventually
 from dunes.completion.completer import FolderCompleter
 from dunes.completion.search import CompleteOptions
 from dunes.serve.editors import config
-from test_serve import BEFORE, ended, eventually, infill, ok, programs, run, started  # noqa: F401  (fixtures)
+from test_serve import BEFORE, ended, infill, ok, programs, run, started  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.slow
 EDITORS = Path(os.environ.get("DUNES_EDITORS", "/nonexistent"))
@@ -382,11 +383,7 @@ async def _speak(run, tmp_path):
     column = len(text.encode("utf-16-le")) // 2
     context = types.InlineCompletionContext(types.InlineCompletionTriggerKind.Automatic)
     ask = types.InlineCompletionParams(context, document, types.Position(1, column))
-    for _ in range(100):
-        found = await client.text_document_inline_completion_async(ask)
-        if found.items:
-            break
-        await asyncio.sleep(0.1)
+    found = await _until(lambda found: found.items, lambda: client.text_document_inline_completion_async(ask))
     assert found.items[0].insert_text.startswith("ue_3")
     assert 1 <= len(found.items) <= 3
     here = types.Range(types.Position(1, column), types.Position(1, column))
@@ -410,6 +407,15 @@ async def _speak(run, tmp_path):
     assert await asyncio.wait_for(client._server.wait(), 20) == 0
 
 
+async def _until(is_right, ask):
+    """The first right answer, or the last one of ten seconds."""
+    for _ in range(100):
+        if is_right(found := await ask()):
+            break
+        await asyncio.sleep(0.1)
+    return found
+
+
 async def _open_and_close(client, ask, other, uri):
     """What is open is copied from until it is closed; of what never was, nothing is known."""
     from lsprotocol import types
@@ -425,17 +431,11 @@ async def _open_and_close(client, ask, other, uri):
     version = itertools.count(3).__next__
     item = types.TextDocumentItem(other, "python", 1, "y = crimson_lantern_of(spring, 71)\n")
     client.text_document_did_open(types.DidOpenTextDocumentParams(item))
-    for _ in range(100):
-        if (found := await suggested("x = crimson_lan"))[0].startswith("tern_of(spring, 71)"):
-            break
-        await asyncio.sleep(0.1)
+    ask_again = lambda: suggested("x = crimson_lan")
+    found = await _until(lambda found: found[0].startswith("tern_of(spring, 71)"), ask_again)
     assert found[0] == "tern_of(spring, 71)"
     client.text_document_did_close(types.DidCloseTextDocumentParams(types.TextDocumentIdentifier(other)))
-    for _ in range(100):
-        found = await suggested("x = crimson_lan")
-        if not any("spring" in text for text in found):
-            break
-        await asyncio.sleep(0.1)
+    found = await _until(lambda found: not any("spring" in text for text in found), ask_again)
     assert not any("spring" in text for text in found), "it was never saved"
     never = types.TextDocumentIdentifier(uri.replace("new.py", "never.py"))
     never = types.InlineCompletionParams(ask.context, never, types.Position(0, 0))

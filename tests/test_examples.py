@@ -253,10 +253,7 @@ def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
     assert ["quiet" in t for t in texts] == [True, False, False]
     prompt = encode_prompt(own, records[0].turns[:1], bpe, records[0].variables)
     assert spelled(prompt, bpe) == texts[0][: len(spelled(prompt, bpe))]
-    for template, row in (
-        (get_template("chatml"), records[1]),
-        (own_form("chatml", bpe), records[0]),
-    ):
+    for template, row in ((get_template("chatml"), records[1]), (own_form("chatml", bpe), records[0])):
         words = r"^.*line [12]: chat_template_kwargs: the chat template .* reads no 'think'"
         refuses(words, list, tokenize_records([records[2], row], template, bpe))
     with pytest.raises(ValueError, match="reads no 'messages'"):

@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
+from small_models import random_model, small_config
 from test_cli import dunes
 from test_runs import stopping_at
 
@@ -34,16 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
 
 
-def model_of(family, depth=3, vocab=50, **changes):
-    """A model none of whose weights is zero, biases included."""
-    module = FAMILIES[family]
-    config = replace(module.Config.from_size(vocab, 32, depth, 64), **changes)
-    torch.manual_seed(7)
-    model = module.build(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(std=0.2).add_(1.0 if p.dim() == 1 else 0.0)
-    return model
+model_of = partial(random_model, noise=0.2, depth=3, context=64)
 
 
 def copied(model):
@@ -105,7 +98,7 @@ def test_biases_and_experts_too_are_zero_and_norms_are_not(family, silent):
     ],
 )
 def test_any_number_of_blocks_stands_anywhere(depth, request_, copies):
-    model = model_of("llama", depth)
+    model = model_of("llama", depth=depth)
     old, logits = list(model.blocks), all_logits(model)
     change = apply_change(model, "expand", **request_)
     assert [s["of"] for s in change.places.values()] == copies
@@ -366,20 +359,23 @@ def test_transformers_opens_it_with_more_layers(family, tmp_path):
 
 
 def own(depth):
-    model = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(50, 32, depth, 64))
+    model = FAMILIES["llama"].build(small_config(depth=depth, context=64))
     model.blocks[0].mlp.act = torch.sin
     return model
 
 
-def test_a_model_of_ones_own_function_is_expanded_saved_and_loaded(tmp_path):
+@pytest.mark.parametrize(("name", "request_"), [("expand", {"blocks": 2}), ("quantize", {"kind": "nf4"})])
+def test_a_model_of_ones_own_function_is_changed_saved_and_loaded(name, request_, tmp_path):
     model = own(3).eval()
-    change = apply_change(model, "expand", blocks=2)
+    change = apply_change(model, name, **request_)
     architecture = Architecture.of_function(own, depth=3)
     checkpoint.save(model, tmp_path, None, 64, architecture=replace(architecture, changes=(change,)))
     loaded = checkpoint.load(tmp_path, build=own)
     assert torch.equal(loaded.model(IDS), model(IDS))
-    select_trainable(loaded.model, ("new",), loaded)
-    assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
+    refuses("not imported automatically", checkpoint.load, tmp_path)
+    if name == "expand":
+        select_trainable(loaded.model, ("new",), loaded)
+        assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
 
 
 @pytest.mark.parametrize("kind", ["quantize", "lora"])

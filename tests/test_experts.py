@@ -1,6 +1,5 @@
 """Dense MLPs split into experts: a partition of the neurons, the dense model with all of them on, and back."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from adapters import difference
 from conftest import refuses
 from dunes import checkpoint, tree
-from dunes.augment import apply_change, make_change, quantize, repeat_structure, undo_change
+from dunes.augment import apply_change, quantize, undo_change
 from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
 from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
@@ -23,6 +22,8 @@ from dunes.parts.gate import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.text import Tokenizer
 from dunes.train import adamw
+from own_parts import Wrapped
+from small_models import assert_refused_unchanged
 from test_upcycle import IDS, dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
@@ -68,15 +69,11 @@ def test_all_experts_without_scores_are_the_dense_model(family, fields, request_
     apply_change(model, "experts", top_k=top_k, scale=scale, **request_)
     factor = routed if scale == "unbiased" else routed / top_k
 
-    class AllOn(nn.Module):
-        def __init__(self, moe):
-            super().__init__()
-            self.moe = moe
-
+    class AllOn(Wrapped):
         def forward(self, x):
-            bias = 0 if self.moe.experts[0].down.bias is None else self.moe.experts[0].down.bias
-            y = sum(e(x) - bias for e in self.moe.experts) / factor + bias
-            return y + sum(e(x) for e in self.moe.shared or ())
+            bias = 0 if self.inner.experts[0].down.bias is None else self.inner.experts[0].down.bias
+            y = sum(e(x) - bias for e in self.inner.experts) / factor + bias
+            return y + sum(e(x) for e in self.inner.shared or ())
 
     assert difference(model(IDS), before) > 1e-2
     tree.replace(model, "blocks.*.mlp", AllOn)
@@ -158,21 +155,6 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
     model = dense(hidden=96)
     change = apply_change(model, "experts", experts=6, top_k=2)
     refuses("multiplied by 6 and rounded, and only a power of two", undo_change, model, change)
-
-
-def test_the_structure_is_repeated_without_values_and_without_random_numbers():
-    model, again = dense(hidden=96), dense(hidden=96)
-    change = apply_change(model, "experts", gate="noisy", split="importance", ids=TEXT, shared=1)
-    with torch.device("meta"):
-        outline = FAMILIES["llama"].build(FAMILIES["llama"].read(again, 32))
-    state = torch.get_rng_state()
-    repeat_structure(outline, change)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.is_meta for p in outline.parameters())
-    make_change(again, type(change).of(json.loads(json.dumps(change.record()))))
-    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
-    shapes = [{k: v.shape for k, v in each.state_dict().items()} for each in (outline, model)]
-    assert shapes[0] == shapes[1]
 
 
 def test_transformers_opens_an_even_split(tmp_path):
@@ -346,9 +328,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("request_", "message"), REFUSED)
 def test_what_cannot_be_is_refused_before_any_change(request_, message):
-    model = dense(hidden=96)
-    refuses(message, apply_change, model, "experts", **request_)
-    assert not mixtures(model)
+    assert_refused_unchanged(message, dense(hidden=96), "experts", **request_)
 
 
 def test_a_model_that_was_split_already_is_refused():

@@ -17,12 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import display, refuses, toy
+from conftest import display, refuses, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.files import atomic
-from dunes.models import llama
-from dunes.models.initialise import initialise
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
 from dunes.runs.corpus import gather, tokenize
@@ -31,6 +29,7 @@ from dunes.runs.run import Run, read_metrics
 from dunes.runs.train import prepare, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from small_models import random_model
 from test_checkpoint import same
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
@@ -84,7 +83,7 @@ TOKENIZER = Tokenizer.train("bytes", [])
 
 
 def small(seed: int):
-    return initialise(llama.build(llama.Config.from_size(TOKENIZER.vocab, 32, 2, 16)), seed)
+    return random_model(vocab=TOKENIZER.vocab, context=16, seed=seed)
 
 
 def save_model(folder: Path, value: int) -> None:
@@ -350,18 +349,15 @@ def full(times):
 def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path, monkeypatch):
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(checkpoint, "save_state", full(2))
-    show, out = display()
-    assert train(toy(code), tmp_path / "a", show) == 0
-    assert "saving the state failed" in out.getvalue()
-    assert "12.0 MB are needed and 3.0 MB are free" in out.getvalue()
+    printed = training_output(toy(code), tmp_path / "a")
+    assert "saving the state failed" in printed
+    assert "12.0 MB are needed and 3.0 MB are free" in printed
     assert checkpoint.latest_state(tmp_path / "a").name == "step-000012"
     monkeypatch.setattr(checkpoint, "save_state", full(99))
-    show, out = display()
-    assert train(toy(code), tmp_path / "b", show) == 3, "the last state could not be saved"
+    assert train(toy(code), tmp_path / "b", display()[0]) == 3, "the last state could not be saved"
     assert checkpoint.load(tmp_path / "b").card["trained"]["steps"] == 12, "the model could"
-    show, out = display()
-    assert train(toy(code), tmp_path / "c", show, strict=True) == 3
-    assert re.search(r"stopped: .*12\.0 MB are needed", out.getvalue())
+    printed = training_output(toy(code), tmp_path / "c", status=3, strict=True)
+    assert re.search(r"stopped: .*12\.0 MB are needed", printed)
     assert len(read_metrics(tmp_path / "c" / "metrics.jsonl")) < 12
 
 
@@ -393,11 +389,10 @@ def greedy(*arguments, **named):
 def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "sample_text", greedy)
     monkeypatch.setattr(Run, "check", greedy)
-    show, out = display()
-    assert train(toy(code), tmp_path / "run", show) == 0
-    assert out.getvalue().count("warning: validation failed: ") == 1
-    assert out.getvalue().count("warning: sampling failed: ") == 1
-    assert "training continues" in out.getvalue()
+    printed = training_output(toy(code), tmp_path / "run")
+    assert printed.count("warning: validation failed: ") == 1
+    assert printed.count("warning: sampling failed: ") == 1
+    assert "training continues" in printed
 
 
 HUNGRY = """
@@ -422,7 +417,7 @@ def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code,
 
 
 def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):
-    done = subprocess.run([sys.executable, "-c", HUNGRY, code, tmp_path / "run"], capture_output=True, text=True)
+    done = run_python(HUNGRY, code, tmp_path / "run")
     last = done.stderr.splitlines()[-1]
     words = r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, including activations \d+"
     assert re.search(words, last), done.stderr
@@ -435,9 +430,8 @@ def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     (state / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
         train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
-    show, out = display()
-    assert train(toy(code), tmp_path / "run", show, resume=True) == 0
-    assert "going back to an older state" in out.getvalue()
+    printed = training_output(toy(code), tmp_path / "run", resume=True)
+    assert "going back to an older state" in printed
 
 
 @pytest.mark.parametrize("where", ["run/state", "run", "."])

@@ -229,10 +229,7 @@ FAULTY: dict[str, Faulty] = {
     ),
     # Leaves.
     "left_out_where_the_second_needs_none": Faulty(
-        "float64",
-        product,
-        None,
-        lambda grad, x, y, needs_grad: (grad * y if all(needs_grad) else None, grad * x),
+        "float64", product, None, lambda grad, x, y, needs_grad: (grad * y if all(needs_grad) else None, grad * x)
     ),
     "swapped_where_one_needs_none": Faulty(
         "float64", product, None, lambda grad, x, y, needs_grad: (grad * y, grad * (x if needs_grad[0] else y))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import change_json, display, metaspace_tokenizer, refuses, toy
+from conftest import change_json, display, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import split_documents
@@ -34,8 +34,6 @@ from dunes.evaluate.score import calibration_ids, evaluation_tokens, score_folde
 from dunes.evaluate.text_loss import evaluate
 from dunes.inference.text_generator import TextGenerator
 from dunes.inference.write import sample_text
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
 from dunes.runs.train import TrainTask, train
@@ -43,6 +41,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
 from dunes.train.loss import next_token_loss
+from small_models import random_model
 from test_stored_state import resealed
 
 WINDOWS = 10_000
@@ -247,7 +246,7 @@ def test_separate_documents_keep_their_positions_and_what_an_editor_writes_is_no
     ids, starts = documents(BPE, headers)
     text, fill = PackedText(ids, starts, BPE.eos), FillInMiddle(BPE, 1.0)
     plain, cut = Windows(text, 96, 4), Windows(text, 96, 4, arrange=fill)
-    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(BPE.vocab, 32, 2, 96)), 0)
+    model = random_model(vocab=BPE.vocab, context=96)
     seen = 0
     for number in range(12):
         (_, before, positions), (inputs, targets, moved) = plain.batch(number), cut.batch(number)
@@ -314,7 +313,7 @@ def test_each_file_begins_with_its_path(tmp_path):
 def test_headers_count_neither_as_loss_nor_as_size(context, separate):
     """Wherever windows begin; and losses of the text are those that the whole stream gives."""
     ids, starts = documents(BYTES)
-    model = initialise(FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(BYTES.vocab, 32, 2, context)), 0)
+    model = random_model(vocab=BYTES.vocab, context=context)
     loaded = LoadedModel(model, BYTES, context, {}, None)
     text = PackedText(ids, starts, BYTES.eos) if separate else ids
     score = evaluate(loaded, text)
@@ -432,11 +431,10 @@ def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
 @pytest.mark.slow
 def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     folder = tmp_path / "run"
-    show, out = display()
-    assert train(toy(code, steps=8, complete=None), folder, show) == 0
+    printed = training_output(toy(code, steps=8, complete=None), folder)
     plan = json.loads((folder / "state" / "plan.json").read_text())
     assert (plan["complete"], plan["fim_rate"]) == (True, 0.25)
-    assert "completion of lines: on" in " ".join(out.getvalue().split())
+    assert "completion of lines: on" in " ".join(printed.split())
     loaded = checkpoint.load_with_tokenizer(folder)
     corpus = split_documents(loaded.card)
     asked = toy(code, split_version=2)

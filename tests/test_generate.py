@@ -4,16 +4,18 @@ import itertools
 import math
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import ForwardContext, RollingCache, cache_for
-from own_parts import OWN, of_own_parts
+from own_parts import OWN, Wrapped, of_own_parts
+from small_models import random_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,14 +30,7 @@ def model(request):
     return made(request.param)
 
 
-def made(family):
-    module = FAMILIES[family]
-    model = initialise(module.build(module.Config.from_size(VOCAB, 64, 2, CONTEXT)))
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=noise) * 0.2)
-    return model
+made = partial(random_model, noise=0.2, vocab=VOCAB, dim=64, context=CONTEXT)
 
 
 @torch.no_grad()
@@ -73,10 +68,7 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
 def test_prompts_need_no_mask_without_padding(family, monkeypatch):
-    def refuse(ctx, window):
-        raise AssertionError("a mask of all queries and keys")
-
-    monkeypatch.setattr(ForwardContext, "_mask", refuse)
+    monkeypatch.setattr(ForwardContext, "_mask", raising(AssertionError("a mask of all queries and keys")))
     model, ids = made(family), list(range(30))
     for cache, texts in ((PrefixCache(model), {0: ids}), (PrefixCache(model, 2), {0: ids, 1: ids[::-1]})):
         cache.reserve(30)
@@ -182,15 +174,6 @@ def test_parts_of_ones_own_write_what_the_full_forward_does(name):
     assert together(module, prompts, max_tokens=12) == want
     crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
     assert together(module, crossing, max_tokens=20) == alone(module, crossing, max_tokens=20)
-
-
-class Wrapped(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids, **settings):
-        return self.inner(ids, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens", "ignore:.*torch.jit:DeprecationWarning")

@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import struct
-import subprocess
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -21,13 +20,12 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer, refuses
+from conftest import metaspace_tokenizer, refuses, run_python
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.cli.main import main
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama3, llama_cpp, sentencepiece, templates
@@ -35,6 +33,7 @@ from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_he
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
 from own_parts import of_own_parts
+from small_models import random_model, small_config
 from test_tokenizer_conversion import ranked, ranks, trained
 
 TEXT = "def main(x1):\n    return 23 * x1\r\n\n\nclass Ab:\n\tpass  # end"
@@ -49,13 +48,8 @@ def tokenizer():
 
 def tiny(family, rows, **changes):
     """A random model whose weights are so large that every part of it matters, and its architecture."""
-    config = replace(FAMILIES[family].Config.from_size(rows, 64, 2, 64), **changes)
-    torch.manual_seed(1)
-    model = FAMILIES[family].build(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.15)
-    return model, Architecture(family, config)
+    sizes = {"vocab": rows, "dim": 64, "context": 64} | changes
+    return random_model(family, 0.15, **sizes), Architecture(family, small_config(family, **sizes))
 
 
 def written(tmp_path, family, tokenizer, dtype="float32", **changes):
@@ -125,38 +119,32 @@ def test_what_llama_cpp_cannot_express_is_refused(tmp_path, tokenizer):
         form.write(tmp_path / "a.gguf", architecture, in_memory(model.state_dict()), tokenizer, "float16")
 
 
-def dunes(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["dunes", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code
-
-
-def test_the_verb_exports_a_folder(tmp_path, tokenizer, capsys, monkeypatch):
-    model, _ = tiny("qwen2", tokenizer.vocab)
-    checkpoint.save(model, tmp_path / "model", tokenizer, 64)
+def test_the_verb_exports_a_folder(tmp_path, tokenizer, command):
+    checkpoint.save(tiny("qwen2", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
     out = tmp_path / "deep" / "model.gguf"
-    assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0") == 0
-    assert re.search("15 tensors in Q8_0, 11 tensors in F32; .* read back: equal", capsys.readouterr().out)
-    assert dunes(monkeypatch, "export", tmp_path / "model", out, "--to", "gguf") == 2
-    assert "exists already" in capsys.readouterr().err
-    assert dunes(monkeypatch, "export", tmp_path / "model", tmp_path / "x", "--dtype", "q8_0") == 2
-    assert "for --to gguf only" in capsys.readouterr().err
+    status, printed, _ = command("export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0")
+    assert status == 0
+    assert re.search("15 tensors in Q8_0, 11 tensors in F32; .* read back: equal", printed)
+    for arguments, reason in (
+        ((out, "--to", "gguf"), "exists already"),
+        ((tmp_path / "x", "--dtype", "q8_0"), "for --to gguf only"),
+    ):
+        status, _, error = command("export", tmp_path / "model", *arguments)
+        assert status == 2
+        assert reason in error
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
-    model, _ = tiny("llama", tokenizer.vocab - 1)
-    checkpoint.save(model, tmp_path / "small", None, 64)
+    checkpoint.save(tiny("llama", tokenizer.vocab - 1)[0], tmp_path / "small", None, 64)
     tokenizer.save(tmp_path / "small")
     broken, _ = tiny("llama", tokenizer.vocab)
     broken.norm.weight.data[0] = float("nan")
     checkpoint.save(broken, tmp_path / "broken", tokenizer, 64)
-    cases = (
+    for source, out, reason in (
         ("small", "x.gguf", "each id needs a row"),
         ("broken", "x.gguf", "inspect --values"),
         ("small", "x", "x.gguf"),
-    )
-    for source, out, reason in cases:
+    ):
         refuses(reason, export_gguf, tmp_path / source, tmp_path / out)
     assert not list(tmp_path.glob("x*"))
 
@@ -170,8 +158,7 @@ import resource, sys, pathlib, dunes.checkpoint.export
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 dunes.checkpoint.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
 """
-    command = [sys.executable, "-c", script, str(tmp_path / "model"), str(folder / "x.gguf")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(script, tmp_path / "model", folder / "x.gguf")
     assert re.search(r"is the disk full\?: .*x\.gguf", done.stderr.splitlines()[-1])
     assert not list(folder.iterdir())
 
@@ -327,18 +314,19 @@ def test_a_header_is_read_once_for_a_load_and_again_after_a_change(tmp_path, tok
     assert opened == [str(path)] * 2
 
 
-def test_every_command_takes_a_file(tmp_path, tokenizer, capsys, monkeypatch):
+def test_every_command_takes_a_file(tmp_path, tokenizer, command):
     chat = templates.attach_template(templates.TEMPLATES["chatml"], tokenizer)
     model, path = written(tmp_path, "qwen2", chat, "bfloat16")
-    assert dunes(monkeypatch, "inspect", path) == 0
-    assert "GGUF format" in capsys.readouterr().out
-    assert dunes(monkeypatch, "generate", path, "def ", "--max-tokens", "4") == 0
-    assert dunes(monkeypatch, "convert", path, tmp_path / "hf") == 0
+    status, described, _ = command("inspect", path)
+    assert status == 0
+    assert "GGUF format" in described
+    assert command("generate", path, "def ", "--max-tokens", "4")[0] == 0
+    assert command("convert", path, tmp_path / "hf")[0] == 0
     loaded = checkpoint.load(tmp_path / "hf")
     assert torch.equal(loaded.model.embed.token.weight, model.embed.token.weight.bfloat16())
     assert loaded.tokenizer.stops == chat.stops
     assert templates.find_template(loaded.tokenizer, {}).source == chat.extra_files["chat_template.jinja"].decode()
-    assert dunes(monkeypatch, "export", path, tmp_path / "again.gguf", "--to", "gguf") == 0
+    assert command("export", path, tmp_path / "again.gguf", "--to", "gguf")[0] == 0
     again, before = (read_header(p).fields for p in (tmp_path / "again.gguf", path))
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
@@ -418,10 +406,11 @@ def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monk
     renamed = first.with_name("renamed.gguf")
     renamed.write_bytes(first.read_bytes())
     for other in (second, renamed):
-        with pytest.raises(
-            ValueError, match=rf"{other.name}: one of 3 parts; name the first.*-00001-of-00003\.gguf"
-        ):
-            checkpoint.load_with_tokenizer(other)
+        refuses(
+            rf"{other.name}: one of 3 parts; name the first.*-00001-of-00003\.gguf",
+            checkpoint.load_with_tokenizer,
+            other,
+        )
     third.write_bytes(second.read_bytes())
     refuses("two tensors are called", checkpoint.load, first)
     third.unlink()
@@ -430,15 +419,15 @@ def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, monkeypatch, capsys):
+def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, command):
     (home := tmp_path / "home").mkdir()
     _, path = written(home, "llama", tokenizer, "q8_0")
     rows = "".join(f'{{"instruction": "Say {i}", "output": "b"}}\n' for i in range(40))
     (data := tmp_path / "data.jsonl").write_text(rows)
     options = ("--data", data, "--method", method, "--steps", 2, "--lr", 0.02)
-    assert dunes(monkeypatch, "finetune", path, *options, "--out", home / "run") == 0
+    assert command("finetune", path, *options, "--out", home / "run")[0] == 0
     alone = (home / "run").rename(tmp_path / "alone")  # the base has its absolute path
-    assert dunes(monkeypatch, "augment", "merge", alone, tmp_path / "merged") == 0
+    assert command("augment", "merge", alone, tmp_path / "merged")[0] == 0
     alone.rename(home / "run")
     moved = home.rename(tmp_path / "moved")  # the base has its path from the adapter
     adapted, merged, base = (
@@ -449,8 +438,9 @@ def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, m
     written(moved, "llama", tokenizer, "q4_0")
     refuses("made for a different base", checkpoint.load, moved / "run")
     (moved / path.name).unlink()
-    assert dunes(monkeypatch, "chat", moved / "run") == 2
-    assert "its base" in capsys.readouterr().err
+    status, _, error = command("chat", moved / "run")
+    assert status == 2
+    assert "its base" in error
 
 
 # --- tokenizers of other models
@@ -515,12 +505,8 @@ def template(text, *tokens):
 
 
 NORMALIZERS = {
-    **{
-        name: step(getattr(normalizers, name))
-        for name in ("NFKC", "NFD", "NFKD", "Lowercase", "StripAccents", "Strip")
-    },
-    "BertNormalizer": step(normalizers.BertNormalizer),
-    "StripAccents": step(normalizers.StripAccents),
+    **{name: step(getattr(normalizers, name)) for name in ("NFKC", "NFD", "NFKD", "Lowercase", "Strip")},
+    **{name: step(getattr(normalizers, name)) for name in ("BertNormalizer", "StripAccents")},
     "Replace": step(normalizers.Replace, "``", "a"),
     "Prepend": step(normalizers.Prepend, "_"),
     "Lowercase, in a sequence": step(normalizers.Sequence, [normalizers.NFC(), normalizers.Lowercase()]),
@@ -642,8 +628,7 @@ def test_own_parts_are_refused_by_their_place(name, part, tmp_path):
 
 def test_a_context_that_is_cut_to_the_window_is_told(tmp_path, tokenizer):
     for window, note in ((32, "; context length cut from 64 to 32, the sliding window"), (64, "equal$")):
-        model, _ = tiny("mistral", tokenizer.vocab, window=window)
-        checkpoint.save(model, tmp_path / f"{window}", tokenizer, 64)
+        checkpoint.save(tiny("mistral", tokenizer.vocab, window=window)[0], tmp_path / f"{window}", tokenizer, 64)
         assert re.search(note, export_gguf(tmp_path / f"{window}", tmp_path / f"{window}.gguf"))
 
 
@@ -782,8 +767,7 @@ def test_a_hostile_file_is_refused_in_one_line_and_without_memory(name, tmp_path
 def test_a_file_that_is_cut_anywhere_is_refused(tmp_path, tokenizer):
     _, path = written(tmp_path, "gpt2", tokenizer)
     data = path.read_bytes()
-    ends = [*range(60), *range(60, len(data), len(data) // 40), len(data) - 40]
-    for end in ends:
+    for end in [*range(60), *range(60, len(data), len(data) // 40), len(data) - 40]:
         path.write_bytes(data[:end])
         refuses("gguf", checkpoint.load, path)
 

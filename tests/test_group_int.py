@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import json
 import struct
 from dataclasses import replace
 
@@ -14,10 +13,10 @@ from torch import nn
 from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
+from dunes.augment import apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.changes import decide_change
 from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
-from dunes.augment.quantization import Int8, describe, shape
+from dunes.augment.quantization import describe
 from dunes.augment.quantized import Grid, Steps
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
@@ -254,19 +253,6 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), "Q8"
     assert torch.equal(loaded.model(IDS), model(IDS))
-
-
-def test_a_model_is_shaped_without_numbers():
-    model = build()
-    record = quantize(model, kind="int3", override=["blocks.0.attn.*=int8"]).record()
-    note = Change.of(json.loads(json.dumps(record)))
-    with torch.device("meta"):
-        other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
-    shape(other, note)
-    other.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(other(IDS), model(IDS))
-    assert isinstance(other.blocks[0].attn.q, Int8)
-    assert isinstance(other.blocks[1].attn.q, GroupInt)
 
 
 def test_adapters_learn_on_a_frozen_base():

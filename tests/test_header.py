@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conftest import refuses
+from conftest import refused, refuses
 from dunes import measure
 from dunes.checkpoint.weights import header
 from dunes.checkpoint.weights.mapped_file import MappedFile
@@ -253,23 +253,10 @@ NAMES = [
 BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES}
 
 
-def refused(path):
-    """The line, the milliseconds and the growth of the most memory."""
-    before, begin = measure.reset_peak_memory(CPU), time.perf_counter()
-    line = refuses("refused", header.tensors, path)
-    took = 1e3 * (time.perf_counter() - begin)
-    assert line.startswith(f"{path}: ")
-    assert line.isprintable()
-    assert len(line) < 600 + len(str(path))
-    return line, took, measure.peak_memory(CPU) - before
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
     (tmp_path / "x.safetensors").write_bytes(BAD[name])
-    line, took, grown = refused(tmp_path / "x.safetensors")
-    print(f"{took:.2f} ms, {grown / 1e6:.1f} MB: {line[-160:]}")
-    assert grown < 64 << 20
+    refused(header.tensors, tmp_path / "x.safetensors")
 
 
 def test_harmless_headers_that_the_library_accepts_are_read(tmp_path):
@@ -290,7 +277,7 @@ def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monke
     for metadata in ({}, {"__metadata__": {}}):
         table = metadata | {name: entry(4 * i, 4 * i + 4) for i, name in enumerate("abcd")}
         (tmp_path / "x").write_bytes(pack(table, bytes(16)))
-        refused(tmp_path / "x")
+        refused(header.tensors, tmp_path / "x")
         del table["d"]
         (tmp_path / "x").write_bytes(pack(table, bytes(12)))
         assert list(header.tensors(tmp_path / "x")) == ["a", "b", "c"]
@@ -299,11 +286,11 @@ def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monke
 def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
     many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
     (tmp_path / "x").write_bytes(many)
-    print(f"200,000 tensors: {min(refused(tmp_path / 'x')[1] for _ in range(3)):.0f} ms")
+    refused(header.tensors, tmp_path / "x")
     monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
-    refused(tmp_path / "x")
+    refused(header.tensors, tmp_path / "x")
     (tmp_path / "x").write_bytes(pack(b'{"a":[' + b"[],0," * 1_000_000 + b"0]}"))
-    refused(tmp_path / "x")
+    refused(header.tensors, tmp_path / "x")
 
 
 ODD = [

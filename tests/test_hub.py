@@ -18,11 +18,11 @@ import pytest
 import torch
 from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.checkpoint import hub
-from dunes.models import llama
-from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
+from small_models import random_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LARGE = (".safetensors", ".bin", ".pth", ".gguf", ".onnx")
@@ -117,8 +117,7 @@ class Answer(BaseHTTPRequestHandler):
 def tiny(tmp_path_factory) -> Path:
     """A model folder."""
     folder, tokenizer = tmp_path_factory.mktemp("model") / "tiny", Tokenizer.train("bytes", [])
-    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, 16)), 0)
-    checkpoint.save(model, folder, tokenizer, 16)
+    checkpoint.save(random_model(vocab=tokenizer.vocab, context=16), folder, tokenizer, 16)
     return folder
 
 
@@ -174,10 +173,7 @@ def refused(*args) -> str:
 
 
 def unhashed(monkeypatch) -> None:
-    def never(path, *_):
-        raise AssertionError(f"{path} is hashed again")
-
-    monkeypatch.setattr(hub, "_digest", never)
+    monkeypatch.setattr(hub, "_digest", raising(AssertionError("a file is hashed again")))
 
 
 def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tiny):
@@ -341,8 +337,7 @@ NOT_NAMES = [
 @pytest.mark.parametrize("model", NOT_NAMES)
 def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model):
     monkeypatch.setattr(hub, "_copy", lambda *_: pytest.fail("asked"))
-    with pytest.raises(ValueError, match=r"no such folder|cannot be a revision"):
-        hub.locate_model(model)
+    refuses(r"no such folder|cannot be a revision", hub.locate_model, model)
 
 
 @pytest.mark.parametrize("model", ["org/tiny", "Org_1/a.b-c_D2", "0/0", "org/tiny@refs/pr/1", f"org/{'a' * 92}"])

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from conftest import display, refuses, toy
+from conftest import display, raising, refuses, toy, training_output
 from dunes import checkpoint
 from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_writer
@@ -163,16 +163,13 @@ def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, m
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         crash_at(4, patch)
-        show, out = display()
-        assert train(toy(code), folder, show) == 0
-    assert out.getvalue().count("warning: writing metrics.jsonl failed") == 1
-    assert "metrics.jsonl, line 4: " in out.getvalue(), "said when the picture is drawn"
+        printed = training_output(toy(code), folder)
+    assert printed.count("warning: writing metrics.jsonl failed") == 1
+    assert "metrics.jsonl, line 4: " in printed, "said when the picture is drawn"
     expected = [n for n in range(1, 13) if n != 4]
     assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", list)] == expected
-    show, out = display()
-    longer = {"resume": True, "override": ["steps"]}
-    assert train(toy(code, steps=15), folder, show, **longer) == 0
-    assert "metrics.jsonl, line 4: " in out.getvalue()
+    printed = training_output(toy(code, steps=15), folder, resume=True, override=["steps"])
+    assert "metrics.jsonl, line 4: " in printed
     records = read_metrics(folder / "metrics.jsonl", list)
     assert [r["step"] for r in records if "loss" in r] == [*expected, 13, 14, 15]
 
@@ -236,10 +233,6 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
     assert "line 2: " in capsys.readouterr().err
 
 
-def full(path):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
 def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
     module, out = recipe("self_instruct"), tmp_path / "out.json"
     out.write_text("[1]")
@@ -247,7 +240,7 @@ def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, 
     seed = {"instruction": "Name a colour.", "input": "", "output": "Red."}
     seeds.write_text("".join(json.dumps(seed) + "\n" for _ in range(3)))
     (tmp_path / "out.json.rounds.jsonl").touch()
-    monkeypatch.setattr(atomic, "fsync_path", full)
+    monkeypatch.setattr(atomic, "fsync_path", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space"):
         module.main(str(seeds), str(out), lambda prompts: [], 0)
     assert out.read_text() == "[1]"
@@ -275,9 +268,8 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
         real(path, tensors)
 
     monkeypatch.setattr(safetensors_writer, "write_file", write)
-    show, out = display()
-    assert train(toy(code, steps=30), tmp_path / "run", show) == 0
-    assert out.getvalue().count("saving the state failed") == 1
+    printed = training_output(toy(code, steps=30), tmp_path / "run")
+    assert printed.count("saving the state failed") == 1
     assert checkpoint.latest_state(tmp_path / "run", pytest.fail).name == "step-000030"
     assert not list((tmp_path / "run" / "state").glob(".step-*"))
     state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))

@@ -26,7 +26,7 @@ from dunes.augment import (
 )
 from dunes.augment.adapted import Adapter, LoraConfig, dense
 from dunes.augment.changes import decide_change
-from dunes.models import llama, mixtral
+from dunes.models import mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, adamw, cast_frozen, mutable_buffers, next_token
@@ -326,8 +326,7 @@ def test_dropout_acts_in_training_only():
 
 
 def test_head_and_embedding_when_asked():
-    config = llama.Config.from_size(50, 32, 2, 32)
-    model = llama.build(llama.Config(**{**config.__dict__, "tied": False})).eval()
+    model = build(tied=False)
     before = model(IDS)
     note = attach(model, where=["head", "embed.token"], rank=4)
     assert list(note.places) == ["embed.token", "head"]

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,7 +19,8 @@ from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
-from test_adapter_folders import TALK, TOKENS, adapter_in, base_in
+from test_adapter_folders import TALK, TOKENS, adapter_in, base_in, made  # noqa: F401  (fixture)
+from test_cli import dunes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = {
@@ -88,9 +87,9 @@ def test_what_was_trained_on_a_quantized_base_goes_there_or_into_the_original(ki
     ours = qlora(tmp_path, kind)
     report = merge(tmp_path / "a", tmp_path / "there")
     assert report.moved is None
-    made = checkpoint.load(tmp_path / "there").model
-    assert not any(isinstance(m, Quantized) for m in made.modules())
-    assert difference(made(IDS), ours(IDS)) <= 1e-4
+    there = checkpoint.load(tmp_path / "there").model
+    assert not any(isinstance(m, Quantized) for m in there.modules())
+    assert difference(there(IDS), ours(IDS)) <= 1e-4
     card = json.loads((tmp_path / "there" / "dunes.json").read_text())
     assert [c["name"] for c in card["changes"]] == ["quantize", "merge"]
     assert "blocks.0.mlp.up" in card["changes"][-1]["dequantized"]
@@ -126,18 +125,16 @@ WRONG = {
 }
 
 
+@pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_merge_that_makes_another_model_leaves_nothing(wrong, tmp_path, monkeypatch):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
     monkeypatch.setattr(*WRONG[wrong])
     refuses(r"the result is another model: .*; nothing was written", merge, tmp_path / "a", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("made")
 def test_a_merge_into_what_is_there_or_of_no_adapter_is_refused_first(tmp_path, monkeypatch):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
     monkeypatch.setattr(checkpoint, "load", lambda *a: pytest.fail("loaded before it was refused"))
     refuses("nothing to merge", merge, tmp_path / "base", tmp_path / "out")
     (tmp_path / "there").mkdir()
@@ -166,18 +163,17 @@ def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
         assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
 
 
+@pytest.mark.usefixtures("made")
 @pytest.mark.slow
 def test_the_verb(tmp_path):
-    _, ours = base_in(tmp_path / "base")
-    adapter_in(tmp_path / "a", ours, tmp_path / "base")
-    line = [sys.executable, "-m", "dunes", "augment", "merge", str(tmp_path / "a"), str(tmp_path / "out")]
-    done = subprocess.run([*line, "--dtype", "bfloat16"], capture_output=True, text=True)
+    line = "augment", "merge", tmp_path / "a", tmp_path / "out"
+    done = dunes(*line, "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     assert re.match(r"equal within rounding: \d\.\de-0[23] relative\n", done.stdout)
     assert "merged into 14 matrices; rounding error relative to the update" in done.stdout
     assert "rounding changed them by up to" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("next: dunes chat")
-    again = subprocess.run(line, capture_output=True, text=True)
+    again = dunes(*line)
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "exists already" in again.stderr

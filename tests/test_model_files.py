@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import display, refuses, toy
+from conftest import change_json, display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.folder import open_verified_source, write_card
 from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
-from dunes.cli import main as command
 from dunes.completion.store import read_gate, read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
@@ -43,8 +42,7 @@ def made(tmp_path_factory):
     checkpoint.save(initialise(llama.build(CONFIG)), folder, Tokenizer.train("bytes", ()), 32)
     (folder / "added_tokens.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    card = json.loads((folder / "dunes.json").read_text())
-    (folder / "dunes.json").write_text(json.dumps(card | {"files": {}}))
+    change_json(folder / "dunes.json", files={})
     return folder
 
 
@@ -265,9 +263,7 @@ def foreign(model, tmp_path, monkeypatch):
     (tmp_path / "private").mkdir()
     for i in range(20):
         (tmp_path / "private" / f"{i}.txt").write_text(f"private {i}\n" * 40)
-    card = json.loads((model / "dunes.json").read_text())
-    card["trained"] = {"sources": [str(tmp_path / "private")], "split": "files"}
-    (model / "dunes.json").write_text(json.dumps(card))
+    change_json(model / "dunes.json", trained={"sources": [str(tmp_path / "private")], "split": "files"})
     return model
 
 
@@ -296,27 +292,20 @@ def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign
         read(replace(loaded, card={"trained": {"sources": [str(tmp_path)], "split": "files"}}))
 
 
-def dunes(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["dunes", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    return ended.value.code, capsys.readouterr()
-
-
 @pytest.mark.filterwarnings("default:not scored")
 def test_the_commands_ask_for_a_strangers_text_and_know_what_was_trained_here(
-    foreign, tmp_path, monkeypatch, capsys
+    foreign, tmp_path, monkeypatch, command
 ):
-    status, printed = dunes(monkeypatch, capsys, "eval", foreign)
-    assert (status, printed.out) == (2, "")
-    assert printed.err.startswith(f"dunes: {foreign}: the model's card names ")
-    assert dunes(monkeypatch, capsys, "eval", foreign, "--trust-sources")[0] == 0
+    status, out, error = command("eval", foreign)
+    assert (status, out) == (2, "")
+    assert error.startswith(f"dunes: {foreign}: the model's card names ")
+    assert command("eval", foreign, "--trust-sources")[0] == 0
     for change in (["quantize", "--kind", "int4"], ["prune", "--sparsity", "0.5"]):
-        status, printed = dunes(monkeypatch, capsys, "augment", *change, foreign, tmp_path / "out")
-        assert (status, "--trust-sources" in printed.err) == (2, True)
+        status, _, error = command("augment", *change, foreign, tmp_path / "out")
+        assert (status, "--trust-sources" in error) == (2, True)
         assert not (tmp_path / "out").exists()
     monkeypatch.chdir(tmp_path)
     assert train(toy("private", steps=1), tmp_path / "run", display()[0]) == 0
-    assert dunes(monkeypatch, capsys, "eval", "run")[0] == 0
+    assert command("eval", "run")[0] == 0
     shutil.move("run", "elsewhere")
-    assert dunes(monkeypatch, capsys, "eval", "elsewhere")[0] == 0
+    assert command("eval", "elsewhere")[0] == 0

@@ -13,8 +13,6 @@ from conftest import refuses
 from dunes import tree
 from dunes.augment import attach
 from dunes.generate import Request, generate, generate_all
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.models.mixture import mixture
 from dunes.ops import expert_products as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
@@ -22,6 +20,7 @@ from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import load_balance, router_z
 from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss
+from small_models import random_model
 
 
 def moe(experts=5, dim=16, hidden=24, top_k=2, **options):
@@ -350,13 +349,7 @@ def test_layers_of_different_sizes_report_their_loads_side_by_side():
 
 
 def small(family="mixtral", **changes):
-    module = FAMILIES[family]
-    config = module.Config.from_size(61, 64, 2, 40)
-    model = initialise(module.build(type(config)(**{**vars(config), **changes})))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    return model
+    return random_model(family, vocab=61, dim=64, context=40, **changes)
 
 
 def ids(rows=2, length=17):

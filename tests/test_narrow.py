@@ -11,10 +11,9 @@ from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repea
 from dunes.augment.changes import decide_change
 from dunes.augment.narrow import block_influence, importances
 from dunes.checkpoint import Architecture
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.parts import MoE
-from test_calibrate import IDS, model_of
+from small_models import assert_refused_unchanged, assert_takes_numbers, random_model
+from test_calibrate import IDS
 from test_prune import LONG, loss
 from test_prune_folders import without_measuring
 
@@ -46,7 +45,7 @@ def silenced(model, change):
 def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, uneven):
 
     def build():
-        model = model_of(family, depth=3, **fields)
+        model = random_model(family, depth=3, **fields)
         for p in (p for n, p in model.blocks[0].named_parameters() if n.endswith(("out.weight", "down.weight"))):
             p.mul_(1e-3)  # the first block goes, and the others are renumbered
         return model
@@ -59,10 +58,7 @@ def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, unev
     expected = silenced(build(), change)(IDS)
     assert (model(IDS) - expected).abs().max() < 1e-5
     assert Change.of(json.loads(json.dumps(change.record()))) == change
-    fresh = build()
-    repeat_structure(fresh, change)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(fresh(IDS), model(IDS))
+    assert_takes_numbers(build(), change, model, IDS)
     described = checkpoint.hf_config_of(model, 32)
     if family == "gpt2" and heads > 1:
         assert "gpt2" in described  # whose heads together are as wide as the model
@@ -74,7 +70,7 @@ def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, unev
 
 @torch.no_grad()
 def test_experts_that_stay_are_chosen_among_themselves():
-    model, whole = model_of("mixtral", experts=4), model_of("mixtral", experts=4)
+    model, whole = random_model("mixtral", experts=4), random_model("mixtral", experts=4)
     change = apply_change(model, "narrow", ids=LONG, experts=2)
     for place, kept in change.places.items():
         moe, before = model.get_submodule(place), whole.get_submodule(place)
@@ -83,7 +79,7 @@ def test_experts_that_stay_are_chosen_among_themselves():
         for expert, e in zip(moe.experts, kept["experts"], strict=True):
             assert torch.equal(expert.down.weight, before.experts[e].down.weight)
     assert checkpoint.hf_config_of(model, 32).config.experts == 2
-    both = model_of("mixtral", experts=4)
+    both = random_model("mixtral", experts=4)
     change = apply_change(both, "narrow", ids=LONG, experts=3, neurons=16, blocks=1)
     assert both(IDS).isfinite().all()
     assert all(m.down.in_features == 16 for moe in both.modules() if isinstance(moe, MoE) for m in moe.experts)
@@ -91,7 +87,7 @@ def test_experts_that_stay_are_chosen_among_themselves():
 
 
 def test_importance_is_what_the_loss_loses_to_first_order():
-    model = model_of("llama", heads=4, kv_heads=2, head_dim=8).double()
+    model = random_model("llama", heads=4, kv_heads=2, head_dim=8).double()
     names = {"blocks.0.attn.out": 2, "blocks.1.mlp.down": 96}
     scores = importances(model, IDS, names)
     for name, units in names.items():
@@ -117,7 +113,7 @@ def loss_of(model):
 
 
 def test_what_does_nothing_goes_first():
-    model = model_of("llama", depth=3, heads=4, kv_heads=2, head_dim=8)
+    model = random_model(depth=3, heads=4, kv_heads=2, head_dim=8)
     idle = model.blocks[1]
     idle.attn.out.weight.data.zero_()
     idle.mlp.down.weight.data.zero_()
@@ -139,9 +135,9 @@ def test_folders(tmp_path):
     from transformers import AutoModelForCausalLM
 
     for name, options in {"even": {}, "uneven": {"uneven": True}}.items():
-        model = model_of("llama", heads=4, kv_heads=2, head_dim=8)
+        model = random_model("llama", heads=4, kv_heads=2, head_dim=8)
         change = apply_change(model, "narrow", ids=LONG, heads=2, neurons=40, **options)
-        config = checkpoint.hf_config_of(model_of("llama", heads=4, kv_heads=2, head_dim=8), 32).config
+        config = checkpoint.hf_config_of(random_model("llama", heads=4, kv_heads=2, head_dim=8), 32).config
         checkpoint.save(model, tmp_path / name, None, 32, architecture=Architecture("llama", config, (change,)))
         assert torch.equal(checkpoint.load(tmp_path / name).model(IDS), model(IDS))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even").eval()
@@ -157,8 +153,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
 
     without_measuring(monkeypatch)
     tokenizer = Tokenizer.train("bytes", ())
-    config = FAMILIES["llama"].Config.from_size(tokenizer.vocab, 32, 2, 32)
-    checkpoint.save(initialise(FAMILIES["llama"].build(config)), tmp_path / "base", tokenizer, 32)
+    checkpoint.save(random_model(vocab=tokenizer.vocab), tmp_path / "base", tokenizer, 32)
     (tmp_path / "text").write_text("What is less of it is more.\n" * 99)
     options, text = Narrow(neurons=40, blocks=1), (str(tmp_path / "text"),)
     augment_verb.COMMANDS["narrow"](str(tmp_path / "base"), tmp_path / "out", narrow=options, calibration=text)
@@ -171,7 +166,7 @@ def test_the_verb(tmp_path, capsys, monkeypatch):
 
 
 def test_narrowed_models_learn_and_stay_in_their_mode():
-    model = model_of().train()
+    model = random_model().train()
     apply_change(model, "narrow", ids=LONG, neurons=20, heads=1)
     assert all(m.training for m in model.modules())
     total, _ = loss(model, LONG[:2])
@@ -195,27 +190,25 @@ def test_narrowed_models_learn_and_stay_in_their_mode():
     ],
 )  # fmt: skip
 def test_requests_that_do_not_fit(request_, message):
-    model = model_of("llama", heads=4, kv_heads=2, head_dim=8)
-    before = {n: p.clone() for n, p in model.state_dict().items()}
-    refuses(message, apply_change, model, "narrow", **{"ids": LONG, **request_})
-    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+    model = random_model("llama", heads=4, kv_heads=2, head_dim=8)
+    assert_refused_unchanged(message, model, "narrow", **{"ids": LONG, **request_})
 
 
 def test_other_layers_and_damaged_records_are_refused():
     with pytest.raises(ValueError, match="experts is 1; expected 2, as many as each token gets, to 4"):
-        apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=1)
-    adapted, quantized = model_of(), model_of()
+        apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=1)
+    adapted, quantized = random_model(), random_model()
     attach(adapted, where="blocks.*.mlp.down", rank=2)
     quantize(quantized, where="blocks.*.attn.k")
     plain = "expected a plain linear layer: merge adapters"
     for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
         refuses(plain, apply_change, other, "narrow", ids=LONG, **options)
-    change = decide_change(model_of(), "narrow", ids=LONG, neurons=8)
+    change = decide_change(random_model(), "narrow", ids=LONG, neurons=8)
     record = change.record()
     damaged = [{"neurons": neurons, "of": 96} for neurons in ([3, 1], [96], [], ["a"])]
     damaged += [{"neurons": [1], "of": 95}, {"limbs": [1], "of": 96}, {"of": 96}]
     for kept in (*damaged, {"neurons": [1], "groups": [1], "of": 96}):
-        model = model_of()
+        model = random_model()
         places = {**record["places"], "blocks.1.mlp": kept}
         refuses(r"has no such|is damaged", repeat_structure, model, Change.of({**record, "places": places}))
         assert model.blocks[0].mlp.down.in_features == 96
@@ -223,6 +216,6 @@ def test_other_layers_and_damaged_records_are_refused():
 
 def test_mixtures_that_keep_all_of_their_experts_are_refused_or_left_alone():
     with pytest.raises(ValueError, match="nothing to take out: the model has no more"):
-        apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=4)
-    change = apply_change(model_of("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
+        apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4)
+    change = apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
     assert not any("experts" in kept for kept in change.places.values())

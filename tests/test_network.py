@@ -11,10 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from conftest import refuses
+from conftest import change_json, refuses
 from dunes import checkpoint, tree
 from dunes.checkpoint.architecture import import_build
-from dunes.cli.main import main
 from own_networks import NETWORKS, ConvNet, Rows, Tied, empty
 
 Architecture = checkpoint.Architecture
@@ -80,10 +79,8 @@ def test_a_network_and_its_function_are_one_folder(tmp_path):
     x = torch.rand(2, 1, 28, 28)
     assert torch.equal(loaded(x), network(x))
     assert not loaded.training
-    with pytest.raises(
-        ValueError, match=r"a network that is no language model; load it with checkpoint\.load_network"
-    ):
-        checkpoint.load(tmp_path / "net", build=ConvNet)
+    words = r"a network that is no language model; load it with checkpoint\.load_network"
+    refuses(words, checkpoint.load, tmp_path / "net", build=ConvNet)
     fresh = ConvNet(classes=3)
     checkpoint.load_weights(fresh, tmp_path / "net")
     assert same(fresh.state_dict(), network.state_dict())
@@ -94,14 +91,13 @@ def test_a_prefix_in_a_folder_is_removed_and_told(tmp_path):
     checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(ConvNet, classes=3))
     file = tmp_path / "net" / "model.safetensors"
     save_file({f"_orig_mod.{k}": v for k, v in network.state_dict().items()}, file)
-    card = tmp_path / "net" / "dunes.json"
-    card.write_text(json.dumps(json.loads(card.read_text()) | {"files": {}}))
+    change_json(tmp_path / "net" / "dunes.json", files={})
     with pytest.warns(UserWarning, match="tensors are read without '_orig_mod.' in their names"):
         loaded = checkpoint.load_network(tmp_path / "net", build=ConvNet)
     assert same(loaded.state_dict(), network.state_dict())
 
 
-def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeypatch, capsys):
+def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "strange.py").write_text(
         "from pathlib import Path\nfrom torch import nn\nPath('ran').touch()\n\ndef make(width):\n"
@@ -114,10 +110,7 @@ def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeyp
     with pytest.raises(ValueError, match="built by strange:make, which is not imported automatically"):
         checkpoint.load_network(tmp_path / "net")
     assert not (tmp_path / "ran").exists()
-    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", "net"])
-    with pytest.raises(SystemExit):
-        main()
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loads")]
+    (line,) = [line for line in command("inspect", "net")[1].splitlines() if line.startswith("loads")]
     assert "--trust-code" in line
     assert not (tmp_path / "ran").exists()
     x = torch.rand(2, 4)
@@ -126,12 +119,8 @@ def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeyp
     rename(tmp_path / "net", "strange.py:make")
     assert torch.equal(checkpoint.load_network(tmp_path / "net", trust_code=True)(x), network(x))
     assert str(tmp_path) not in sys.path
-    flags = ["--trust-code", "--layers", "--example", "2", "4"]
-    monkeypatch.setattr(sys, "argv", ["dunes", "inspect", "net", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
-    shown = capsys.readouterr().out
+    status, shown, _ = command("inspect", "net", "--trust-code", "--layers", "--example", 2, 4)
+    assert not status
     assert "config      width 5" in shown
     assert "parameters  25 (25) in 2 modules" in shown
     assert "2x4" in shown
@@ -229,10 +218,8 @@ def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
     ):
         assert words in caught
     assert same(before, network.state_dict())
-    with pytest.raises(
-        ValueError, match=r"dropout has another .*; for weights alone, load its model\.safetensors"
-    ):
-        checkpoint.load_weights(ConvNet(dropout=0.1), tmp_path)
+    words = r"dropout has another .*; for weights alone, load its model\.safetensors"
+    refuses(words, checkpoint.load_weights, ConvNet(dropout=0.1), tmp_path)
     with pytest.raises(ValueError, match=r"conv1\.bias is torch\.float32, not torch\.bfloat16"):
         checkpoint.load_weights(ConvNet().bfloat16(), tmp_path / "model.safetensors")
     refuses(r"the weights of 'own_networks:ConvNet' .*load_weights\(network", checkpoint.load_network, tmp_path)
@@ -248,10 +235,8 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors: not the bytes that were written \(another SHA-256\)"
-    ):
-        checkpoint.load_weights(Rows(), tmp_path / "w")
+    words = r"model\.safetensors: not the bytes that were written \(another SHA-256\)"
+    refuses(words, checkpoint.load_weights, Rows(), tmp_path / "w")
 
 
 def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
@@ -263,10 +248,8 @@ def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
     assert same(loaded.state_dict(), network.state_dict())
     assert loaded.out.weight is loaded.first.weight
     save_file(state | {"out.weight": state["out.weight"] + 1}, tmp_path / "other.safetensors")
-    with pytest.raises(
-        ValueError, match=r"out\.weight is a tensor of its own, not the same tensor as first\.weight"
-    ):
-        checkpoint.load_weights(Tied(), tmp_path / "other.safetensors")
+    words = r"out\.weight is a tensor of its own, not the same tensor as first\.weight"
+    refuses(words, checkpoint.load_weights, Tied(), tmp_path / "other.safetensors")
 
 
 def test_networks_without_shapes_or_values_are_refused_by_the_name_of_a_tensor(tmp_path):
@@ -339,9 +322,8 @@ def test_a_tensor_that_would_be_lost_is_refused_on_one_line(tmp_path):
     network = Remembers(3, 2)
     network(torch.rand(4, 3))
     of_class = Architecture.of_function(Remembers, in_features=3, out_features=2)
-    with pytest.raises(ValueError, match=r"builds a different model: the model: last is tensor\(") as caught:
-        checkpoint.save(network, tmp_path, architecture=of_class)
-    assert "\n" not in str(caught.value)
+    words = r"builds a different model: the model: last is tensor\("
+    refuses(words, checkpoint.save, network, tmp_path, architecture=of_class)
 
 
 class Angles(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import ops
 from dunes.ops import cross_entropy, gated, int8_linear, kernels, low_rank, rms_norm, rotary
 from dunes.ops import expert_products as experts
@@ -229,10 +229,7 @@ WRONG_FORWARDS = {
     "returns": (itself, "float32: it returns its input 'x' or a view of it; return a clone"),
     "view": (lambda x: x.t(), "float32: it returns its input 'x' or a view of it"),
     "flat": (lambda x: x.exp().flatten(), "output 1 (12,) float32; the reference output 1 (3, 4) float32"),
-    "no NaN": (
-        lambda x: x.exp().nan_to_num(),
-        "NaN: nan as number 6 of 'x': output 1 has 0.0, the reference nan",
-    ),
+    "no NaN": (lambda x: x.exp().nan_to_num(), "NaN: nan as number 6 of 'x': output 1 has 0.0, the reference nan"),
     "no empty": (lambda x: x.exp() + x.max() * 0, "sizes: 0 in place of 3: RuntimeError: max()"),
     "by memory": (
         lambda x: torch.as_strided(x, x.shape, torch.empty(x.shape).stride()).exp(),
@@ -475,8 +472,6 @@ def test_the_example_in_triton_is_right(tmp_path, monkeypatch):
 
 
 def test_cpp_that_does_not_compile_is_a_mistake_on_one_line(monkeypatch):
-    def fail(*args, **options):
-        raise RuntimeError("Error building extension\nmain.cpp:3:5: error: expected ';'\nmore")
-
-    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", fail)
+    error = RuntimeError("Error building extension\nmain.cpp:3:5: error: expected ';'\nmore")
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", raising(error))
     refuses(r"^C\+\+ does not compile: main.cpp:3:5: error: expected ';'$", lambda: ops.Cpp("int f() {}", "f").f())

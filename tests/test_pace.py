@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import display, toy
+from conftest import display, toy, training_output
 from dunes.runs import finetune_data
 from dunes.runs import pace as module
 from dunes.runs.pace import PaceCheck
@@ -80,11 +80,10 @@ def test_the_same_command_has_the_same_losses_beside_other_work(code, tmp_path):
 
 
 def test_options_of_threads_and_dtype_are_the_runs_and_recorded(code, tmp_path):
-    show, out = display()
-    assert train(toy(code, steps=2, threads=1, dtype="bfloat16"), tmp_path / "run", show) == 0
-    assert "bfloat16 on cpu, 1 thread" in out.getvalue()
+    printed = training_output(toy(code, steps=2, threads=1, dtype="bfloat16"), tmp_path / "run")
+    assert "bfloat16 on cpu, 1 thread" in printed
     with pytest.raises(ValueError, match="dtype was 'bfloat16', now 'float32'"):
-        train(toy(code, steps=2, dtype="float32"), tmp_path / "run", show, resume=True, asked=["dtype"])
+        train(toy(code, steps=2, dtype="float32"), tmp_path / "run", display()[0], resume=True, asked=["dtype"])
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(float("inf"), 50_000), (11.0, 10 * 2048), (2.5, 2048)])

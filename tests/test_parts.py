@@ -1,5 +1,7 @@
 """What the parts promise: causality, positions, caches, packing, and that own parts fit."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -22,19 +24,9 @@ from dunes.parts import (
 )
 from dunes.tree import watch
 from own_parts import Average
+from small_models import random_model
 
 VOCAB, CONTEXT = 61, 40
-
-
-def small(family: str):
-    module = FAMILIES[family]
-    config = module.Config.from_size(VOCAB, 64, 3, CONTEXT)
-    torch.manual_seed(0)
-    model = initialise(module.build(config)).eval()
-    with torch.no_grad():  # so that nothing is zero, and logits are of the size that a trained model's are
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model
 
 
 def windowed():
@@ -46,7 +38,8 @@ def windowed():
     return Decoder(Embedding(VOCAB, 32), blocks, RMSNorm(32), nn.Linear(32, VOCAB, bias=False)).eval()
 
 
-MODELS = {**{name: (lambda name=name: small(name)) for name in FAMILIES}, "windowed": windowed}
+small = partial(random_model, vocab=VOCAB, dim=64, depth=3, context=CONTEXT, seed=1)
+MODELS = {**{name: partial(small, name) for name in FAMILIES}, "windowed": windowed}
 
 
 @pytest.fixture(params=MODELS)

@@ -6,7 +6,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from conftest import display, toy
+from conftest import display, raising, toy, training_output
 from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.run import Run, read_metrics
@@ -100,14 +100,13 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
 
     monkeypatch.setattr(Run, "check", check)
     monkeypatch.setattr("dunes.runs.train.sample_text", sample)
-    show, out = display()
-    assert train(toy(code, steps=60), tmp_path / "run", show) == 0
+    printed = training_output(toy(code, steps=60), tmp_path / "run")
     found = read_samples(tmp_path / "run" / "samples.md")
     assert list(found) == [5, 50, 60]
     assert (tmp_path / "run" / "samples.md").read_text().count("## After") == 3
     assert found[60] == "the best weights: True"
     assert found[50] == "the best weights: False"
-    said = out.getvalue()
+    said = printed
     assert "--- sample after 60 steps, with the best weights (step 10) ---" in said
     loss, bits = re.search(r"validation loss (\S+) nats/token, perplexity \S+, (\S+) bits/byte", said).groups()
     assert f"saved: step 10, {loss} nats/token, {bits} bits/byte" in lines(drawn[-1])
@@ -121,14 +120,11 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
 
 
 def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words(code, tmp_path, monkeypatch):
-    def full(*arguments, **named):
-        raise OSError(28, "No space left on device")
-
+    full = raising(OSError(28, "No space left on device"))
     monkeypatch.setattr(Figure, "savefig", full)
     monkeypatch.setattr("dunes.runs.loop.append_text", full)
-    show, out = display()
-    assert train(toy(code), tmp_path / "run", show) == 0
-    assert "warning: plotting failed: [Errno 28] No space left on device" in out.getvalue()
-    assert "warning: sampling failed: [Errno 28]" in out.getvalue()
-    assert "done after 12 steps" in out.getvalue()
-    assert "dunes generate" in out.getvalue().splitlines()[-1]
+    printed = training_output(toy(code), tmp_path / "run")
+    assert "warning: plotting failed: [Errno 28] No space left on device" in printed
+    assert "warning: sampling failed: [Errno 28]" in printed
+    assert "done after 12 steps" in printed
+    assert "dunes generate" in printed.splitlines()[-1]

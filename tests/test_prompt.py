@@ -2,8 +2,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import dunes
 import typed_parts
 from adapters import build
+from conftest import run_python
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.data import TokenFile, collect_corpus
@@ -28,7 +27,7 @@ ROOMS = {path.parent.name for path in Path(dunes.__file__).parent.glob("*/__init
 def test_dir_lists_the_rooms_and_imports_none():
     assert set(dir(dunes)) >= ROOMS - {"cli"}
     script = "import sys, dunes; dir(dunes); assert 'torch' not in sys.modules; print(dunes.text.__name__)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python(script)
     assert done.stdout == "dunes.text\n", done.stderr
     with pytest.raises(AttributeError, match="module 'dunes' has no attribute 'nonsense'"):
         dunes.nonsense  # noqa: B018

@@ -16,8 +16,7 @@ from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.group_int import GroupInt
 from dunes.augment.quantization import NF4, Int8, describe
 from dunes.augment.quantized import Grid
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
+from small_models import assert_takes_numbers, random_model
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
 GRIDS = [Grid(8, symmetric=True), Grid(4, 32), Grid(4, 0), Grid(3, 64), Grid(3, 40, True), Grid(3, 150)]
@@ -33,17 +32,13 @@ def inputs(count=160, tokens=600):
     return (mixed + noise(tokens, 1, seed=3)) * noise(count, seed=4).exp()
 
 
-def model_of(family="llama", depth=2, **fields):
+def model_of(family="llama", **fields):
     """A small model whose hidden states have a few large components."""
-    module = FAMILIES[family]
-    config = module.Config.from_size(50, 32, depth, 32)
-    model = initialise(module.build(type(config)(**{**vars(config), **fields})), 0)
-    draw = torch.Generator().manual_seed(2)
+    model, draw = random_model(family, **fields), torch.Generator().manual_seed(2)
     for name, p in model.named_parameters():
-        p.data += 0.1 * torch.randn(p.shape, generator=draw)
         if "norm.weight" in name:
             p.data *= torch.randn(p.shape, generator=draw).exp()
-    return model.eval()
+    return model
 
 
 def gram_of(x):
@@ -155,9 +150,7 @@ def test_a_record_of_zeros_in_the_same_pass_is_repeated():
     for settings in record["places"].values():
         settings |= {"weights": 1024, "nonzero": 512}
     change = Change.of(record)
-    repeat_structure(other, change)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(IDS), model(IDS))
+    assert_takes_numbers(other, change, model, IDS)
     assert describe(change) == "int4 in groups of 32, by GPTQ"
 
 
@@ -173,10 +166,8 @@ def test_overrides_give_places_other_kinds_or_leave_them_dense():
     assert model.blocks[1].mlp.up.grid == Grid(3, 16)
     described = describe(change)
     assert described == "int8 in groups of 16, by GPTQ; nf4 at 1 place; int3 at 6 places"
-    other = model_of(tied=False)
-    repeat_structure(other, Change.of(json.loads(json.dumps(change.record()))))
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(IDS), model(IDS))
+    read = Change.of(json.loads(json.dumps(change.record())))
+    assert_takes_numbers(model_of(tied=False), read, model, IDS)
 
 
 def test_gptq_of_dead_inputs_and_of_too_few_tokens():

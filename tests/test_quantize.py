@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapters import IDS, build, difference
+from conftest import refuses
 from dunes.augment import Change, quantize
+from dunes.augment.group_int import GroupInt
 from dunes.augment.quantization import NF4, Int8, codebook, encode, shape
 from dunes.models import llama
 
@@ -148,22 +150,27 @@ def test_quantized_maps_are_near_idempotent_and_counted(make, sides):
     assert not zero.dense().any()
 
 
-def test_a_quantized_model_is_shaped_without_numbers():
+@pytest.mark.parametrize(
+    ("request_", "kinds"),
+    [({"kind": "nf4", "double": True}, [NF4, NF4]),
+     ({"kind": "int3", "override": ["blocks.0.attn.*=int8"]}, [Int8, GroupInt])],
+)  # fmt: skip
+def test_a_quantized_model_is_shaped_without_numbers(request_, kinds):
     model = build()
-    note = Change.of(json.loads(json.dumps(quantize(model, kind="nf4", double=True).record())))
+    note = Change.of(json.loads(json.dumps(quantize(model, **request_).record())))
     with torch.device("meta"):
         other = llama.build(llama.Config.from_size(50, 32, 2, 32)).eval()
     shape(other, note)
     other.load_state_dict(model.state_dict(), assign=True)
     assert torch.equal(other(IDS), model(IDS))
+    assert [type(block.attn.q) for block in other.blocks] == kinds
 
 
 @pytest.mark.parametrize("request_", [{"override": ("head=int8",)}, {"where": "head"}])
 def test_a_tied_head_is_refused_by_name(request_):
     sizes = {"vocab": 64, "dim": 32, "depth": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "hidden": 32}
     model = llama.build(llama.Config(**sizes, context_length=32, tied=True))
-    with pytest.raises(ValueError, match="head: has the embedding's matrix, which is not quantized"):
-        quantize(model, **request_)
+    refuses("head: has the embedding's matrix, which is not quantized", quantize, model, **request_)
 
 
 @pytest.mark.parametrize("inputs", [128, 100])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment.group_int import GroupInt
 from dunes.augment.options import Quantize
@@ -50,6 +51,5 @@ def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_pat
 )
 def test_what_means_nothing_is_refused_with_nothing_written(base, text, tmp_path, options, message):
     calibration = (text,) if options.pop("calibration", False) else ()
-    with pytest.raises(ValueError, match=message):
-        quantize(str(base), tmp_path / "out", quantize=Quantize(**options), calibration=calibration)
+    refuses(message, quantize, str(base), tmp_path / "out", quantize=Quantize(**options), calibration=calibration)
     assert not (tmp_path / "out").exists()

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.cli import verbs
 from dunes.generate import PrefixCache, Proposal, generate, look_up
 from dunes.inference.chat import load_chat_engine
 from dunes.inference.sampling_options import SamplingOptions
-from dunes.models import FAMILIES, llama
-from dunes.models.initialise import initialise
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for
 from dunes.parts.quantized_cache import SLACK, pack, quantize, unpack
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
+from small_models import random_model
 
 HEADS, LENGTH = 2, 70
 FORMATS = [
@@ -206,20 +206,11 @@ def test_codes_are_packed_exactly(bits, dim):
 
 @pytest.mark.parametrize(("bits", "group", "residual"), [(3, 32, 32), (16, 32, 32), (4, 0, 32), (4, 32, -1)])
 def test_what_cannot_be_stored_is_refused(bits, group, residual):
-    with pytest.raises(ValueError, match=r"^a cache (of|with)"):
-        CacheFormat(bits, group, residual)
+    refuses(r"^a cache (of|with)", CacheFormat, bits, group, residual)
 
 
-def made(family="llama", window=None, dtype=torch.float64):
-    module = FAMILIES[family]
-    config = module.Config.from_size(61, 64, 2, 128)
-    if window:
-        config = type(config)(**{**vars(config), "window": window})
-    model = initialise(module.build(config))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
-    return model.to(dtype).eval()
+def made(family="llama", dtype=torch.float64, **fields):
+    return random_model(family, vocab=61, dim=64, context=128, **fields).to(dtype)
 
 
 def ids(rows=1, length=100):
@@ -227,9 +218,9 @@ def ids(rows=1, length=100):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "window"), [("llama", None), ("gpt2", None), ("mistral", 20)])
-def test_a_model_has_the_same_logits_however_the_text_is_cut(family, window):
-    model, text = made(family, window), ids(3)
+@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gpt2", {}), ("mistral", {"window": 20})])
+def test_a_model_has_the_same_logits_however_the_text_is_cut(family, fields):
+    model, text = made(family, **fields), ids(3)
     for bits, most in ((8, 0.1), (4, 1), (2, 5)):
         make = lambda b, bits=bits: cache_for(model, b, 100, format=CacheFormat(bits, group=8, residual=8))
         want = model(text, cache=make(3))
@@ -316,13 +307,9 @@ def test_a_step_and_a_format_are_refused():
 
 def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "model"
-    model = initialise(llama.build(llama.Config.from_size(265, 64, 2, 128)))
+    model = random_model(vocab=265, dim=64, context=128)
     checkpoint.save(model, folder, Tokenizer.train("bytes", ()), 128)
-
-    def refuse(*arguments):
-        raise AssertionError("a step")
-
-    monkeypatch.setattr("dunes.generate.packages.load_step", refuse)
+    monkeypatch.setattr("dunes.generate.packages.load_step", raising(AssertionError("a step")))
     assert verbs.generate(str(folder), SamplingOptions(max_tokens=100), "abcdefgh" * 8, cache="int4") == 0
     error = capsys.readouterr().err
     assert error.count("\n") == 2

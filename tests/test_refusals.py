@@ -12,13 +12,12 @@ import typed_parts
 from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import apply_change
-from dunes.cli.main import main
 from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
 from dunes.runs.autosize import BATCH, COMPLETION_BATCH, COMPLETION_CONTEXT, CONTEXT
 from dunes.runs.train_config import TrainOptimization
 from dunes.text import Tokenizer
+from small_models import random_model
 
 IDS = torch.randint(50, (8, 16), generator=torch.Generator().manual_seed(0))
 CHANGES = {
@@ -72,10 +71,6 @@ class OwnTable(nn.Module):
         return self.table(ids)
 
 
-def family(name):
-    return initialise(FAMILIES[name].build(FAMILIES[name].Config.from_size(50, 32, 2, 32)))
-
-
 def changed(model, name):
     """The model after a change, or None after a refusal in one line of the field's words."""
     model = copy.deepcopy(model)
@@ -92,7 +87,7 @@ def changed(model, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [*FAMILIES, *OWN])
 def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model):
-    start = OWN[model][0]() if model in OWN else family(model)
+    start = OWN[model][0]() if model in OWN else random_model(model)
     if model in OWN:
         reason = checkpoint.hf_config_of(start, 32)
         assert OWN[model][1] in reason
@@ -116,7 +111,7 @@ def test_a_part_without_what_a_change_uses_is_named(model, change, reason):
 
 
 def test_an_upcycled_gpt2_says_why_it_has_a_form_of_its_own():
-    model = family("gpt2")
+    model = random_model("gpt2")
     apply_change(model, "upcycle", experts=4)
     assert checkpoint.hf_config_of(model, 32) == "not gpt2: blocks.0.mlp is MoE, not MLP"
 
@@ -134,7 +129,7 @@ def paths(tmp_path):
     (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
     (tmp_path / "config" / "config.json").write_text("{}")
     (tmp_path / "config" / "app.js").write_text("")
-    checkpoint.save(family("llama"), tmp_path / "many/one", Tokenizer.train("chars", ["a"]), 32)
+    checkpoint.save(random_model("llama"), tmp_path / "many/one", Tokenizer.train("chars", ["a"]), 32)
     train = f"to train a model on them: dunes train {tmp_path / 'src'} --out RUN"
     return tmp_path, {
         "src": f"not a model folder: it holds 41 .py files; {train}",
@@ -172,15 +167,13 @@ VERBS = [
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_says_that_a_source_folder_is_no_model(verb, paths, monkeypatch, capsys, tmp_path):
+def test_every_verb_says_that_a_source_folder_is_no_model(verb, paths, monkeypatch, command, tmp_path):
     folder, said = paths
     line = [part.replace("M", str(folder / "src")) for part in verb.split()]
-    monkeypatch.setattr(sys, "argv", ["dunes", *(str(tmp_path / "OUT") if a == "OUT" else a for a in line)])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert said["src"] in capsys.readouterr().err.splitlines()[-1]
+    status, _, error = command(*(tmp_path / "OUT" if a == "OUT" else a for a in line))
+    assert status == 2
+    assert said["src"] in error.splitlines()[-1]
     assert not (tmp_path / "OUT").exists()
 
 

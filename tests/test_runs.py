@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import display, metaspace_tokenizer, refuses, toy
+from conftest import display, eventually, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.architecture import has_own_form
@@ -80,12 +80,11 @@ def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
 
 def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypatch):
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
-    show, out = display()
-    assert train(toy(code, family="mixtral", steps=3), tmp_path / "run", show) == 0
+    printed = training_output(toy(code, family="mixtral", steps=3), tmp_path / "run")
     records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     values = [r["metrics"]["balance"] for r in records]
     assert all(0.0019 < value < 0.009 for value in values), "0.001 times 2 if even, times 8 if collapsed"
-    assert f"balance {values[0]:.3g}" in out.getvalue()
+    assert f"balance {values[0]:.3g}" in printed
     assert scalars(records[0])["metrics/balance"] == values[0]
     assert scalars(records[0] | {"metrics": {"a": 1.5, "b": [1.0]}})["metrics/a"] == 1.5
     for odd in ({"b": [1.0]}, [1], None):
@@ -96,18 +95,16 @@ def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypa
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, code, tmp_path):
-    show, out = display()
-    assert train(toy(code, family=family, tokenizer=kind, steps=2), tmp_path / "run", show) == 0
+    printed = training_output(toy(code, family=family, tokenizer=kind, steps=2), tmp_path / "run")
     loaded = checkpoint.load(tmp_path / "run")
     assert loaded.card["family"] == family
     assert loaded.card["trained"]["steps"] == 2
-    assert "done after 2 steps" in out.getvalue()
+    assert "done after 2 steps" in printed
 
 
 def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     folder = tmp_path / "run"
-    show, out = display()
-    train(toy(code, steps=60), folder, show)
+    printed = training_output(toy(code, steps=60), folder)
     lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines] == list(range(1, 61))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
@@ -120,8 +117,8 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     score, files = score_folder(folder)
     assert files == len(collect_corpus([code]).valid)
     assert score.bits_per_byte == pytest.approx(card["measured"]["bits_per_byte"], rel=1e-4)
-    assert "bits/byte" in out.getvalue()
-    assert "dunes generate" in out.getvalue().splitlines()[-1]
+    assert "bits/byte" in printed
+    assert "dunes generate" in printed.splitlines()[-1]
 
 
 def stopping_at(step, monkeypatch):
@@ -138,11 +135,9 @@ def stopping_at(step, monkeypatch):
 
 def stop(config, folder, step, monkeypatch):
     """What a run says that is stopped during this step."""
-    show, out = display()
     with monkeypatch.context() as patch:
         stopping_at(step, patch)
-        assert train(config, folder, show) == 130
-    return out.getvalue()
+        return training_output(config, folder, status=130)
 
 
 @pytest.mark.slow
@@ -275,10 +270,9 @@ def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatc
         return real(self, run, score, interrupted)
 
     monkeypatch.setattr(train_module.TrainTask, "close", close)
-    show, out = display()
-    assert train(toy(code, steps=3), tmp_path / "run", show) == 0
-    assert "done after 3 steps" in out.getvalue()
-    assert "resume with" not in out.getvalue()
+    printed = training_output(toy(code, steps=3), tmp_path / "run")
+    assert "done after 3 steps" in printed
+    assert "resume with" not in printed
 
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
@@ -323,10 +317,16 @@ def test_a_run_has_one_end(code, tmp_path):
         train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
     train(toy(code, steps=2), folder, show)
     later = TrainConfig(sources=(), minutes=1.0)
-    with pytest.raises(
-        ValueError, match=r"the run stops after 2 steps, not after a time; use --steps N --override steps"
-    ):
-        train(later, folder, show, resume=True, override=["minutes"], asked={"minutes": 1.0})
+    refuses(
+        r"the run stops after 2 steps, not after a time; use --steps N --override steps",
+        train,
+        later,
+        folder,
+        show,
+        resume=True,
+        override=["minutes"],
+        asked={"minutes": 1.0},
+    )
     longer = TrainConfig(sources=(), steps=4)
     assert train(longer, folder, show, resume=True, override=["steps"], asked={"steps": 4}) == 0
 
@@ -344,17 +344,14 @@ def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
     bits = itertools.cycle([1.0, 2.0, 2.0, 2.0])
     monkeypatch.setattr(train_module.TrainTask, "score", lambda *_: Score(next(bits), 1, 1))
     monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
-    show, out = display()
-    train(toy(code, steps=20), tmp_path / "run", show)
-    assert out.getvalue().count("warning: validation loss is") == 1
+    printed = training_output(toy(code, steps=20), tmp_path / "run")
+    assert printed.count("warning: validation loss is") == 1
 
 
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
-    show, out = display()
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
-    assert train(config, tmp_path / "run", show, dry_run=True) == 0
+    words = training_output(config, tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
-    words = out.getvalue()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
     assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
     assert re.search(r"this run needs about \d\.\d GB, including", words)
@@ -410,10 +407,9 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
         return total, counted
 
     monkeypatch.setattr(train_module, "next_token_loss", broken)
-    show, out = display()
-    assert train(toy(code, steps=60), tmp_path / "run", show) == 4
-    assert "not finite for 10 steps in a row, up to step 17" in out.getvalue()
-    assert out.getvalue().count("this step was skipped") == 10
+    printed = training_output(toy(code, steps=60), tmp_path / "run", status=4)
+    assert "not finite for 10 steps in a row, up to step 17" in printed
+    assert printed.count("this step was skipped") == 10
     kept = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
@@ -481,9 +477,8 @@ def test_records_are_learned_by_their_texts(split, tmp_path):
     rows = [{"id": i, "body": f"Task {i} is a task of {i * 7} parts.\n" * 3} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
-    show, out = display()
-    assert train(config, tmp_path / "run", show) == 0
-    assert "text from records: the field body (60 records)" in out.getvalue()
+    printed = training_output(config, tmp_path / "run")
+    assert "text from records: the field body (60 records)" in printed
     loaded = checkpoint.load(tmp_path / "run")
     assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes}
     assert loaded.card["trained"]["split"] == (split or "files")
@@ -525,13 +520,10 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
 
 
 def test_overfitting_is_said_in_words():
-    class Fake:
-        best, best_step = Score(100.0, 10, 10), 50
-        last = Score(102.0, 10, 10)
-
-    assert "best after 50 steps" in overfitting_note(Fake)
-    Fake.last = Score(100.1, 10, 10)
-    assert overfitting_note(Fake) == ""
+    run = SimpleNamespace(best=Score(100.0, 10, 10), best_step=50, last=Score(102.0, 10, 10))
+    assert "best after 50 steps" in overfitting_note(run)
+    run.last = Score(100.1, 10, 10)
+    assert overfitting_note(run) == ""
 
 
 @pytest.mark.parametrize(
@@ -583,13 +575,12 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
         return score
 
     monkeypatch.setattr(run_module.Run, "check", check)
-    show, out = display()
-    train(toy(code, steps=30), tmp_path / "run", show)
+    printed = training_output(toy(code, steps=30), tmp_path / "run")
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
-    assert "the weights of step 10 were saved" in out.getvalue()
+    assert "the weights of step 10 were saved" in printed
     before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    train(toy(code, steps=30), tmp_path / "run", show, resume=True)
+    train(toy(code, steps=30), tmp_path / "run", display()[0], resume=True)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == before, "the best is kept over a resume"
 
 
@@ -684,8 +675,7 @@ def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
 
 def test_a_device_that_is_not_here_is_refused_and_the_one_asked_for_is_used(code, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device is cuda"):
-        train(toy(code, device="cuda"), tmp_path / "run", display()[0])
+    refuses("--device is cuda", train, toy(code, device="cuda"), tmp_path / "run", display()[0])
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert train(toy(code, device="cpu", steps=1), tmp_path / "run", display()[0]) == 0
@@ -745,14 +735,9 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_says_how_to_go_on(code,
     process = started(code, folder)
     assert checkpoint.latest_state(folder) is None
     process.send_signal(signal.SIGUSR1)
-    limit = time.monotonic() + 60
-    while checkpoint.latest_state(folder) is None:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    assert eventually(lambda: checkpoint.latest_state(folder), 60)
     at = int(checkpoint.latest_state(folder).name[5:])
-    while read_metrics(folder / "metrics.jsonl")[-1]["step"] < at + 3:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    assert eventually(lambda: read_metrics(folder / "metrics.jsonl")[-1]["step"] >= at + 3, 60)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
@@ -776,8 +761,7 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_says_how_to_go_on(code,
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
-    show, out = display()
-    assert train(toy(code, steps=12, **options), tmp_path / "whole", show) == 0
+    printed = training_output(toy(code, steps=12, **options), tmp_path / "whole")
     stop = lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr("dunes.runs.loop._check_due", stop)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
@@ -790,9 +774,9 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     assert moe.top_k == options.get("experts_per_token", 2)
     assert len(moe.shared or ()) == options.get("shared_experts", 0)
     own = "balancing" in options
-    assert ("no Hugging Face config names shared experts" in out.getvalue()) == own
+    assert ("no Hugging Face config names shared experts" in printed) == own
     assert has_own_form(whole.card) == own
-    assert "active; " in out.getvalue()
+    assert "active; " in printed
     if own:
         assert moe.selection_bias.abs().max() > 0
         refuses("no Hugging Face config describes", export, tmp_path / "run", tmp_path / "hf")
@@ -802,9 +786,9 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
         assert [len(layer) for layer in load] == [len(moe.experts)] * len(whole.model.blocks)
         violations = [max(layer) / (moe.top_k / len(moe.experts)) - 1 for layer in load]
         assert step["metrics"]["MaxVio"] == pytest.approx(sum(violations) / len(load), abs=1e-3)
-    assert "MaxVio 0." in out.getvalue() or "MaxVio 1." in out.getvalue()
+    assert "MaxVio 0." in printed or "MaxVio 1." in printed
     assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
-    assert f"load of experts: {tmp_path / 'whole'}/expert_load.png" in out.getvalue()
+    assert f"load of experts: {tmp_path / 'whole'}/expert_load.png" in printed
 
 
 @pytest.mark.parametrize(
@@ -822,16 +806,15 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     ],
 )
 def test_experts_that_do_not_fit_are_refused_before_any_work(options, asked, message, code, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train(toy(code, **options), tmp_path / "run", display()[0], asked=asked)
+    work = lambda: train(toy(code, **options), tmp_path / "run", display()[0], asked=asked)
+    refuses(re.escape(message), work)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (1, 1), (0, 0)])
 def test_a_single_expert_for_a_token_is_warned_about(experts, top_k, code, tmp_path):
-    show, out = display()
-    train(toy(code, experts=experts, experts_per_token=top_k), tmp_path / "run", show, dry_run=True)
-    warned = "the router learns nothing from the text" in " ".join(out.getvalue().split())
+    printed = training_output(toy(code, experts=experts, experts_per_token=top_k), tmp_path / "run", dry_run=True)
+    warned = "the router learns nothing from the text" in " ".join(printed.split())
     assert warned == (experts == 4 > 3 * top_k)
 
 

@@ -11,10 +11,10 @@ from dunes import checkpoint
 from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
 from dunes.models import FAMILIES, weight_names
-from dunes.models.initialise import initialise
 from dunes.models.names import to_ours, to_theirs
 from dunes.parts import ForwardContext, RollingCache, cache_for
 from dunes.text import Tokenizer
+from small_models import HF_ENDS, HF_LLAMA3, HF_SIZES, add_noise, random_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -36,17 +36,7 @@ def back_to_theirs(family, weights):
     return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 70,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+COMMON = HF_SIZES | HF_ENDS | {"num_hidden_layers": 3, "intermediate_size": 70}
 GPT2 = {"vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 3, "n_head": 4}
 ONE_KV_TIED = {
     "num_attention_heads": 4,
@@ -65,14 +55,7 @@ ROPES = {
     "yarn": YARN | {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0},
     "yarn-all": YARN_ALL | {"factor": 4.0, "original_max_position_embeddings": 32},
     "yarn-factor": YARN | {"factor": 2.0, "original_max_position_embeddings": 32, "attention_factor": 1.3},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "rope_theta": 10000.0,
-    },
+    "llama3": HF_LLAMA3 | {"original_max_position_embeddings": 24, "rope_theta": 10000.0},
 }
 SHAPES = {
     "llama": ("llama", {}),
@@ -102,33 +85,20 @@ SHAPES = {
     "gpt2": ("gpt2", {}),
     "gpt2-wide": ("gpt2", {"n_inner": 50, "layer_norm_epsilon": 1e-3}),
 }
-CLASSES = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
-    "arcee": (transformers.ArceeConfig, transformers.ArceeForCausalLM),
-    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-}
 
 
 def theirs(shape):
     """A random tiny model of theirs, no weight of which is zero or one, and our family."""
     family, changes = SHAPES[shape]
-    config, model = CLASSES[family]
-    base = {**(GPT2 if family == "gpt2" else COMMON), "bos_token_id": 0, "eos_token_id": 0}
+    base = {**(GPT2 if family == "gpt2" else COMMON), **HF_ENDS}
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hf = model(config(**base | json.loads(json.dumps(changes)))).eval()
+        config = transformers.AutoConfig.for_model(family, **base | json.loads(json.dumps(changes)))
+        hf = transformers.AutoModelForCausalLM.from_config(config).eval()
     if shape == "mixtral-unaligned":
         hf.set_experts_implementation("eager")  # theirs fails on such sizes otherwise
-    with torch.no_grad():
-        for p in hf.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return family, hf
+    return family, add_noise(hf, 0.1)
 
 
 def saved_weights(hf):
@@ -269,11 +239,7 @@ def tokenizer():
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
-    module = FAMILIES[family]
-    torch.manual_seed(0)
-    model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 64, 2, 48)), seed=3).eval()
-    for p in model.parameters():
-        p.add_(torch.randn_like(p) * 0.05)
+    model = random_model(family, 0.05, vocab=tokenizer.vocab, dim=64, context=48)
     checkpoint.save(model, tmp_path, tokenizer, 48)
     hf, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]

@@ -19,7 +19,7 @@ from functools import partial
 import pytest
 import torch
 
-from conftest import display, toy
+from conftest import display, eventually, raising, toy
 from dunes.checkpoint import load_with_tokenizer
 from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.protocol import Suggestion
@@ -374,8 +374,7 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     got = []
     running.worker.submit(LineRequest("a"), got.append)
     running.worker.call(lambda: None).result(20)
-    while not got:
-        time.sleep(0.01)
+    assert eventually(lambda: got)
     assert isinstance(got[0], ZeroDivisionError)
 
 
@@ -398,11 +397,7 @@ def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
 def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
     model = running.served["run"]
     before = Batch.__dict__["_read_piece"]
-
-    def broken(self, place):
-        raise RuntimeError("no memory left")
-
-    monkeypatch.setattr(Batch, "_read_piece", broken)
+    monkeypatch.setattr(Batch, "_read_piece", raising(RuntimeError("no memory left")))
     events = []
     running.worker.submit(TextRequest("def", 5, 0.0), events.append)
     assert eventually(lambda: events)
@@ -417,10 +412,7 @@ def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkey
 class Gone:
     """A stream whose reader has gone."""
 
-    def write(self, text):
-        raise OSError("nobody reads")
-
-    flush = write
+    write = flush = raising(OSError("nobody reads"))
 
 
 def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
@@ -731,15 +723,6 @@ def test_each_editor_has_lines(editor):
 
 
 # it follows the work
-
-
-def eventually(check, seconds=20.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if check():
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.slow

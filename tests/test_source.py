@@ -4,11 +4,9 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import warnings
-from textwrap import dedent
 
 import pytest
 import torch
@@ -22,10 +20,8 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.weights.mapped_file import MappedFile
-from dunes.cli import main as cli
 from dunes.files import json_file
 from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.models.meta import build_on_meta, weight_counts
 from dunes.models.names import to_theirs
 from dunes.text import Tokenizer
@@ -35,28 +31,17 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from conftest import refuses
+from conftest import change_json, raising, refuses, run_python
 from native_files import native_name
+from small_models import HF_ENDS, HF_SIZES, add_noise, random_model, small_config
 
-WORDS = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+WORDS = HF_SIZES | HF_ENDS | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 MODELS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WORDS)),
     "tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**WORDS, tie_word_embeddings=True)),
     "gpt2": (
         transformers.GPT2LMHeadModel,
-        transformers.GPT2Config(
-            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
-        ),
+        transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, **HF_ENDS),
     ),
 }
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the memory taken")
@@ -70,10 +55,8 @@ def originals(tmp_path_factory):
     made = {}
     for kind, (model, config) in MODELS.items():
         torch.manual_seed(0)
-        theirs = model(config).eval()
+        theirs = add_noise(model(config).eval(), 0.1)
         with torch.no_grad():
-            for p in theirs.parameters():
-                p.add_(torch.randn_like(p) * 0.1)
             logits = theirs(IDS).logits
         folder = tmp_path_factory.mktemp(kind)
         theirs.save_pretrained(folder)
@@ -100,20 +83,14 @@ def change_weights(folder, change):
 
 
 def change_config(folder, **changes):
-    path = folder / CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    change_json(folder / CONFIG, **changes)
 
 
 def refusal(folder, read=open_source):
     """The error message; it must be one line, and no weight may be read for it."""
-
-    def never(*_):
-        raise AssertionError("numbers were read")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MappedFile, "tensor", never)
-        error = refuses(r"\A[^\n]+\Z", lambda: read(folder).weights())
-    message = error
+        patch.setattr(MappedFile, "tensor", raising(AssertionError("numbers were read")))
+        message = refuses(".", lambda: read(folder).weights())
     assert message.isprintable()
     assert len(message) < 4000
     return message
@@ -145,80 +122,70 @@ def turned(*parts):
 
 H = "lm_head.weight"
 WRONG = {
-    "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), [r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"]),
-    "unexpected": (
-        "llama",
-        put("model.extra", torch.ones(3)),
-        [r"model\.extra \(3,\) is not a weight of this mod"],
-    ),
+    "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"),
+    "unexpected": ("llama", put("model.extra", torch.ones(3)), r"model\.extra \(3,\) is not a weight of this mod"),
     "a block more": (
         "llama",
         put("model.layers.2.input_layernorm.weight", torch.ones(32)),
-        [r"layers\.2\.input_layernorm\.weight \(32,\) is not a weight"],
+        r"layers\.2\.input_layernorm\.weight \(32,\) is not a weight",
     ),
-    "shape": (
-        "llama",
-        put("model.norm.weight", torch.ones(31)),
-        [r"model\.norm\.weight is \(31,\), not \(32,\)$"],
-    ),
+    "shape": ("llama", put("model.norm.weight", torch.ones(31)), r"model\.norm\.weight is \(31,\), not \(32,\)$"),
     "no matrix": (
         "llama",
         put(f"{LAYER}self_attn.q_proj.weight", torch.ones(1024)),
-        [r"q_proj\.weight is \(1024,\), not \(32, 32\)"],
+        r"q_proj\.weight is \(1024,\), not \(32, 32\)",
     ),
     "dtype": (
         "llama",
         put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32, dtype=torch.int8)),
-        [r"up_proj\.weight is int8, not floating point$"],
+        r"up_proj\.weight is int8, not floating point$",
     ),
     "float8": (
         "llama",
         put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
-        [r"up_proj\.weight is float8_e4m3fn, not floating point$"],
+        r"up_proj\.weight is float8_e4m3fn, not floating point$",
     ),
     "Conv1D turned": (
         "gpt2",
         turned("c_attn.weight", "c_fc.weight", "c_proj.weight"),
-        [
-            r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\)",
-            r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\)",
-            r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\)",
-        ],
+        r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\)",
+        r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\)",
+        r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\)",
     ),
     "a prefix lost": (
         "llama",
         lambda t: {k: v for k, v in rename("model.", "")(t).items() if "head" not in k},
-        [r"lm_head\.weight \(97, 32\) is missing; tensors are read with 'model\.' in their names$"],
+        r"lm_head\.weight \(97, 32\) is missing; tensors are read with 'model\.' in their names$",
     ),
     "a prefix, and a tensor more": (
         "llama",
         lambda t: {f"net.{k}": v for k, v in t.items()} | {"net.extra": torch.ones(3)},
-        [r": extra \(3,\) is not a weight of this model; tensors are read without 'net\.' in their names$"],
+        r": extra \(3,\) is not a weight of this model; tensors are read without 'net\.' in their names$",
     ),
     "two models": (
         "llama",
         lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()},
-        [r"lists; tensors would be read without '_orig_mod\.' in their names, but then two have the same name; k"],
+        r"lists; tensors would be read without '_orig_mod\.' in their names, but then two have the same name; k",
     ),
     "an adapter's tensors": (
         "llama",
         lambda t: (
             {f"base_model.model.{k}": v for k, v in t.items()} | {"base_model.model.q.lora_A.weight": t[H].clone()}
         ),
-        [r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first"],
+        r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first",
     ),
-    "no head": ("llama", drop("lm_head.weight"), [r"lm_head\.weight \(97, 32\) is missing$"]),
+    "no head": ("llama", drop("lm_head.weight"), r"lm_head\.weight \(97, 32\) is missing$"),
     "one weight under two names": (
         "gpt2",
         put("ln_f.weight", torch.ones(32)),
-        [r"^\S+ (\S+\.)?ln_f\.weight is the same weight as (\S+\.)?ln_f\.weight, not one of its own$"],
+        r"^\S+ (\S+\.)?ln_f\.weight is the same weight as (\S+\.)?ln_f\.weight, not one of its own$",
     ),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
-    kind, change, patterns = WRONG[wrong]
+    kind, change, *patterns = WRONG[wrong]
     folder = copy(kind)
     change_weights(folder, change)
     message = refusal(folder)
@@ -334,10 +301,11 @@ def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, origin
     change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone()))
     agrees(folder, originals["tied"][2])
     change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
-    with pytest.raises(
-        ValueError, match=r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true"
-    ):
-        checkpoint.load(folder)
+    refuses(
+        r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true",
+        checkpoint.load,
+        folder,
+    )
     change_config(folder, tie_word_embeddings=False)
     checkpoint.load(folder)
     change_config(folder, tie_word_embeddings=True)
@@ -378,8 +346,7 @@ def test_rotary_angles_in_a_file_are_ignored(copy, originals):
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_stacked_experts(family, tmp_path):
     """As transformers 5 holds them: 'gate_up_proj' (E, 2 x hidden, dim)."""
-    module = FAMILIES[family]
-    model = initialise(module.build(module.Config.from_size(265, 32, 2, 16)))
+    model = random_model(family, vocab=265, context=16)
     checkpoint.save(model, tmp_path, Tokenizer.train("bytes", []), 16)
     (tmp_path / "dunes.json").unlink()
     stack = "model.layers.{}.mlp.experts.{}"
@@ -427,28 +394,20 @@ def test_a_quantized_folder_is_refused(copy):
     assert "quantized with a list" in refusal(folder)
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["dunes", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return ended.value.code
-
-
-def test_exit_status_of_inspect(copy, tmp_path, monkeypatch, capsys):
+def test_exit_status_of_inspect(copy, tmp_path, command):
     folder = copy()
-    assert run(monkeypatch, "inspect", folder, "--values") == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == ["loads       yes", "values      all finite"]
+    status, out, _ = command("inspect", folder, "--values")
+    assert (status, out.splitlines()[-2:]) == (0, ["loads       yes", "values      all finite"])
     change_weights(folder, drop("model.norm.weight"))
-    assert run(monkeypatch, "inspect", folder) == 1
-    out = capsys.readouterr().out
+    status, out, _ = command("inspect", folder)
+    assert status == 1
     assert "difference  model.norm.weight (32,) is missing" in out
     assert out.endswith("loads       no: 1 missing\n")
     (tmp_path / "empty").mkdir()
     for none in (tmp_path / "empty", tmp_path / "nowhere", folder / CONFIG):
-        assert run(monkeypatch, "inspect", none) == 2
-        error = capsys.readouterr().err
+        status, _, error = command("inspect", none)
+        assert (status, error.count("\n")) == (2, 1)
         assert error.startswith("dunes: ")
-        assert error.count("\n") == 1
 
 
 SPOILT = {
@@ -466,26 +425,28 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_inspect_reports_what_load_refuses(case, copy, monkeypatch, capsys):
+def test_inspect_reports_what_load_refuses(case, copy, command):
     folder = copy()
     change, why = SPOILT[case]
     change(folder)
     refuses(r".", checkpoint.load, folder)
-    assert run(monkeypatch, "inspect", folder) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
+    status, out, _ = command("inspect", folder)
+    assert status == 1
+    last = out.splitlines()[-1]
     assert last.startswith("loads       no: ")
     assert why in last
 
 
-def test_inspect_compares_digests(copy, tmp_path, monkeypatch, capsys):
+def test_inspect_compares_digests(copy, tmp_path, command):
     folder = tmp_path / "saved"
     loaded = checkpoint.load(copy())
     checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
     data = bytearray((folder / WEIGHTS).read_bytes())
     data[-2] ^= 1
     (folder / WEIGHTS).write_bytes(data)
-    assert run(monkeypatch, "inspect", folder) == 1
-    assert "model.safetensors: not the bytes that were written (another SHA-256)" in capsys.readouterr().out
+    status, out, _ = command("inspect", folder)
+    assert status == 1
+    assert "model.safetensors: not the bytes that were written (another SHA-256)" in out
 
 
 def test_a_table_of_names_maps_foreign_names(copy, originals):
@@ -720,8 +681,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
             else:
                 print(folder, "loads")
     """
-    command = [sys.executable, "-c", dedent(script), str(two), *spoilt]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = run_python(script, two, *spoilt, timeout=100)
     assert (done.stdout, done.stderr) == ("", "")
 
 
@@ -751,8 +711,7 @@ MAY_BE_ABSENT = {"num_key_value_heads", "head_dim", "n_inner", "num_local_expert
 
 
 def small(family):
-    module = FAMILIES[family]
-    return module, module.Config.from_size(265, 64, 2, 16)
+    return FAMILIES[family], small_config(family, vocab=265, dim=64, context=16)
 
 
 def hostile(family):
@@ -831,8 +790,7 @@ def read_all(folder, name, cases, tmp_path):
     there.mkdir()
     for case, content in cases.items():
         (there / case).write_bytes(content if isinstance(content, bytes) else content.encode())
-    command = [sys.executable, "-c", dedent(READ), str(folder), name, str(there)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(READ, folder, name, there)
     assert not done.stderr, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == len(cases)
@@ -850,8 +808,8 @@ def read_all(folder, name, cases, tmp_path):
 @pytest.fixture
 def made(tmp_path):
     def folder(family):
-        module, config = small(family)
-        checkpoint.save(initialise(module.build(config)), tmp_path / family, Tokenizer.train("bytes", []), 16)
+        model = random_model(family, vocab=265, dim=64, context=16)
+        checkpoint.save(model, tmp_path / family, Tokenizer.train("bytes", []), 16)
         (tmp_path / family / "dunes.json").unlink()
         return tmp_path / family
 
@@ -958,9 +916,7 @@ def test_bad_params_json_take_little_memory(made, tmp_path):
 @linux
 def test_inspecting_fifty_gigabytes_reads_headers_only(tmp_path):
     """A file without anything behind its header takes no place on the disk, and reads as zeros."""
-    module = FAMILIES["llama"]
-    config = module.Config.from_size(32000, 5120, 100, 4096)
-    config = type(config)(**vars(config) | {"tied": False})
+    module, config = FAMILIES["llama"], small_config(vocab=32000, dim=5120, depth=100, context=4096, tied=False)
     source = in_memory(build_on_meta("llama", config).state_dict())
     theirs = renamed(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
     header, end = {}, 0
@@ -984,9 +940,7 @@ def test_inspecting_fifty_gigabytes_reads_headers_only(tmp_path):
         print(peak() - before, time.perf_counter() - began)
         print("\\n".join(lines))
     """
-    command = [sys.executable, "-c", dedent(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    figures, *lines = done.stdout.splitlines()
+    figures, *lines = run_python(script, tmp_path, check=True).stdout.splitlines()
     more, taken = map(float, figures.split())
     print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
     assert lines[-2:] == ["tokenizer   none", "loads       yes"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import refuses
+from conftest import raising, refuses
 from dunes import checkpoint
 from dunes.augment import adapter_active, row_adapters
 from dunes.cli import verbs
@@ -28,25 +28,17 @@ from dunes.generate import (
     sampler,
 )
 from dunes.inference.sampling_options import SamplingOptions
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.parts import RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
+from small_models import add_noise, assert_same_tokens, random_model
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
 from test_text_generator import TEXT, adapted, evaluated
 
 
 def tiny(noise=0.0):
     """A model whose weights matter; with noise, another one that often agrees with it."""
-    module, draw = FAMILIES["llama"], torch.Generator().manual_seed(0)
-    model = initialise(module.build(module.Config.from_size(VOCAB, 32, 1, CONTEXT)))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=draw) * 0.2)
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=draw) * noise)
-    return model.eval()
+    return add_noise(random_model(noise=0.2, vocab=VOCAB, depth=1, context=CONTEXT), noise)
 
 
 def rounded(model):
@@ -64,13 +56,6 @@ PROPOSERS = {
 
 def written(model, prompt, **settings):
     return list(generate(model, prompt, context_length=CONTEXT, **settings))
-
-
-def assert_same(got, want):
-    assert [t.id for t in got] == [t.id for t in want]
-    for a, b in zip(got, want, strict=True):
-        assert a.logprob == pytest.approx(b.logprob, abs=2e-5)
-        assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
 
 
 @pytest.mark.slow
@@ -105,9 +90,11 @@ def test_look_up_writes_what_plain_sampling_does_token_by_token(name):
         want = [t for (t,) in generate_all(model, [request()], context_length=CONTEXT)]
         speculative = request(proposer=oracle([t.id for t in want], 4, wrong_at=3))
         got = [t for (t,) in generate_all(model, [speculative], context_length=CONTEXT, cache=cache)]
-        assert_same(got, want)
+        assert_same_tokens(got, want)
         speculative = request(proposer=LOOK_UP)
-        assert_same([t for (t,) in generate_all(model, [speculative], context_length=CONTEXT, cache=cache)], want)
+        assert_same_tokens(
+            [t for (t,) in generate_all(model, [speculative], context_length=CONTEXT, cache=cache)], want
+        )
     assert cache.forwards < 120, "of 144 tokens"
 
 
@@ -130,7 +117,7 @@ def test_it_crosses_the_context_where_the_plain_text_does(family):
         want, cache = written(model, prompt, max_tokens=60), PrefixCache(model)
         for wrong_at in (10**9, 5):
             propose = oracle([t.id for t in want], len(prompt), wrong_at)
-            assert_same(written(model, prompt, max_tokens=60, cache=cache, proposer=propose), want)
+            assert_same_tokens(written(model, prompt, max_tokens=60, cache=cache, proposer=propose), want)
         assert cache.forwards < 80
 
 
@@ -144,7 +131,7 @@ def test_a_rolling_cache_drops_what_was_not_accepted(window, count):
         want = written(model, prompt, max_tokens=36)
         for wrong_at in (2, 7):
             propose = oracle([t.id for t in want], len(prompt), wrong_at, count)
-            assert_same(written(model, prompt, max_tokens=36, cache=cache, proposer=propose), want)
+            assert_same_tokens(written(model, prompt, max_tokens=36, cache=cache, proposer=propose), want)
     assert type(cache.cache) is RollingCache
 
 
@@ -154,7 +141,7 @@ def test_the_smallest_contexts_leave_room_for_what_fits(context):
     for propose in (LOOK_UP, DraftModel(model, context), DraftModel(model, 1)):
         for prompt in PROMPTS:
             write = partial(generate, model, prompt, max_tokens=9, context_length=context)
-            assert_same(list(write(proposer=propose)), list(write()))
+            assert_same_tokens(list(write(proposer=propose)), list(write()))
 
 
 def test_a_batch_of_unequal_prompts_with_and_without_proposals_is_each_as_alone():
@@ -209,13 +196,13 @@ def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_
         cache = PrefixCache(model)
         settings = {"cache": cache, "proposer": oracle(ids, 6)}
         stop = {ids[n]}
-        assert_same(written(model, prompt, max_tokens=20, stop=stop, **settings), want[: ids.index(ids[n])])
+        assert_same_tokens(written(model, prompt, max_tokens=20, stop=stop, **settings), want[: ids.index(ids[n])])
         tokens = generate(model, prompt, max_tokens=20, context_length=CONTEXT, **settings)
-        assert_same([next(tokens) for _ in range(n)], want[:n])
+        assert_same_tokens([next(tokens) for _ in range(n)], want[:n])
         tokens.close()
-        assert_same(written(model, prompt, max_tokens=n, **settings), want[:n])
+        assert_same_tokens(written(model, prompt, max_tokens=n, **settings), want[:n])
         other = [*prompt, *ids[:n], 1, 2]
-        assert_same(written(model, other, max_tokens=8, cache=cache), written(model, other, max_tokens=8))
+        assert_same_tokens(written(model, other, max_tokens=8, cache=cache), written(model, other, max_tokens=8))
         request = Request(prompt, 20, proposer=oracle(ids, 6))
         for _ in generate_all(model, [request], context_length=CONTEXT, cache=cache):
             if len(request.ids) == 6 + n:
@@ -229,17 +216,16 @@ def test_proposals_with_other_ids_are_refused_and_empty_or_long_ones_are_not(bad
     refuse = generate(model, [1, 2], max_tokens=8, context_length=CONTEXT, proposer=lambda *_: Proposal([4, bad]))
     refuses(f"^a proposal has id {bad}; the model has ids 0 to {VOCAB - 1}$", list, refuse)
     for ids in ([], [want[1].id] * 100):
-        assert_same(written(model, [1, 2], max_tokens=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
+        assert_same_tokens(written(model, [1, 2], max_tokens=8, proposer=lambda *_: Proposal(ids)), want)  # noqa: B023
 
 
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
 def test_a_model_without_a_cache_is_asked_for_one_token_at_a_time():
     model = of_own_parts("shift").float()
-
-    def propose(*_):
-        raise AssertionError("what follows might change what stands before")
-
-    assert_same(written(model, [1, 2], max_tokens=8, proposer=propose), written(model, [1, 2], max_tokens=8))
+    propose = raising(AssertionError("what follows might change what stands before"))
+    assert_same_tokens(
+        written(model, [1, 2], max_tokens=8, proposer=propose), written(model, [1, 2], max_tokens=8)
+    )
 
 
 class Bigram(nn.Module):
@@ -262,8 +248,8 @@ def test_of_tied_logits_greedy_takes_the_same():
     model = Bigram(torch.randint(0, 2, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)).float())
     for start in range(VOCAB):
         want = written(model, [start], max_tokens=30)
-        assert_same(written(model, [start], max_tokens=30, proposer=DraftModel(model, CONTEXT)), want)
-        assert_same(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
+        assert_same_tokens(written(model, [start], max_tokens=30, proposer=DraftModel(model, CONTEXT)), want)
+        assert_same_tokens(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
 
 
 @pytest.mark.slow
@@ -322,8 +308,7 @@ def folders(tmp_path):
     characters = [chr(i) for i in range(32, 127)]
     for name, text, seed in (("big", characters, 0), ("small", characters, 1), ("other", characters[:-1], 0)):
         tokenizer = Tokenizer.train("chars", text)
-        module = FAMILIES["llama"]
-        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 16, 1, 64)), seed)
+        model = random_model(vocab=tokenizer.vocab, dim=16, depth=1, context=64, seed=seed)
         checkpoint.save(model, tmp_path / name, tokenizer, 64)
     return tmp_path
 
@@ -346,8 +331,12 @@ def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(f
 
 
 def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
-    with pytest.raises(
-        ValueError, match=r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;"
-    ):
-        verbs.generate(str(folders / "big"), SamplingOptions(), "ab", draft=str(folders / "other"))
+    refuses(
+        r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;",
+        verbs.generate,
+        str(folders / "big"),
+        SamplingOptions(),
+        "ab",
+        draft=str(folders / "other"),
+    )
     assert not capsys.readouterr().out

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from functools import partial
 from math import inf, nan
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from conftest import display, refuses, toy
+from conftest import display, refuses, toy, training_output, write_programs
 from dunes import checkpoint
 from dunes.checkpoint.state import write_manifest
 from dunes.cli import bench as bench_verbs
@@ -35,9 +36,7 @@ def run_folder(tmp_path_factory):
     """A run of twelve steps on forty small programs, and its text."""
     base = tmp_path_factory.mktemp("whole")
     (base / "code").mkdir()
-    for i in range(40):
-        text = "\n".join(f"def task_{i}_{j}(value):\n    return value * {i + j}\n" for j in range(12))
-        (base / "code" / f"module_{i}.py").write_text(text)
+    write_programs(base / "code")
     assert train(toy(base / "code"), base / "run", display()[0]) == 0
     return base / "run"
 
@@ -343,10 +342,7 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     assert refused(Baseline.read, path).startswith(f"{path}: ")
 
 
-def dry(config, folder, **how):
-    show, out = display()
-    assert train(config, folder, show, dry_run=True, **how) == 0
-    return out.getvalue()
+dry = partial(training_output, dry_run=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from conftest import display, refuses, toy
+from conftest import display, refuses, toy, training_output
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs.run import read_metrics
@@ -145,21 +145,19 @@ def test_a_full_disk_ends_the_mirroring_and_not_the_run(code, tmp_path, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, data)
 
-    show, out = display()
     with monkeypatch.context() as patch:
         patch.setattr(RecordWriter, "write", write)
-        assert train(toy(code), tmp_path / "run", show, tensorboard=True) == 0
+        printed = training_output(toy(code), tmp_path / "run", tensorboard=True)
     said = "warning: writing to TensorBoard failed: [Errno 28] No space left on device; training continues"
-    assert out.getvalue().count(said) == 1
+    assert printed.count(said) == 1
     assert 30 < sum(map(len, shown(tmp_path / "run")[0].values())) <= 40, "nothing after what is missing"
     assert len(noted(tmp_path / "run")[0]["loss"]) == 12
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, tensorboard=True) == 0
     assert shown(tmp_path / "run") == noted(tmp_path / "run"), "made whole by the next session"
     (tmp_path / "other" / "tensorboard").parent.mkdir()
     (tmp_path / "other" / "tensorboard").write_text("in the way")
-    show, out = display()
-    assert train(toy(code), tmp_path / "other", show, tensorboard=True) == 0
-    assert out.getvalue().count("warning: writing to TensorBoard failed") == 1
+    printed = training_output(toy(code), tmp_path / "other", tensorboard=True)
+    assert printed.count("warning: writing to TensorBoard failed") == 1
 
 
 def test_without_the_extra_nothing_is_done(code, tmp_path, monkeypatch):

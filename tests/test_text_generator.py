@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch
 
+from adapters import trained
+from conftest import raising
 from dunes.augment import adapter_active, attach, row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.completion.engine import CompletionEngine
@@ -15,6 +17,7 @@ from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.parts import Cache, RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
+from small_models import random_model
 from test_chat_verb import three  # noqa: F401  (fixture)
 from test_generate import CONTEXT, VOCAB, ids_of, made, windowed
 
@@ -84,11 +87,7 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind():
     write = partial(generate, model, max_tokens=2, context_length=60)
     cache, want = PrefixCache(model), list(write(TEXT[:32]))
     list(write(TEXT[:38], cache=cache))
-
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    handle = model.blocks[1].register_forward_pre_hook(raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         list(write(TEXT[:30] + TEXT[:20], cache=cache))  # the first block has overwritten what it still needs
     handle.remove()
@@ -100,19 +99,15 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind():
 def adapted():
     """A model with two adapters, one of them a DoRA."""
     model = made("llama")
-    draw = torch.Generator().manual_seed(1)
     for name, dora in (("one", False), ("two", True)):
         attach(model, rank=4, adapter=name, dora=dora)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".B"):
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.3)
+        trained(model, name, noise=0.3)
     return model
 
 
 @torch.no_grad()
 def test_each_row_of_a_forward_has_its_adapter():
-    model, ids = adapted().eval(), torch.tensor([TEXT[:9], TEXT[9:18], TEXT[18:27], TEXT[27:36]])
+    model, ids = adapted(), torch.tensor([TEXT[:9], TEXT[9:18], TEXT[18:27], TEXT[27:36]])
     names = ["two", "one", None, "two"]
     with row_adapters(model, names):
         got = model(ids)
@@ -201,7 +196,7 @@ def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
 
 
 def test_a_keystroke_evaluates_only_what_it_changes():
-    model = made_for(TOKENS)
+    model = byte_model()
     engine = CompletionEngine(LoadedModel(model, TOKENS, CONTEXT))
     lines = ["ab", "abc", "abcd", "abcx"]
     with evaluated(model) as counts:
@@ -214,20 +209,11 @@ def test_a_keystroke_evaluates_only_what_it_changes():
     assert got == [each.complete(line).text for each, line in zip(fresh, lines, strict=True)]
 
 
-def made_for(tokenizer):
-    from dunes.models import llama
-    from dunes.models.initialise import initialise
-
-    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 32, 2, CONTEXT)))
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.2)
-    return model
+byte_model = partial(random_model, noise=0.2, vocab=TOKENS.vocab, context=CONTEXT, seed=1)
 
 
 def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
-    model = made_for(TOKENS)
+    model = byte_model()
     generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     want = TextGenerator(LoadedModel(model, TOKENS, CONTEXT)).text("ab", 12)
     with evaluated(model) as counts:
@@ -241,7 +227,7 @@ def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
 
 
 def test_two_streams_at_a_time_do_not_disturb_each_other():
-    model = made_for(TOKENS)
+    model = byte_model()
     generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     want = [generator.text(prompt, 12) for prompt in ("ab", "xyz")]
     streams = [generator.stream(prompt, 12) for prompt in ("ab", "xyz")]
@@ -251,7 +237,7 @@ def test_two_streams_at_a_time_do_not_disturb_each_other():
 
 @torch.no_grad()
 def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
-    model = made_for(TOKENS).eval()
+    model = byte_model()
     generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     ids = TOKENS.prompt("some text")
     logprobs = model(torch.tensor([ids]))[0].log_softmax(-1)
@@ -277,7 +263,7 @@ def test_a_model_without_a_tokenizer_says_so_before_it_generates():
 
 def test_a_text_ends_with_the_token_that_completes_a_stop_string(monkeypatch):
     """Also one that is spelled by several tokens, each row by itself."""
-    model, read = made_for(TOKENS), []
+    model, read = byte_model(), []
     generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
     prompts = [TOKENS.encode(text) for text in ("ab", "xyz")]
     whole = [generator.text(ids, 12) for ids in prompts]

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from conftest import refuses
+from conftest import change_json, refuses
 from dunes.checkpoint import LoadedModel
 from dunes.text import DecodeStream, Tokenizer, llama3, sentencepiece, tekken
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
+from small_models import random_model
 
 spm = pytest.importorskip("sentencepiece")
 mistral = pytest.importorskip("mistral_common.tokens.tokenizers.tekken")
@@ -90,10 +91,8 @@ def test_trained_sentencepiece_models_give_their_ids_and_their_text(name):
 
 @pytest.mark.parametrize(("name", "said"), [("unigram", "model_type=unigram"), ("byte pairs, nfkc", "nmt_nfkc")])
 def test_unigram_models_and_normalized_characters_are_refused_by_name(name, said, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"tokenizer\.model: .*{said}.*, which is not supported; use a tokenizer\.json"
-    ):
-        Tokenizer.load(folder(tmp_path, "tokenizer.model", trained(name)))
+    words = rf"tokenizer\.model: .*{said}.*, which is not supported; use a tokenizer\.json"
+    refuses(words, Tokenizer.load, folder(tmp_path, "tokenizer.model", trained(name)))
 
 
 @pytest.mark.parametrize("name", [MODELS[1], "byte pairs", "byte pairs, symbols"])
@@ -380,10 +379,9 @@ def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_not
     ],
 )  # fmt: skip
 def test_tekken_files_that_cannot_be_read_are_refused(changes, said, tmp_path):
-    with pytest.raises(ValueError, match=said) as caught:
-        Tokenizer.load(folder(tmp_path, "tekken.json", json.dumps(small_tekken(**changes)).encode()))
-    assert str(tmp_path / "tekken.json") in str(caught.value)
-    assert "\n" not in str(caught.value)
+    data = json.dumps(small_tekken(**changes)).encode()
+    caught = refuses(said, Tokenizer.load, folder(tmp_path, "tekken.json", data))
+    assert str(tmp_path / "tekken.json") in caught
 
 
 def simple(vocab, **changes):
@@ -464,9 +462,8 @@ TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tok
     ],
 )  # fmt: skip
 def test_a_damaged_tokenizer_json_is_named_by_key_and_index(changes, said, tmp_path, capfd):
-    with pytest.raises(ValueError, match=rf"tokenizer\.json: not a tokenizer: {said}") as caught:
-        Tokenizer.load(folder(tmp_path, "tokenizer.json", simple({}, **{"model": PAIRS} | changes)))
-    assert "\n" not in str(caught.value)
+    folder(tmp_path, "tokenizer.json", simple({}, **{"model": PAIRS} | changes))
+    refuses(rf"tokenizer\.json: not a tokenizer: {said}", Tokenizer.load, tmp_path)
     assert "panicked" not in capfd.readouterr().err
 
 
@@ -560,17 +557,15 @@ def test_only_what_needs_an_end_asks_for_one(tmp_path):
 def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert
-    from dunes.models import llama
-    from dunes.models.initialise import initialise
 
-    model = initialise(llama.build(llama.Config.from_size(512, 32, 1, 16)))
-    checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)
+    checkpoint.save(
+        random_model(vocab=512, depth=1, context=16), tmp_path / "in", Tokenizer.train("bytes", []), 16
+    )
     (tmp_path / "in" / "dunes.json").unlink()
     for name in ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
         (tmp_path / "in" / name).unlink()
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    bare = {k: v for k, v in config.items() if not k.endswith("_token_id")}
-    (tmp_path / "in" / "config.json").write_text(json.dumps(bare))
+    marks = [key for key in json.loads((tmp_path / "in" / "config.json").read_text()) if key.endswith("_token_id")]
+    change_json(tmp_path / "in" / "config.json", **dict.fromkeys(marks, ...))
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
     convert(checkpoint.folder.open_verified_source(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import expansion
-from adapters import IDS
+from adapters import IDS, trained
 from conftest import display, refuses
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
@@ -20,7 +20,6 @@ from dunes.checkpoint.export import export
 from dunes.checkpoint.source import open_source
 from dunes.evaluate.score import evaluation_tokens
 from dunes.evaluate.text_loss import evaluate
-from dunes.models import FAMILIES
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
 from dunes.runs.autosize import memory_advice
@@ -31,6 +30,7 @@ from dunes.runs.train import dropouts, outline_with_base, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from killed_runs import exit_code
+from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
 from test_runs import stop, weights
 from test_stored_state import resealed
@@ -261,8 +261,8 @@ def test_what_the_base_was_stays(converted, code, tmp_path):
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, words, converted, code, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        train(going_on(**{"base": converted, "code": code} | changes), tmp_path / "run", display()[0])
+    options = {"base": converted, "code": code} | changes
+    refuses(words, lambda: train(going_on(**options), tmp_path / "run", display()[0]))
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -271,11 +271,7 @@ def test_codes_and_adapters_are_not_trained_as_a_whole(converted, code, tmp_path
     refuses("some are quantized; train an adapter", train, going_on(base, code), tmp_path / "run", display()[0])
     loaded = checkpoint.load(converted)
     apply_change(loaded.model, "lora", rank=2)
-    with torch.no_grad():
-        for name, p in loaded.model.named_parameters():
-            if name.endswith(".B"):
-                p.add_(1.0)
-    checkpoint.save_adapter(loaded.model, tmp_path / "adapter", base=converted)
+    checkpoint.save_adapter(trained(loaded.model), tmp_path / "adapter", base=converted)
     config = going_on(tmp_path / "adapter", code)
     refuses("an adapter, not a model; merge it first", train, config, tmp_path / "run", display()[0])
 
@@ -328,8 +324,6 @@ def test_a_state_that_does_not_name_its_model_yet_is_gone_on_with(converted, cod
 
 
 def test_the_family_of_the_card_is_that_of_the_base(code, tmp_path):
-    module = FAMILIES["qwen3"]
-    model = module.build(module.Config.from_size(TOKENIZER.vocab, 32, 2, 64))
-    checkpoint.save(model, tmp_path / "base", TOKENIZER, 64)
+    checkpoint.save(random_model("qwen3", vocab=TOKENIZER.vocab, context=64), tmp_path / "base", TOKENIZER, 64)
     train(going_on(tmp_path / "base", code, steps=2), tmp_path / "run", display()[0])
     assert json.loads((tmp_path / "run" / "dunes.json").read_text())["family"] == "qwen3"

@@ -10,7 +10,7 @@ import pytest
 from conftest import refuses
 from dunes import checkpoint
 from dunes.cli import augment_verb, bench
-from dunes.cli import main as command
+from dunes.cli.main import VERBS
 from dunes.evaluate import comparison
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.serve.handshake import message
@@ -20,7 +20,7 @@ from test_network import rename
 
 OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
 COMMANDS = [
-    *command.VERBS,
+    *VERBS,
     *(f"augment {name}" for name in augment_verb.COMMANDS),
     *(f"bench {name}" for name in bench.commands()),
 ]
@@ -57,27 +57,27 @@ def kept(tmp_path_factory):
     return folder
 
 
-def dunes(name, kept, tmp_path, monkeypatch, capsys, *options):
-    """Run the command in a folder that has the module; returns its exit status and what it printed as errors."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "stranger", raising=False)
-    usual = ["{model}"] if name.startswith("bench") else ["{model}", "{out}"]
-    places = {"model": kept / "model", "text": kept / "text.txt", "data": kept / "data.jsonl"}
-    places["out"] = tmp_path / "out"
-    arguments = [a.format_map(places) for a in ARGUMENTS.get(name, usual)]
-    monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), *arguments, *options])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    return ended.value.code, capsys.readouterr().err
+@pytest.fixture
+def dunes(kept, tmp_path, monkeypatch, command):
+    """Runs a command in a folder that has the module; returns its exit status and what it printed as errors."""
+
+    def run(name, *options):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "stranger", raising=False)
+        usual = ["{model}"] if name.startswith("bench") else ["{model}", "{out}"]
+        places = {"model": kept / "model", "text": kept / "text.txt", "data": kept / "data.jsonl"}
+        arguments = [a.format_map(places | {"out": tmp_path / "out"}) for a in ARGUMENTS.get(name, usual)]
+        status, _, error = command(*name.split(), *arguments, *options)
+        return status, error
+
+    return run
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in (*OF_NO_MODEL, "lsp")])
-def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_option(
-    name, kept, tmp_path, monkeypatch, capsys
-):
+def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_option(name, kept, tmp_path, dunes):
     (tmp_path / "stranger.py").write_text(SOURCE)
-    status, error = dunes(name, kept, tmp_path, monkeypatch, capsys)
+    status, error = dunes(name)
     if name == "inspect":
         assert (status, error) == (1, ""), "it describes the folder, which would not load"
     else:
@@ -85,7 +85,7 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
         reason = "built by stranger:make, which is not imported automatically; if you trust it, pass --trust-code"
         assert reason in error
     assert not (tmp_path / "ran").exists()
-    status, error = dunes(name, kept, tmp_path, monkeypatch, capsys, "--trust-code")
+    status, error = dunes(name, "--trust-code")
     assert status == 2
     assert error.splitlines()[-1] == (
         f"dunes: {kept / 'model'}: built by 'stranger:make', which cannot be imported: stranger has no make; "
@@ -96,11 +96,8 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
 
 
 @pytest.mark.parametrize("name", OF_NO_MODEL[1:4])
-def test_a_command_that_opens_no_model_has_no_such_option(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["dunes", *name.split(), "-h"])
-    with pytest.raises(SystemExit):
-        command.main()
-    shown = capsys.readouterr().out
+def test_a_command_that_opens_no_model_has_no_such_option(name, command):
+    _, shown, _ = command(*name.split(), "-h")
     assert f"usage: dunes {name}" in shown
     assert "--trust-code" not in shown
 
@@ -126,20 +123,20 @@ def test_a_language_server_imports_by_a_card_only_with_the_option(options, kept,
 
 
 @pytest.mark.slow
-def test_a_trusted_card_is_trusted_by_the_processes_that_measure(kept, tmp_path, monkeypatch, capsys):
+def test_a_trusted_card_is_trusted_by_the_processes_that_measure(kept, tmp_path, monkeypatch, dunes):
     (tmp_path / "stranger.py").write_text("from test_trust_code import build as make\n")
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
-    status, error = dunes("bench memory", kept, tmp_path, monkeypatch, capsys, "--trust-code", "--check")
+    status, error = dunes("bench memory", "--trust-code", "--check")
     assert (status, error) == (0, "")
     refuses("not imported automatically", comparison._run_measurement, kept / "model", tmp_path)
     with checkpoint.trust_cards():
         assert comparison._run_measurement(kept / "model", tmp_path)["decode"] > 0
 
 
-def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(kept, tmp_path, monkeypatch, capsys):
+def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(tmp_path, dunes):
     (tmp_path / "stranger.py").write_text("from test_trust_code import build as make\n")
     few = ("--trust-code", "--steps", "2", "--batch", "2", "--context-length", "32", "--quiet")
-    status, error = dunes("train", kept, tmp_path, monkeypatch, capsys, *few)
+    status, error = dunes("train", *few)
     assert status == 0, error
     loaded = checkpoint.load(tmp_path / "out", trust_code=True)
     assert loaded.architecture.function is build

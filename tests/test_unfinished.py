@@ -26,7 +26,7 @@ from dunes.progress import shown_by
 from dunes.runs import augment
 from dunes.runs.augment import augment_folder, undo_folder
 from killed_runs import PROCESSES
-from test_calibrate import model_of
+from small_models import random_model
 from test_finetune import tokenizer
 
 __all__ = ["tokenizer"]  # a fixture
@@ -47,7 +47,7 @@ TEXTLESS = ("int8", "nf4", "magnitude")
 def made(tokenizer, tmp_path_factory):
     """A folder with a model in bfloat16, a text, and what some forms make of it undisturbed (`whole`)."""
     folder = tmp_path_factory.mktemp("made")
-    model = model_of(depth=DEPTH, vocab=tokenizer.vocab, tied=False).bfloat16()
+    model = random_model(depth=DEPTH, vocab=tokenizer.vocab, tied=False).bfloat16()
     checkpoint.save(model, folder / "model", tokenizer, 32)
     (folder / "text.txt").write_text("".join(f"What comes after {i}? Six or seven of ten.\n" for i in range(200)))
     return folder

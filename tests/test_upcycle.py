@@ -13,24 +13,13 @@ from dunes import checkpoint, tree
 from dunes.augment import apply_change, make_change, quantize, repeat_structure
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
 from dunes.parts import MoE
 from dunes.runs.augment import augment_folder
+from small_models import assert_refused_unchanged
+from small_models import random_model as dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 IDS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(1))
-
-
-def dense(family="llama", seed=0, **fields):
-    """A small model with weights that are no start: biases and output projections are not zero."""
-    module = FAMILIES[family]
-    config = module.Config.from_size(50, 32, 2, 32)
-    model = initialise(module.build(type(config)(**{**vars(config), **fields})), seed).eval()
-    draw = torch.Generator().manual_seed(seed + 1)
-    for p in model.parameters():
-        if p.dim() == 1 or p.shape[0] == 32:
-            p.data += 0.2 * torch.randn(p.shape, generator=draw)
-    return model
 
 
 def spread(model, scale=3.0):
@@ -108,9 +97,14 @@ def test_dropped_neurons_are_drawn_anew_after_the_check():
     assert not torch.equal(masks[0], masks[1])
 
 
-def test_the_structure_is_repeated_without_values_and_without_random_numbers():
-    model, again = dense(), dense()
-    change = apply_change(model, "upcycle", granularity=2, top_k=4)
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [("upcycle", {"granularity": 2, "top_k": 4}),
+     ("experts", {"gate": "noisy", "split": "importance", "ids": IDS[:, :16].repeat(8, 1), "shared": 1})],
+)  # fmt: skip
+def test_the_structure_is_repeated_without_values_and_without_random_numbers(name, request_):
+    model, again = dense(hidden=96), dense(hidden=96)
+    change = apply_change(model, name, **request_)
     with torch.device("meta"):
         outline = FAMILIES["llama"].build(FAMILIES["llama"].read(again, 32))
     state = torch.get_rng_state()
@@ -191,10 +185,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("request_", "message"), REFUSED)
 def test_what_cannot_be_is_refused_before_any_change(request_, message):
-    model = dense(hidden=96)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    refuses(message, apply_change, model, "upcycle", **request_)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert_refused_unchanged(message, dense(hidden=96), "upcycle", **request_)
 
 
 def test_an_earlier_change_in_the_way_is_named():

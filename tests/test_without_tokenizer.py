@@ -2,7 +2,6 @@
 
 import json
 import sys
-import warnings
 from io import BytesIO, TextIOWrapper
 
 import pytest
@@ -17,7 +16,6 @@ from dunes.bench import subject
 from dunes.checkpoint import inspect
 from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
-from dunes.cli.main import main
 from dunes.generate import generate
 from dunes.inference.chat import load_chat_engine
 from dunes.inference.text_generator import TextGenerator
@@ -87,30 +85,21 @@ VERBS = {
 }
 
 
-def dunes(monkeypatch, *words):
-    """The status of a command."""
-    monkeypatch.setattr(sys, "argv", ["dunes", *map(str, words)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        try:
-            main()
-        except SystemExit as ended:
-            return ended.code
-
-
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, capsys):
+def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, command):
     rows = [json.dumps({"instruction": f"a {i}", "output": "b"}) for i in range(100)]
     (bare / "data.jsonl").write_text("\n".join(rows))
     monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b"a")))
-    assert dunes(monkeypatch, *(word.format(bare) for word in VERBS[verb])) == 2
-    remedy = "put the tokenizer that the model was trained with there"
-    assert capsys.readouterr().err == f"dunes: {bare}: {NONE}; {remedy}\n"
+    status, _, error = command(*(word.format(bare) for word in VERBS[verb]))
+    assert status == 2
+    assert error == f"dunes: {bare}: {NONE}; put the tokenizer that the model was trained with there\n"
 
 
-def test_the_command_writes_a_warning_as_one_line(bare, monkeypatch, capsys):
-    assert dunes(monkeypatch, "inspect", bare) == 0
-    error = capsys.readouterr().err
+@pytest.mark.filterwarnings("default")
+def test_the_command_writes_a_warning_as_one_line(bare, command):
+    status, _, error = command("inspect", bare)
+    assert status == 0
     assert error.startswith(f"warning: {bare}: special ids are up to 50256 in config.json")
     assert error.count("\n") == 1
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from conftest import refuses
@@ -25,11 +24,10 @@ from dunes.inference import text_generator
 from dunes.inference.sampling_options import SamplingOptions
 from dunes.inference.text_generator import TextGenerator
 from dunes.inference.write import describe_rates
-from dunes.models import llama
-from dunes.models.initialise import initialise
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
+from small_models import random_model
 
 
 def test_the_rate_of_a_prompt_ends_with_the_first_token():
@@ -44,8 +42,7 @@ def test_an_interrupted_text_has_rates_once_it_has_begun(pieces, error, monkeypa
         yield from [SimpleNamespace(text="a")] * pieces
         raise KeyboardInterrupt
 
-    config = llama.Config.from_size(265, 16, 1, 64)
-    checkpoint.save(initialise(llama.build(config)), tmp_path / "model", Tokenizer.train("bytes", ()), 64)
+    checkpoint.save(random_model(vocab=265), tmp_path / "model", Tokenizer.train("bytes", ()), 32)
     monkeypatch.setattr(TextGenerator, "stream", stream)
     assert verbs.generate(str(tmp_path / "model"), SamplingOptions(), "abc") == 130
     out, err = capsys.readouterr()
@@ -160,11 +157,7 @@ def folder(tmp_path, monkeypatch):
     """The README's runs/project, with a model of random numbers."""
     monkeypatch.chdir(tmp_path)
     tokenizer = Tokenizer.train("chars", map(chr, range(32, 127)))
-    model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab, 16, 1, 64)))
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # what stands before must matter
-            parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.3)
+    model = random_model(noise=0.3, vocab=tokenizer.vocab, dim=16, depth=1, context=64)
     checkpoint.save(model, tmp_path / "runs" / "project", tokenizer, 64)
     return tmp_path / "runs" / "project"
 
