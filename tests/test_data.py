@@ -880,12 +880,14 @@ def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
 def test_a_shard_that_another_process_finished_first_is_left_in_its_place(documents, tmp_path):
     other = []
 
-    def told(size):
-        if not other:
-            shard = token_shard(documents, BYTES, tmp_path / "cache")
+    def finish_other(text, done):
+        if done and not other:
+            with shown_by(lambda *state: None):
+                shard = token_shard(documents, BYTES, tmp_path / "cache")
             other.append((shard, state(shard.folder)))
 
-    shard = token_shard(documents, BYTES, tmp_path / "cache", told)
+    with shown_by(finish_other):
+        shard = token_shard(documents, BYTES, tmp_path / "cache")
     assert shard == other[0][0]
     assert state(shard.folder) == other[0][1]
     assert list((tmp_path / "cache").iterdir()) == [shard.folder]
