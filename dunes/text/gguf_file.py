@@ -199,11 +199,11 @@ def build_tokenizer(
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
     inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
-    inner.add_tokens(
-        [AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER]
+    users, special = (
+        [t for t, type in zip(tokens, types, strict=True) if type == wanted] for wanted in (USER, CONTROL)
     )
+    inner.add_tokens([AddedToken(text, normalized=False) for text in users])
     begin = special_tokens(fields).bos
-    special = [text for text, type in zip(tokens, types, strict=True) if type == CONTROL]
     add_special(inner, special, tokens[begin[0]] if begin else None)
     return inner
 

@@ -71,13 +71,7 @@ def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
     raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(value_type, 'a list of numbers')}")
 
 
-_NOUNS: Mapping[type, str] = {
-    str: "a text",
-    int: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-}
+_NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def regex(pattern: Any, place: str) -> Regex:
