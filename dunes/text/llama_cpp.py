@@ -22,6 +22,7 @@ def encoder(fields: Mapping[str, Any]) -> Encode:
     """llama.cpp's tokenizer for the values below `tokenizer.` in a GGUF file; tokens as bytes or text."""
     tokens = [_text(token) for token in fields["ggml.tokens"]]
     types, by_score = [*map(int, fields["ggml.token_type"])], fields["ggml.model"] == "llama"
+    encode: Callable[[str], list[int]]
     if by_score:
         scores = dict(zip(tokens, map(float, fields["ggml.scores"]), strict=True))
         encode = partial(_by_score, scores, {token: i for i, token in enumerate(tokens)})

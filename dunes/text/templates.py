@@ -135,10 +135,6 @@ class Template(ABC):
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    @cached_property
-    def _spellings(self) -> list[str]:
-        return list(self.special_tokens)
-
     def _render(
         self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
     ) -> list[Segment]:
@@ -189,7 +185,7 @@ class Template(ABC):
     def _text_segments(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
-        text = re.sub("[\udc00-\udfff]{2}", lambda match: self._spellings[_decode_number(match[0])], text)
+        text = re.sub("[\udc00-\udfff]{2}", lambda match: [*self.special_tokens][_decode_number(match[0])], text)
         if text:
             yield Segment(text, trained)
 
@@ -197,7 +193,7 @@ class Template(ABC):
         """The text with each spelling of a special token replaced by two lone surrogates."""
         if match := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"lone surrogate at character {match.start()}; remove it")
-        return self._pattern.sub(lambda match: _encode_number(self._spellings.index(match[0])), text)
+        return self._pattern.sub(lambda match: _encode_number([*self.special_tokens].index(match[0])), text)
 
 
 def _encode_number(number: int) -> str:

@@ -127,15 +127,11 @@ class Tokenizer:
         inner = library.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
         tokenizer.config_path = folder / tokenizer.config_path.name
-        tokenizer.extra_files = {
-            name: read_file(file, json_file.MAX_CONFIG_BYTES)
-            for name in EXTRA_FILES
-            if (file := find_file(folder, name))
-        }
+        files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
+        tokenizer.extra_files = {name: read_file(f, json_file.MAX_CONFIG_BYTES) for name, f in files.items()}
         if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
-            tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(
-                json_file.read_if_present(tokenizer.config_path)
-            )
+            config = json_file.read_if_present(tokenizer.config_path)
+            tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(config)
         return tokenizer
 
     @classmethod
@@ -329,10 +325,8 @@ class Tokenizer:
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and unused ids."""
         tokens = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
-        added = {
-            t.content: b"" if t.special else t.content.encode()
-            for t in self.inner.get_added_tokens_decoder().values()
-        }
+        added_tokens = self.inner.get_added_tokens_decoder().values()
+        added = {t.content: b"" if t.special else t.content.encode() for t in added_tokens}
         added.setdefault(UNKNOWN, b"")
         return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in tokens]
 
@@ -391,12 +385,8 @@ def _vocab(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
 
 
 def _split_chars() -> pre_tokenizers.PreTokenizer:
