@@ -8,6 +8,7 @@ interval is Wilcoxon's signed-rank interval, which assumes no normal distributio
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -120,10 +121,5 @@ def _critical(n: int, tail: float) -> int | None:
     counts = [1]
     for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s
         counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
-    below, results = 0, None
-    for total, count in enumerate(counts):
-        below += count
-        if below > tail * 2**n:
-            return results
-        results = total
-    return results
+    cut = sum(below <= tail * 2**n for below in accumulate(counts))
+    return cut - 1 if cut else None

@@ -173,15 +173,14 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's metrics by step: tokens and minutes so far, losses, bits/byte."""
+    """A run's steps: tokens and minutes so far, and validation bits/byte, None if not measured."""
     results, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
             continue
         tokens, seconds = tokens + line["count"], seconds + line["seconds"]
-        point = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60, "loss": line["loss"]}
-        checks = {name: line.get(name) for name in ("bits_per_byte", "validation_loss")}
-        results.append(point | checks)
+        point = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60}
+        results.append(point | {"bits_per_byte": line.get("bits_per_byte")})
     return results
 
 

@@ -149,13 +149,7 @@ def _check_memory(results: Sequence[Case]) -> None:
         )
 
 
-def bench(
-    name: str,
-    request: Request,
-    rounds: int,
-    out: Path,
-    least: float = LEAST,
-) -> list[rows.Row]:
+def bench(name: str, request: Request, rounds: int, out: Path, least: float = LEAST) -> list[rows.Row]:
     """Time the cases in turn, and append a row to `out` after each lap.
 
     The phase, the remaining time once it is known, and the fraction of laps done are shown. Raises ValueError for

@@ -63,10 +63,7 @@ class Subject:
 
     def model(self, dtype: str = "float32") -> Decoder:
         """A new copy of the model on this machine's device."""
-        if self.folder is not None:
-            model = checkpoint.load(self.folder).model
-        else:
-            model = initialise(self.outline()).eval()
+        model = checkpoint.load(self.folder).model if self.folder else initialise(self.outline()).eval()
         return model.to(measure.device(), getattr(torch, dtype))
 
     @cached_property

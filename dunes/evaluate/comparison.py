@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,10 +63,6 @@ class Comparison:
     before: Measurement
     after: Measurement
     agreement: float | None
-
-    def record(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
 
     def warnings(self) -> list[str]:
         """A line if decoding or prefill became slower."""
@@ -168,15 +164,14 @@ def _id_array(ids: TokenIds) -> Any:
 
 def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
     """Tokens/s of prefill and of decoding, the fastest of ROUNDS rounds."""
-    read = max(1, min(READ, loaded.context_length // 2))
+    context = loaded.context_length
+    read = max(1, min(READ, context // 2))
     prompt = [1] * read if ids is None else _id_array(ids)[:read].tolist()
     prefill = decode = 0.0
     for _ in range(ROUNDS):
         cache, start = PrefixCache(loaded.model, step=step), time.perf_counter()
-        limit = max(2, min(WRITTEN + 1, loaded.context_length - read))
-        tokens = generate(
-            loaded.model, prompt, max_tokens=limit, context_length=loaded.context_length, cache=cache
-        )
+        limit = max(2, min(WRITTEN + 1, context - read))
+        tokens = generate(loaded.model, prompt, max_tokens=limit, context_length=context, cache=cache)
         next(tokens)
         first = time.perf_counter()
         count = sum(1 for _ in tokens)

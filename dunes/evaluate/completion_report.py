@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.data import Document, collect_corpus
+from dunes.data import collect_corpus
 from dunes.data.duplicates import document_texts
 from dunes.evaluate.completion_score import COPY, CompleterScore, CompletionOptions, is_inside, score_completer
 from dunes.evaluate.scored_lines import scored_files
@@ -45,7 +45,8 @@ def evaluate_completion(
     if (folder / "state" / "plan.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
     engine = FolderCompleter(folder, any_base=any_base)
-    documents = _documents(sources, corpus_options) if sources else engine.test_documents()
+    corpus = collect_corpus(sources, **corpus_options) if sources else None
+    documents = corpus.valid + corpus.train if corpus else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
     training, seen_digests = list(engine.training_files), engine.seen_digests()
     try:
@@ -69,11 +70,6 @@ def evaluate_completion(
         [row(score, scores[1]) for score in scores],
     )
     return scores
-
-
-def _documents(sources: Sequence[str], options: dict[str, Any]) -> list[Document]:
-    corpus = collect_corpus(sources, **options)
-    return corpus.valid + corpus.train
 
 
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:

@@ -237,9 +237,5 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
     )
     sample()  # raises ValueError for settings out of range
     max_tokens = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
-    return GenerationSettings(tuple(_as_list(settings.get("until"))), max_tokens, sample)
-
-
-def _as_list(value: Any) -> list[Any]:
-    """The value as a list; a task may give a single one without a list."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+    until = settings.get("until") or ()  # a task may give a single one without a list
+    return GenerationSettings((until,) if isinstance(until, str) else tuple(until), max_tokens, sample)

@@ -1,7 +1,7 @@
 """Loss of a model folder on text."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,18 +99,13 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
         return
     scored = collect_corpus(validation) if validation else _trained_corpus(trained)
     calibrating = collect_corpus(calibration) if calibration else _trained_corpus(trained)
-    digests = {digest for d in (scored.documents if validation else scored.valid) for digest in _digests(d)}
+    digests = {content_digest(t) for d in (scored.documents if validation else scored.valid) for t in d.texts()}
     for document in calibrating.documents if calibration else calibrating.train:
-        if not digests.isdisjoint(_digests(document)):
+        if any(content_digest(text) in digests for text in document.texts()):
             raise ValueError(
                 f"{document.path}: it calibrates the change and would score it; pass other text with "
                 "--calibration or --validation"
             )
-
-
-def _digests(document: Document) -> Iterator[bytes]:
-    """Digest of each text in a document, without its white space."""
-    return map(content_digest, document.texts())
 
 
 def _ids(

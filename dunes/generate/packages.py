@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from hashlib import sha256
-from itertools import chain, repeat
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -102,28 +102,23 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
     If the package is missing and a compiler exists, `start` starts the process that compiles it.
     """
 
-    def steps() -> Iterator[CompiledStep | None]:
-        checked_at, files, step, process = time.monotonic(), _files(), load_step(model), None
-        if start is not None and step is None and _dtypes(model) and not why_not_compiled():
-            process = start()
-        while process is not None:
-            yield step
-            if process.poll() is not None:
-                process = None
-            elif time.monotonic() < checked_at + LOOK_EVERY:
-                continue
-            checked_at, before, files = time.monotonic(), files, _files()
-            step = load_step(model) if files != before else step
-        yield from repeat(step)
-
-    source: Iterator[CompiledStep | None] = iter(())
+    checked_at = 0.0
+    files: dict[Path, int] | None = None
+    step: CompiledStep | None = None
+    process: subprocess.Popen[bytes] | None = None
 
     def find() -> CompiledStep | None:
-        nonlocal source
-        for step in source:
-            return step
-        source = steps()  # at first, and after Ctrl-C while a step was loaded
-        return next(source)
+        nonlocal checked_at, files, process, step
+        ended = process is not None and process.poll() is not None
+        is_due = process is not None and time.monotonic() >= checked_at + LOOK_EVERY
+        if files is None or ended or is_due:
+            checked_at, now = time.monotonic(), _files()
+            step = load_step(model) if now != files else step
+            process = None if ended else process
+            if files is None and start is not None and step is None and _dtypes(model) and not why_not_compiled():
+                process = start()
+            files = now  # last, so that after Ctrl-C the next call begins again
+        return step
 
     return find
 
@@ -180,9 +175,8 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
     """
     name, digests = FILES[tokens], dict[str, str]()
     with folder_lock(package):  # another process may be compiling it
-        with (
-            suppress(ValueError) if tokens == 1 else nullcontext()
-        ):  # a damaged package is compiled again, from its first file on
+        # A damaged package is compiled again, from its first file on.
+        with suppress(ValueError) if tokens == 1 else nullcontext():
             digests |= native_files(package)
         if name in digests:
             return

@@ -10,15 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-MIN_TEMPERATURE = 1e-37
-"""Lower bound that temperatures are clamped to, so that dividing by them stays within float32."""
-MAX_TEMPERATURE = 1e37
-"""Upper bound that temperatures are clamped to."""
-
-MIN_PENALTY = 1e-30
-"""Lower bound that penalties are clamped to, which leaves room for the logits in float32."""
-MAX_PENALTY = 1e30
-"""Upper bound that penalties are clamped to."""
+LARGEST_TEMPERATURE = 1e37
+"""Temperatures are clamped to this and its reciprocal, so that dividing by them stays within float32."""
+LARGEST_PENALTY = 1e30
+"""Penalties are clamped to this and its reciprocal, which leaves room for the logits in float32."""
 
 Processor = Callable[[Tensor, Sequence[int]], Tensor]
 """(logits (V,), ids so far) -> logits (V,), or of the first ids only; -inf excludes an id."""
@@ -120,7 +115,7 @@ def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
     https://arxiv.org/abs/1909.05858
     """
-    penalty = min(max(penalty, MIN_PENALTY), MAX_PENALTY)
+    penalty = min(max(penalty, 1 / LARGEST_PENALTY), LARGEST_PENALTY)
     occurred = torch.zeros_like(logits, dtype=torch.bool)
     occurred[list(ids)] = True
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
@@ -129,7 +124,7 @@ def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     """Divide by the temperature, after subtracting the largest logit, which thus stays 0 for any temperature."""
-    return (logits - logits.amax()) / min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)
+    return (logits - logits.amax()) / min(max(temperature, 1 / LARGEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 
 def keep_top_k(k: int, logits: Tensor, ids: Sequence[int]) -> Tensor:

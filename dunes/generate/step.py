@@ -331,12 +331,7 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> T
 
 
 def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    *args: Any,
-    **options: Any,
+    input: Tensor, weight: Tensor, padding_idx: Any = None, max_norm: Any = None, *args: Any, **options: Any
 ) -> Tensor:
     if max_norm is not None:
         raise ValueError("an embedding with max_norm changes its weights")

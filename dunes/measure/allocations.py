@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,11 +60,7 @@ class Allocations:
             changes[a.allocated] += a.size
             if a.freed is not None:
                 changes[a.freed] -= a.size
-        live, total = [], 0
-        for change in changes:
-            total += change
-            live.append(total)
-        return live
+        return [*accumulate(changes)]
 
     @property
     def peak(self) -> int:
@@ -139,9 +136,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         owner, cached = self._find_owner()
         self.moment += 1
+        kind = "cache" if cached else kind
         allocation = Allocation(size, owner, operation, self.phase, self.moment, kind, call=self.places.calls)
-        if cached:
-            allocation.kind = "cache"
         self.log.append(allocation)
         self.recorded[key] = (weakref.ref(storage, lambda _: self._mark_freed(key)), allocation)
         return allocation
@@ -182,11 +178,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             for t, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
                 if t is not None and (allocation := self.record(t, "held before", kind)):  # type: ignore[arg-type]
-                    allocation.owner, allocation.phase, allocation.allocated = (
-                        name.rpartition(".")[0] or "model",
-                        "before",
-                        0,
-                    )
+                    allocation.owner = name.rpartition(".")[0] or "model"
+                    allocation.phase, allocation.allocated = "before", 0
 
     def gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None and (allocation := self.record(parameter.grad, "gradient")):

@@ -1,7 +1,6 @@
 """Track the running module in forward and backward passes."""
 
 from bisect import bisect_right
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -33,22 +32,18 @@ class ModuleTracker:
             self._owners |= {id(p): name for p in module.parameters(recurse=False)}
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def now(self) -> str | None:
-        """The running module; None outside all modules."""
+        """The running module, or that of a parameter's own graph node; None outside all modules."""
         if self.stack:
             return self.stack[-1]
-        node = torch._C._current_autograd_node()
-        return None if node is None else self.of(node)
-
-    def of(self, node: Any) -> str | None:
-        """The module whose forward created this graph node; for a parameter's own node, the parameter's module."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return None
         if (parameter := getattr(node, "variable", None)) is not None:
             return self._owners.get(id(parameter))
         index = bisect_right(self._numbers, node._sequence_nr()) - 1

@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 
 from dunes.cores import FREE, wait_times, waiting_seconds
+from dunes.files.atomic import write_file
 from dunes.files.staging import cache_home
 from dunes.measure.machine import fingerprint, synchronize
 
@@ -151,9 +152,7 @@ def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -
     if sure and path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f".{name}-{os.getpid()}")
-            staged.write_text(repr(rates[-1]))
-            staged.replace(path)
+            write_file(path, repr(rates[-1]).encode())
     return rates[-1]
 
 

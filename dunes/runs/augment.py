@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -155,7 +155,7 @@ def _changed(
             return [*lines, *filter(None, [compared])], entries
         comparison_picture(compared, staged / "comparison.png")
         lines = [*compared.warnings(), *lines, *compared.lines()]
-        return lines, entries | {"comparison": compared.record()}
+        return lines, entries | {"comparison": asdict(compared)}
 
     return partial(save_changed, loaded, (replace(change, before=identity),)), check
 

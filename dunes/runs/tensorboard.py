@@ -44,24 +44,20 @@ class TensorBoard:
         return self
 
     def __exit__(self, *error: object) -> None:
-        file, self._file = self._file, None
         with self.non_fatal("writing to TensorBoard"):
-            if file is not None:
-                file.close()
+            self._close()
 
     def step(self, step: Step, bits_per_byte: float | None) -> None:
         """Write the metrics of a step, with the validation bits/byte if measured."""
         if self._file is not None:
             with self._until_error():
                 self._scalars(asdict(step) | {"step": step.number, "bits_per_byte": bits_per_byte}, time())
-                self._file.flush()
 
     def sample(self, step: int, text: str) -> None:
         """Write the sample generated after this step."""
         if self._file is not None:
             with self._until_error():
                 self._text(step, text)
-                self._file.flush()
 
     def _begin(self, run: Path) -> None:
         (run / FOLDER).mkdir(exist_ok=True)
@@ -79,7 +75,6 @@ class TensorBoard:
         for step, text in read_samples(run / SAMPLES).items():
             if noted and step <= noted[-1]["step"]:
                 self._text(step, text)
-        self._file.flush()
 
     def _scalars(self, record: Mapping[str, Any], clock: float) -> None:
         for tag, value in scalars(record).items():
@@ -95,15 +90,21 @@ class TensorBoard:
 
     @contextmanager
     def _until_error(self) -> Iterator[None]:
+        """Flush what is written inside; the first error ends the logging."""
         with self.non_fatal("writing to TensorBoard"):
             try:
                 yield
+                if self._file is not None:
+                    self._file.flush()
             except OSError:
-                file, self._file = self._file, None
                 with suppress(OSError):
-                    if file is not None:
-                        file.close()
+                    self._close()
                 raise
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

@@ -83,45 +83,35 @@ def render(
     `variables` are additional variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
     template refuses the messages, fails, or exceeds a limit.
     """
-    (text,) = render_many(template, [(messages, add_generation_prompt, {})], variables)
-    return checked_text(text)
-
-
-def checked_text(text: str | ValueError) -> str:
-    """Return the text, or raise the error."""
-    if isinstance(text, ValueError):
-        raise text
-    return text
+    return render_many(template, [(messages, add_generation_prompt, {})], variables)[0]
 
 
 def render_many(
-    template: str,
-    requests: Sequence[Request],
-    variables: Mapping[str, Any] | None = None,
-) -> list[str | ValueError]:
-    """`render` for many requests; the result of a refused conversation is a ValueError."""
+    template: str, requests: Sequence[Request], variables: Mapping[str, Any] | None = None
+) -> list[str]:
+    """`render` for many requests."""
     _check_size(template, "the chat template")
     always = {"tools": None, "documents": None, **(variables or {})}
-    return [_text_or_error(template, always, *request) for request in requests]
+    return [_render(template, always, *request) for request in requests]
 
 
-def _text_or_error(
+def _render(
     template: str,
     always: Mapping[str, Any],
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     own: Mapping[str, Any],
-) -> str | ValueError:
+) -> str:
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     try:
         values = json.loads(json.dumps({**always, **own, **fields}, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
-        return ValueError(f"these messages cannot be passed to the chat template: {error}")
+        raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:
         return _join_limited(compile_template(template).generate(values))
     except Exception as error:  # a template may raise anything
         reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
-        return ValueError(f"the chat template fails: {reason[:300]}")
+        raise ValueError(f"the chat template fails: {reason[:300]}") from None
 
 
 def _join_limited(parts: Iterable[str]) -> str:

@@ -199,11 +199,9 @@ def build_tokenizer(
             f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
         )
     inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
-    inner.add_tokens(
-        [AddedToken(text, normalized=False) for text, type in zip(tokens, types, strict=True) if type == USER]
-    )
-    begin = special_tokens(fields).bos
-    special = [text for text, type in zip(tokens, types, strict=True) if type == CONTROL]
+    typed = [*zip(tokens, types, strict=True)]
+    inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
+    special, begin = [text for text, type in typed if type == CONTROL], special_tokens(fields).bos
     add_special(inner, special, tokens[begin[0]] if begin else None)
     return inner
 
@@ -215,9 +213,8 @@ def byte_level(
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
-    words = (
-        [pre_tokenizers.Split(library.regex(PATTERNS[pattern], pattern), "isolated")] if PATTERNS[pattern] else []
-    )
+    expression = PATTERNS[pattern]
+    words = [pre_tokenizers.Split(library.regex(expression, pattern), "isolated")] if expression else []
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
     return inner

@@ -34,7 +34,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     if model["type"] != "BPE":
         raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
     by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
-    for reason in _unsupported(content, "own" if tokenizer.line_separable else "pieces" if by_score else "bytes"):
+    for reason in _unsupported(content, "pieces" if by_score and not tokenizer.line_separable else "bytes"):
         raise ValueError(
             f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
         )
@@ -63,15 +63,14 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "bytes": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
-    "own": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
     "pieces": {
         "normalizer": ("NFC", "Prepend", "Replace"),
         "pre_tokenizer": ("Metaspace", "Split"),
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE, ours, and SentencePiece's. It lacks NFC,
-which few texts need."""
+"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE (also ours), and SentencePiece's. It lacks
+NFC, which few texts need."""
 
 
 def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
@@ -94,23 +93,11 @@ def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[st
 TEXTS = (
     *("", " ", "  ", " a", "a ", "  a  b   c ", "\t", "\ta\t\tb", "\n", "\r\n", "a\r\nb\n\n c\r", " " * 200 + "x"),
     *("Hello, World! HELLO", "I'll DON'T", "CamelCaseXML_2 snake", "``a'' \u201cb\u201d \u2026", "f(x)!=[1]==>y;"),
-    *(
-        "e\u0301 \xe9 A\u030a \xc5 \u212b",
-        "\ufb01 \uff21\uff11 \u2460 \xbd \uff71",
-        "\u1e9e\xdf \u0130\u0131\u017f",
-    ),
-    *(
-        "\u0391\u03b1 \u041f\u0440",
-        "\u6f22\u5b57\u304b\u306a \ud55c\uad6d",
-        "\u0939\u093f \u0e44\u0e17 \u0627\u0644",
-    ),
+    *("e\u0301 \xe9 A\u030a \xc5 \u212b", "\ufb01 \uff21\uff11 \u2460 \xbd \uff71"),
+    *("\u1e9e\xdf \u0130\u0131\u017f", "\u0391\u03b1 \u041f\u0440", "\u6f22\u5b57\u304b\u306a \ud55c\uad6d"),
     *("\U0001f469\u200d\U0001f4bb\U0001f1e9\U0001f1ea", "\U0001f600\ufe0f", "0 12 345 6789 3.14e-10 1,000"),
-    *(
-        "\u0661\u0662 \u2167 \xb2",
-        "\0a\x01\x7f\x85",
-        "\ufeff\ufffd\uffff\U0010ffff\ue000",
-        "\xa0\u3000\u2028\u200b",
-    ),
+    *("\u0939\u093f \u0e44\u0e17 \u0627\u0644", "\u0661\u0662 \u2167 \xb2", "\0a\x01\x7f\x85"),
+    *("\ufeff\ufffd\uffff\U0010ffff\ue000", "\xa0\u3000\u2028\u200b"),
     *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
 )
 """Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
@@ -123,7 +110,7 @@ SPECIAL = 40
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
     encode, inner = llama_cpp.encoder(fields), library.parse(tokenizer.json())
-    begin, end = tokenizer.bos, _template(tokenizer)[1]
+    begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
     special = [token.decode() for token, type in tokens if type in (USER, CONTROL, UNKNOWN)]
     texts: list[str] = []
@@ -172,14 +159,6 @@ def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]
         return texts
     warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
     return [*map(normalizers.NFC().normalize_str, texts)]
-
-
-def _template(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer's post_processor puts before and after a text."""
-    text_ids, full = (tokenizer.inner.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = (i for i in range(len(full) - len(text_ids) + 1) if full[i : i + len(text_ids)] == text_ids)
-    i = next(starts, 0)
-    return full[:i], full[i + len(text_ids) :]
 
 
 def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
@@ -247,7 +226,7 @@ def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) 
 def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     """Special ids, flags for BOS and EOS around a text, and the chat template."""
     ids = {key: tokenizer.token_id(text) for key, text in tokenizer.special_tokens_map.items()}
-    begin, (_, end) = tokenizer.bos, _template(tokenizer)
+    begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
         added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
         raise ValueError(

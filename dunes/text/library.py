@@ -71,13 +71,7 @@ def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
     raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(value_type, 'a list of numbers')}")
 
 
-_NOUNS: Mapping[type, str] = {
-    str: "a text",
-    int: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-}
+_NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
 def regex(pattern: Any, place: str) -> Regex:
@@ -175,10 +169,8 @@ def _name_damage(content: Mapping[str, Any]) -> None:
     for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
         name = content[part].get("type", "") if isinstance(content[part], dict) else ""
         alone = json.dumps(minimal | {part: content[part]})
-        call(
-            f"its {part} {name if isinstance(name, str) else ''}".rstrip(),
-            partial(tokenizers.Tokenizer.from_str, alone),
-        )
+        subject = f"its {part} {name if isinstance(name, str) else ''}".rstrip()
+        call(subject, partial(tokenizers.Tokenizer.from_str, alone))
 
 
 def _check_model(model: Any) -> None:

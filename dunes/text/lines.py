@@ -56,15 +56,12 @@ def text_around_cursor(place: str) -> tuple[Path, str, str]:
     path, line, column = parts[1], int(parts[2]), int(parts[3])
     if not Path(path).is_file():
         raise ValueError(f"{path}: not a file; expected FILE:LINE:COLUMN")
-    lines = split_lines(decode_text(Path(path).read_bytes(), path))
+    text = decode_text(Path(path).read_bytes(), path)
+    lines = split_lines(text)
     if line > len(lines):
         raise ValueError(f"{place}: the file has {plural(len(lines), 'line')}")
     columns = len(lines[line - 1].rstrip("\r\n")) + 1
     if column > columns:
         raise ValueError(f"{place}: line {line} has columns 1 to {columns}")
-    current = lines[line - 1]
-    return (
-        Path(path),
-        "".join(lines[: line - 1]) + current[: column - 1],
-        current[column - 1 :] + "".join(lines[line:]),
-    )
+    offset = sum(map(len, lines[: line - 1])) + column - 1
+    return Path(path), text[:offset], text[offset:]

@@ -14,7 +14,7 @@ import re
 import tokenizers
 
 from dunes.text.byte_pairs import BYTE_TO_CHAR
-from dunes.text.tekken import MAX_BYTES, MAX_TOKEN, MAX_VOCAB, build_bpe
+from dunes.text.tekken import MAX_TOKEN, MAX_VOCAB, build_bpe
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -46,8 +46,6 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
 
 def _read(data: bytes) -> list[str]:
     """The tokens in order of rank, spelled as in byte-level BPE."""
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{len(data)} bytes; a file of ranks has at most {MAX_BYTES}")
     lines = data.split(b"\n", MAX_VOCAB)
     tokens = [_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
     if missing := {*BYTE_TO_CHAR.values()} - {*tokens}:

@@ -6,9 +6,8 @@ name for a few models, not from the file). The text between them is split by byt
 https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from dunes.text.byte_pairs import SPACE, merge_pairs
@@ -23,13 +22,14 @@ def encoder(fields: Mapping[str, Any]) -> Encode:
     """llama.cpp's tokenizer for the values below `tokenizer.` in a GGUF file; tokens as bytes or text."""
     tokens = [_text(token) for token in fields["ggml.tokens"]]
     types, by_score = [*map(int, fields["ggml.token_type"])], fields["ggml.model"] == "llama"
+    encode: Callable[[str], list[int]]
     if by_score:
         scores = dict(zip(tokens, map(float, fields["ggml.scores"]), strict=True))
         encode = partial(_by_score, scores, {token: i for i, token in enumerate(tokens)})
     else:
         merges = [_text(merge) for merge in fields["ggml.merges"]]
         inner = byte_level(tokens, types, merges, fields["ggml.pre"])
-        encode = partial(_by_words, inner)
+        encode = lambda text: inner.encode(text, add_special_tokens=False).ids
     searched = {
         special: _longest_first(tokens, types, (USER, CONTROL, UNKNOWN) if special else (USER,))
         for special in (False, True)
@@ -67,23 +67,12 @@ def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
     parts: list[str | int] = [text]
     for token, i in special.items():
         if token in text:
-            parts = [
-                *chain.from_iterable(
-                    [part] if isinstance(part, int) else _split_at(part, token, i) for part in parts
-                )
-            ]
+            parts = [piece for part in parts for piece in _split_at(part, token, i)]
     return [part for part in parts if part != ""]
 
 
-def _split_at(text: str, token: str, i: int) -> Iterator[str | int]:
-    first, *rest = text.split(token)
-    yield first
-    for part in rest:
-        yield from (i, part)
-
-
-def _by_words(inner: Any, text: str) -> list[int]:
-    return list(inner.encode(text, add_special_tokens=False).ids)
+def _split_at(part: str | int, token: str, i: int) -> list[str | int]:
+    return [part] if isinstance(part, int) else [x for text in part.split(token) for x in (i, text)][1:]
 
 
 def _by_score(scores: Mapping[str, float], vocab: Mapping[str, int], text: str) -> list[int]:

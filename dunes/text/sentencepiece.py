@@ -238,11 +238,8 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        steps.append(
-            pre_tokenizers.Split(
-                library.regex("|".join(map(re.escape, users)), "user-defined symbols"), "isolated"
-            )
-        )
+        pattern = library.regex("|".join(map(re.escape, users)), "user-defined symbols")
+        steps.append(pre_tokenizers.Split(pattern, "isolated"))
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
 

@@ -18,8 +18,6 @@ from dunes.text import library
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
-MAX_BYTES = 1 << 27
-"""Maximum bytes of a file."""
 MAX_VOCAB = 1 << 20
 """Maximum number of tokens."""
 MAX_TOKEN = 1024
@@ -27,7 +25,7 @@ MAX_TOKEN = 1024
 MAX_WORK = 100_000_000
 """Maximum sum of the squared lengths of tokens."""
 MAX_ITEMS = 16_000_000
-"""Maximum commas and brackets in the JSON text."""
+"""Maximum commas and brackets of a tokenizer file; a vocabulary of 262,144 with its merges has two million."""
 
 DEFAULT_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -73,8 +71,6 @@ def build_bpe(
 
 def _read(data: bytes) -> tuple[str, list[str], list[str]]:
     """The pattern, the special tokens, and the other tokens spelled as in byte-level BPE."""
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{len(data)} bytes; a tekken.json has at most {MAX_BYTES}")
     content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
     config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
     pattern = library.item(config, "pattern", str, "config.")

@@ -124,8 +124,8 @@ class Template(ABC):
         return False
 
     @abstractmethod
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        """The text of each conversation, or an error."""
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
+        """The text of each conversation. Raises ValueError for the first that the template refuses."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
         return {"role": turn.role, "content": self._escape(turn.full_text)}
@@ -134,10 +134,6 @@ class Template(ABC):
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    @cached_property
-    def _spellings(self) -> list[str]:
-        return list(self.special_tokens)
 
     def _render(
         self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
@@ -153,10 +149,13 @@ class Template(ABC):
             (messages, add_generation_prompt, variables),
             *((messages[:i], True, variables) for i in answers),
         ]
-        full, *before = self._render_texts(requests)
-        text = chat_template.checked_text(full)
-        starts = [len(_prefix(beginning, text)) for beginning in before]
-        return self._segments(text, starts, [turns[i] for i in answers])
+        text, *beginnings = self._render_texts(requests)
+        if not all(map(text.startswith, beginnings)):
+            raise ValueError(
+                "the model's own chat template writes the beginning of a conversation differently once it is "
+                "longer; name a template"
+            )
+        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the start and end of answers."""
@@ -186,7 +185,7 @@ class Template(ABC):
     def _text_segments(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
-        text = re.sub("[\udc00-\udfff]{2}", lambda match: self._spellings[_decode_number(match[0])], text)
+        text = re.sub("[\udc00-\udfff]{2}", lambda match: [*self.special_tokens][_decode_number(match[0])], text)
         if text:
             yield Segment(text, trained)
 
@@ -194,7 +193,7 @@ class Template(ABC):
         """The text with each spelling of a special token replaced by two lone surrogates."""
         if match := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"lone surrogate at character {match.start()}; remove it")
-        return self._pattern.sub(lambda match: _encode_number(self._spellings.index(match[0])), text)
+        return self._pattern.sub(lambda match: _encode_number([*self.special_tokens].index(match[0])), text)
 
 
 def _encode_number(number: int) -> str:
@@ -244,9 +243,12 @@ class NamedTemplate(Template):
         begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
-        template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
-        return [_text_or_error(template, *request) for request in requests]
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
+        render = chat_template.compile_template(self._spell_out(BEGIN.text, END.text)).render
+        try:  # a named template reads no further variables
+            return [render(messages=m, add_generation_prompt=is_open) for m, is_open, _ in requests]
+        except TemplateError as error:
+            raise ValueError(str(error)) from None
 
     def _message(self, turn: Turn) -> dict[str, str]:
         if not self.inputs:
@@ -283,31 +285,8 @@ class ModelTemplate(Template):
         reserved = variable in ("messages", "add_generation_prompt")
         return not reserved and re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> Sequence[str | ValueError]:
+    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
         return chat_template.render_many(self.source, requests, self.tokenizer.special_tokens_map)
-
-
-def _text_or_error(
-    template: Any,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any],
-) -> str | ValueError:
-    """The text of the messages, or the error; a named template reads no further variables."""
-    try:
-        return str(template.render(messages=messages, add_generation_prompt=add_generation_prompt))
-    except TemplateError as error:
-        return ValueError(str(error))
-
-
-def _prefix(beginning: str | ValueError, full: str) -> str:
-    before = chat_template.checked_text(beginning)
-    if not full.startswith(before):
-        raise ValueError(
-            "the model's own chat template writes the beginning of a conversation differently once it is longer; "
-            "name a template"
-        )
-    return before
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:

@@ -52,8 +52,6 @@ MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
 """Upper bound of ids."""
-MAX_ITEMS = 16_000_000
-"""Maximum commas and brackets of a tokenizer file; a vocabulary of 262,144 with its merges has two million."""
 
 EXTRA_FILES = (
     "tokenizer_config.json",
@@ -102,10 +100,7 @@ class Tokenizer:
             )
         inner = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab - len(SPECIAL),
-            initial_alphabet=_ALPHABET,
-            special_tokens=[],
-            show_progress=False,
+            vocab_size=vocab - len(SPECIAL), initial_alphabet=_ALPHABET, special_tokens=[], show_progress=False
         )
         # A special token in a text would become a token of the text, and then the special one.
         inner.train_from_iterator((part for text in texts for part in _SPELLED.split(text)), trainer)
@@ -132,15 +127,11 @@ class Tokenizer:
         inner = library.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
         tokenizer.config_path = folder / tokenizer.config_path.name
-        tokenizer.extra_files = {
-            name: read_file(file, json_file.MAX_CONFIG_BYTES)
-            for name in EXTRA_FILES
-            if (file := find_file(folder, name))
-        }
+        files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
+        tokenizer.extra_files = {name: read_file(f, json_file.MAX_CONFIG_BYTES) for name, f in files.items()}
         if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
-            tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(
-                json_file.read_if_present(tokenizer.config_path)
-            )
+            config = json_file.read_if_present(tokenizer.config_path)
+            tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(config)
         return tokenizer
 
     @classmethod
@@ -210,7 +201,7 @@ class Tokenizer:
     @property
     def bos(self) -> list[int]:
         """Ids that the tokenizer puts before every text, such as LLaMA's `<s>`; often empty."""
-        return self._default_bos if self._special.bos is None else list(self._special.bos)
+        return self.added_ids[0] if self._special.bos is None else list(self._special.bos)
 
     @property
     def document_start(self) -> list[int]:
@@ -223,10 +214,12 @@ class Tokenizer:
         return [i for i in self.document_start if i != self._eos]
 
     @cached_property
-    def _default_bos(self) -> list[int]:
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """The ids that the tokenizer's post_processor puts before and after a text."""
         text_ids, full = (self._ids(self.inner, "a", special) for special in (False, True))
         starts = range(len(full) - len(text_ids) + 1)
-        return list(full[: next((i for i in starts if full[i : i + len(text_ids)] == text_ids), 0)])
+        start = next((i for i in starts if full[i : i + len(text_ids)] == text_ids), 0)
+        return full[:start], full[start + len(text_ids) :]
 
     @property
     def eos(self) -> int:
@@ -325,20 +318,15 @@ class Tokenizer:
         """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 gives U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
-        table, strip, text = self.token_bytes, self.byte_decoder.strip, []
-        for i in ids:
-            data, strip = self.byte_decoder.strip_leading(table[i] if i < len(table) else b"", strip)
-            text.append(data)
-        return b"".join(text).decode(errors=self.byte_decoder.errors)
+        stream = DecodeStream(self)
+        return "".join(map(stream.step, ids)) + stream.utf8.decode(b"", final=True)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and unused ids."""
         tokens = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
-        added = {
-            t.content: b"" if t.special else t.content.encode()
-            for t in self.inner.get_added_tokens_decoder().values()
-        }
+        added_tokens = self.inner.get_added_tokens_decoder().values()
+        added = {t.content: b"" if t.special else t.content.encode() for t in added_tokens}
         added.setdefault(UNKNOWN, b"")
         return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in tokens]
 
@@ -375,7 +363,7 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
-    content = json_file.parse(data, Path("tokenizer.json"), MAX_ITEMS)
+    content = json_file.parse(data, Path("tokenizer.json"), tekken.MAX_ITEMS)
     inner = library.parse_untrusted(content, data.decode("utf-8-sig"))
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
@@ -397,12 +385,8 @@ def _vocab(tokens: Iterable[str]) -> dict[str, int]:
 
 
 def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
 
 
 def _split_chars() -> pre_tokenizers.PreTokenizer:

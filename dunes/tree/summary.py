@@ -55,7 +55,7 @@ def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     require_shapes(model)
     runs = _run(model, example, keywords) if example or keywords else {}
     rows = [("", model), *((place.name, place.module) for place in places(model))]
-    return [_layer(name, module, runs.get(name) if runs else None, bool(runs)) for name, module in rows]
+    return [_layer(name, module, vars(runs.get(name, _Run())) if runs else {}) for name, module in rows]
 
 
 @dataclass
@@ -69,10 +69,9 @@ class _Run:
     kept: int = 0
 
 
-def _layer(name: str, module: nn.Module, run: _Run | None, has_run: bool) -> Layer:
+def _layer(name: str, module: nn.Module, totals: Mapping[str, Any]) -> Layer:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     size = sum(t.nbytes for t in tensors.values())
-    totals = vars(run or _Run()) if has_run else {}
     container = getattr(type(module), "forward", None) is nn.Module.forward
     container |= isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
     return Layer(name, _type(module), count(module), size, container, **totals)
@@ -117,9 +116,11 @@ def _forward(
             del output
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"the example does not fit at {record.running() or 'the network'}: {reason}") from error
+        place = (record.stack or [("", 0)])[-1][0] or "the network"  # the innermost whose forward has not ended
+        raise ValueError(f"the example does not fit at {place}: {reason}") from error
     finally:
-        record.remove()
+        for handle in record.handles:
+            handle.remove()
     return record.runs
 
 
@@ -170,26 +171,15 @@ class _Recorder:
 
         return end
 
-    def running(self) -> str:
-        """The innermost module whose forward has not ended."""
-        return self.stack[-1][0] if self.stack else ""
-
     def keep(self, live: Iterable[measure.Allocation]) -> None:
         """Add live allocations to `kept` of the module that allocated them and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
-            owners = {""}
             parts = allocation.owner.split(".")
-            for end in range(1, len(parts) + 1):
-                if (place := self.owners.get(".".join(parts[:end]))) is not None:
-                    owners.add(place)
-            for place in owners:
+            names = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+            for place in {"", *(self.owners[name] for name in names if name in self.owners)}:
                 self.runs[place].kept += allocation.size
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
 
 
 def _shapes(values: Any) -> str:
