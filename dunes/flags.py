@@ -8,6 +8,8 @@ STDLIB = "stdlib"
 """The source that stands for the standard library of the running Python."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
+"""Architectures, each a file of `models`; without torch, which these import."""
 
 
 REQUIRED = "required"

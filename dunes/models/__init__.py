@@ -5,23 +5,15 @@ A family has Config, build(config), read(model, context_length), from_hf, to_hf 
 Start with `llama.Config`, `llama.build` and `initialise.initialise`; `FAMILIES` has all families by name.
 """
 
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
-from dunes.models import arcee, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from dunes.flags import Family
 from dunes.models.names import Names
 
-FAMILIES: dict[str, ModuleType] = {
-    "arcee": arcee,
-    "llama": llama,
-    "mistral": mistral,
-    "mixtral": mixtral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "gpt2": gpt2,
-}
-"""The file of each family, by its name here and in Hugging Face's model_type."""
+FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
+"""The file of each family of `flags.Family`, by its name here and in Hugging Face's model_type."""
 
 
 def family_of(hf: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.flags import REQUIRED, flag, option
+from dunes.flags import REQUIRED, Family, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
@@ -18,7 +18,6 @@ SMALLEST = 10_000
 WIDTH_STEP = 32
 """Divisor of all widths, the smallest head dim."""
 
-Family = Literal["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2"]
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts."""
 EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
