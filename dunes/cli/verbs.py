@@ -3,14 +3,15 @@
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from shlex import quote
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 
@@ -207,8 +208,6 @@ def chat(
         system: System prompt.
         cache: Quantize all but the last keys and values, for long texts: less memory, slower.
     """
-    from functools import partial
-
     with _quick_imports():
         from dunes import measure
         from dunes.inference.chat import Chat, answer, load_chat_engine, run
@@ -494,11 +493,44 @@ def convert(
 Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
 
 
+class _Format(NamedTuple):
+    """A form that `dunes export` writes.
+
+    `write(folder, out, dtype)` and, for networks, `write_network(folder, out, sizes)` are functions of a module of
+    checkpoint, and return what the user is shown. `no_dtype` is the reason why a form has no choice of dtype.
+    """
+
+    about: str
+    write: str
+    write_network: str = ""
+    no_dtype: str = ""
+
+
+_CODES = "a quantized model's codes as they are, for transformers and others"
+_FORMATS = {
+    "gguf": _Format("llama.cpp", "export:export_gguf"),
+    "compressed-tensors": _Format(
+        _CODES, "formats.packed:export_packed", no_dtype="codes are written as they are"
+    ),
+    "cpp": _Format(
+        "a folder for C and C++ without Python", "formats.cpp:export_folder", "formats.cpp:export_network_folder"
+    ),
+    "onnx": _Format(
+        "without a cache",
+        "formats.onnx:export_folder",
+        "formats.onnx:export_network_folder",
+        "weights are written in float32",
+    ),
+}
+"""The forms by name, besides hf."""
+_LISTED = ", ".join(f"{name} ({form.about})" for name, form in _FORMATS.items())
+
+
 def export(
     model: Model,
     out: Out,
     *,
-    to: Annotated[str, flag("FORMAT", "hf")] = "hf",
+    to: Annotated[str, flag("FORMAT", "hf", f"Format: hf (Hugging Face), {_LISTED}.")] = "hf",
     dtype: Annotated[
         Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
     ] = None,
@@ -511,27 +543,31 @@ def export(
     Example: dunes export runs/digits digits-native --to cpp --example 1 28 28
 
     Args:
-        to: Format: hf (Hugging Face), gguf (llama.cpp), compressed-tensors (a quantized model's codes as they are,
-            for transformers and others), cpp (a folder for C and C++ without Python), or onnx (without a cache).
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
         example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
     """
-    if to not in ("hf", *_EXPORTS):
+    if to not in ("hf", *_FORMATS):
         raise ValueError(
-            f"--to {to[:80]!a}: expected hf, {', '.join(_EXPORTS)}; Mistral's and Meta's own formats are read, "
+            f"--to {to[:80]!a}: expected hf, {', '.join(_FORMATS)}; Mistral's and Meta's own formats are read, "
             "not written"
         )
     if to != "gguf" and dtype in get_args(Blocks):
         raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
-    if to in ("compressed-tensors", "onnx") and dtype is not None:
-        reason = "codes are written as they are" if to != "onnx" else "weights are written in float32"
+    if to != "hf" and dtype is not None and (reason := _FORMATS[to].no_dtype):
         raise ValueError(f"--dtype {dtype}: {reason}; omit it")
     if _exports_network(model, to, dtype, example):
-        _NETWORK_EXPORTS[to](model, out, example)
+        _export(_FORMATS[to].write_network, model, out, example)
     elif to == "hf":
         _convert(model, out, dtype)
     else:
-        _EXPORTS[to](model, out, dtype)
+        _export(_FORMATS[to].write, model, out, *(() if _FORMATS[to].no_dtype else (dtype,)))
+
+
+def _export(function: str, model: str, out: Path, *options: Any) -> None:
+    from dunes import checkpoint
+
+    write = resolve_name(f"dunes.checkpoint.{function}")
+    print(f"{out}: {write(checkpoint.locate_model(model, verify=True).folder, out, *options)}")
 
 
 def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
@@ -543,84 +579,13 @@ def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int,
         if example:
             raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
         return False
-    if to not in _NETWORK_EXPORTS:
-        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(_NETWORK_EXPORTS)}")
+    if to not in (forms := [name for name, form in _FORMATS.items() if form.write_network]):
+        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(forms)}")
     if dtype is not None:
         raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
     if not example or min(example) < 1:
         raise ValueError("--example is missing: the sizes of the network's input, as in --example 1 28 28")
     return True
-
-
-def _export_gguf(model: str, out: Path, dtype: str | None) -> None:
-    from dunes import checkpoint
-    from dunes.checkpoint.export import export_gguf
-
-    print(f"{out}: {export_gguf(checkpoint.locate_model(model, verify=True).folder, out, dtype)}")
-
-
-def _export_packed(model: str, out: Path, dtype: str | None) -> None:
-    from dunes import checkpoint
-    from dunes.checkpoint.formats.packed import export_packed
-
-    print(f"{out}: {export_packed(checkpoint.locate_model(model, verify=True).folder, out)}")
-
-
-def _export_cpp(model: str, out: Path, dtype: str | None) -> None:
-    import torch
-
-    from dunes import checkpoint
-    from dunes.checkpoint.formats.cpp import check_target, export_native
-
-    check_target(out)
-    loaded = checkpoint.load(checkpoint.locate_model(model, verify=True).folder)
-    line = export_native(loaded, out, getattr(torch, dtype) if dtype else None, partial(print, flush=True))
-    _print_native(out, line, '"..."')
-
-
-def _print_native(out: Path, line: str, arguments: str) -> None:
-    print(f"{out}: {line}")
-    python = "\"$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')\""
-    folder = quote(str(out))
-    print(f"next: cmake -S {folder} -B build -DCMAKE_PREFIX_PATH={python} && cmake --build build")
-    print(f"then: build/dunes {folder} {arguments}")
-
-
-def _export_onnx(model: str, out: Path, dtype: str | None) -> None:
-    from dunes import checkpoint
-    from dunes.checkpoint.formats.onnx import export_onnx
-
-    print(f"{out}: {export_onnx(checkpoint.load(checkpoint.locate_model(model, verify=True).folder), out)}")
-
-
-def _export_network_cpp(model: str, out: Path, sizes: tuple[int, ...]) -> None:
-    import torch
-
-    from dunes import checkpoint
-    from dunes.checkpoint.formats.cpp import check_target, export_network
-
-    check_target(out)
-    network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
-    _print_native(out, export_network(network, torch.rand(sizes), out), "--image FILE.pgm")
-
-
-def _export_network_onnx(model: str, out: Path, sizes: tuple[int, ...]) -> None:
-    import torch
-
-    from dunes import checkpoint
-    from dunes.checkpoint.formats.onnx import write_onnx
-
-    network = checkpoint.load_network(checkpoint.locate_model(model, verify=True).folder)
-    print(f"{out}: {write_onnx(network, torch.rand(sizes), out)}, of an input of {' x '.join(map(str, sizes))}")
-
-
-_EXPORTS: Mapping[str, Callable[[str, Path, str | None], None]] = {
-    "gguf": _export_gguf,
-    "compressed-tensors": _export_packed,
-    "cpp": _export_cpp,
-    "onnx": _export_onnx,
-}
-_NETWORK_EXPORTS = {"cpp": _export_network_cpp, "onnx": _export_network_onnx}
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:

@@ -11,8 +11,10 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dunes import measure, tree
+from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.convert import exclusive_folder
 from dunes.checkpoint.weights import header
@@ -72,6 +74,30 @@ _PLAIN_BPE = {
     "byte_fallback": False,
     "ignore_merges": False,
 }
+
+
+def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
+    """`export_native` of the language model in `folder`; returns also how to build the program."""
+    check_target(out)
+    loaded, show = checkpoint.load(folder), partial(print, flush=True)
+    line = export_native(loaded, out, getattr(torch, dtype) if dtype else None, show)
+    return line + _next_commands(out, '"..."')
+
+
+def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
+    """`export_network` of the network in `folder`, for an input of these sizes, batch included."""
+    check_target(out)
+    line = export_network(checkpoint.load_network(folder), torch.rand(*sizes), out)
+    return line + _next_commands(out, "--image FILE.pgm")
+
+
+def _next_commands(out: Path, arguments: str) -> str:
+    """Lines with the commands that build and run the program in `out`."""
+    python, folder = "\"$(python -c 'import torch; print(torch.utils.cmake_prefix_path)')\"", quote(str(out))
+    return (
+        f"\nnext: cmake -S {folder} -B build -DCMAKE_PREFIX_PATH={python} && cmake --build build"
+        f"\nthen: build/dunes {folder} {arguments}"
+    )
 
 
 def export_native(

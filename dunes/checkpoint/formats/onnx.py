@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dunes import tree
+from dunes import checkpoint, tree
 from dunes.augment import dequantize
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.verify import EXACT, prompts
@@ -22,6 +23,17 @@ from dunes.parts import MoE, vocabulary_size
 from dunes.units import format_bytes
 
 SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
+
+
+def export_folder(folder: Path, out: Path) -> str:
+    """`export_onnx` of the language model in `folder`."""
+    return export_onnx(checkpoint.load(folder), out)
+
+
+def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
+    """`write_onnx` of the network in `folder`, for an input of these sizes, batch included."""
+    size = write_onnx(checkpoint.load_network(folder), torch.rand(*sizes), out)
+    return f"{size}, of an input of {' x '.join(map(str, sizes))}"
 
 
 def export_onnx(loaded: LoadedModel, out: Path) -> str:
