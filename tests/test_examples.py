@@ -818,7 +818,7 @@ def test_what_is_text_in_records_of_each_kind(kind, tmp_path):
 
 def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     polars = pytest.importorskip("polars")
-    monkeypatch.setattr("dunes.data.records.PARQUET_ROWS", 2)
+    monkeypatch.setattr("dunes.data.records.TABLE_ROWS", 2)
     for kind, row in FORMS.items():
         path = tmp_path / f"{kind}[a=1].parquet"
         polars.DataFrame([row] * 5).write_parquet(path)

@@ -10,7 +10,7 @@ import numpy as np
 from dunes.data.document import Document
 from dunes.data.examples import record_texts, split_hash, text_reader, validation_limit
 from dunes.data.files import SourceFile
-from dunes.data.records import JSON, LINES, TABLE, file_format, first_row
+from dunes.data.records import JSON, LINES, TABLES, file_format, first_row
 from dunes.text.templates import Turn
 from dunes.units import plural
 
@@ -60,7 +60,7 @@ def holds_records(file: SourceFile) -> bool:
     A .json file in a folder must be a list of objects; a file named by the user need only start with an object.
     """
     name = file.path.name.lower()
-    if name.endswith((*LINES, TABLE)):
+    if name.endswith((*LINES, *TABLES)):
         return True
     if not (file.named or name.endswith(JSON)):
         return False

@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, a JSON list or parquet; the first two may be gzipped."""
+"""Rows of files: JSON lines, a JSON list or a table as in `TABLES`; the first two may be gzipped."""
 
 import gzip
 import io
@@ -20,30 +20,31 @@ MAX_LIST_BYTES = 1 << 31
 """Maximum bytes of a file that is one JSON list."""
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-TABLE = ".parquet"
 JSON = (".json", ".json.gz")
-"""Suffixes of files that may contain records; LINES and TABLE always do."""
+"""Suffixes of files that may contain records; LINES and TABLES always do."""
 
-PARQUET_ROWS = 8192
-"""Rows of a parquet file in memory at a time."""
+TABLES = {".parquet": (b"PAR1", "parquet", "scan_parquet")}
+"""First bytes, name and function in polars of each format of tables, by suffix."""
+TABLE_ROWS = 8192
+"""Rows of a table in memory at a time."""
 
 
 def file_format(path: Path) -> str:
-    """A description of the format: a JSON list, JSON lines or parquet. Raises OSError."""
-    if _is_parquet(path):
-        return "parquet"
+    """A description of the format: a JSON list, JSON lines or that of a table. Raises OSError."""
+    if suffix := _table_suffix(path):
+        return TABLES[suffix][1]
     with _open(path) as file:
         return "a JSON list" if _first_byte(file) == b"[" else "JSON lines"
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each row with its place (file and line or row); of a parquet file, only the columns `fields`, if given.
+    """Each row with its place (file and line or row); of a table, only the columns `fields`, if given.
 
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
     try:
-        if _is_parquet(path):
-            yield from _parquet_rows(path, fields)
+        if suffix := _table_suffix(path):
+            yield from _table_rows(path, suffix, fields)
             return
         with _open(path) as file:
             yield from _list_rows(path, file) if _first_byte(file) == b"[" else _line_rows(path, file)
@@ -56,8 +57,8 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 def first_row(path: Path) -> Any:
     """The first row of a file, without reading the others. Raises ValueError if the file starts with no row."""
     try:
-        if _is_parquet(path):
-            return next(_parquet_rows(path, ()))[1]
+        if suffix := _table_suffix(path):
+            return next(_table_rows(path, suffix))[1]
         with _open(path) as file:
             if _first_byte(file) != b"[":
                 return next(_line_rows(path, file))[1]
@@ -78,12 +79,14 @@ def _open(path: Path) -> Iterator[BinaryIO]:
             yield buffered
 
 
-def _is_parquet(path: Path) -> bool:
+def _table_suffix(path: Path) -> str | None:
+    """The key in TABLES of a file that starts or is named like one of these; None for other files."""
     with open_plain(path) as file:
         head = file.read(HEAD)
     if reason := stand_in(head):
         raise ValueError(f"{path}: {reason}")
-    return head.startswith(b"PAR1") or path.name.lower().endswith(TABLE)
+    name = path.name.lower()
+    return next((s for s, (first, *_) in TABLES.items() if head.startswith(first) or name.endswith(s)), None)
 
 
 def _first_byte(file: BinaryIO) -> bytes:
@@ -124,28 +127,29 @@ def _json(place: str, data: bytes) -> Any:
         raise ValueError(f"{place}: not JSON: {error}; expected one JSON object per line, or one list") from None
 
 
-def _parquet_rows(path: Path, fields: Collection[str]) -> Iterator[tuple[str, Any]]:
-    polars = _polars(path)
+def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    _, name, scan = TABLES[suffix]
+    polars = _polars(path, name)
     try:
-        table = polars.scan_parquet(path.absolute(), glob=False, hive_partitioning=False)
+        table = getattr(polars, scan)(path.absolute(), glob=False, hive_partitioning=False)
         if columns := [name for name in table.collect_schema().names() if name in fields]:
             table = table.select(columns)
-        for start in count(0, PARQUET_ROWS):
-            part = table.slice(start, PARQUET_ROWS).collect()
+        for start in count(0, TABLE_ROWS):
+            part = table.slice(start, TABLE_ROWS).collect()
             for i, row in enumerate(part.iter_rows(named=True), start + 1):
                 yield f"{path}, row {i}", row
-            if part.height < PARQUET_ROWS:
+            if part.height < TABLE_ROWS:
                 return
     except BaseException as error:
         # A panic in the library is not an Exception.
         if isinstance(error, polars.exceptions.PolarsError) or type(error).__name__ == "PanicException":
             message = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path}: cannot be read as parquet: {message}") from None
+            raise ValueError(f"{path}: cannot be read as {name}: {message}") from None
         raise
 
 
-def _polars(path: Path) -> Any:
+def _polars(path: Path, name: str) -> Any:
     try:
         return import_module("polars")
     except ImportError:
-        raise ValueError(f"{path}: parquet needs polars; pip install -e '.[parquet]'") from None
+        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
