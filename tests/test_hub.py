@@ -18,7 +18,7 @@ import pytest
 import torch
 from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 
-from conftest import raising, refuses
+from conftest import raising
 from dunes import checkpoint
 from dunes.checkpoint import hub
 from dunes.text import Tokenizer

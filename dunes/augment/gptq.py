@@ -31,13 +31,14 @@ Hessians = dict[int, tuple[Hessian, Tensor | None]]
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], act_order: bool
+    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], request: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Steps], list[str]]]:
     """Quantize the linear layers at the places in `grids`, block by block, calibrated on `ids` (S, T) int64.
 
     Layers are quantized in execution order, each calibrated on the outputs of the quantized layers before it
-    ("true sequential"). With `act_order` the columns with the largest inputs come first. Yields for each block
-    scales and zero points (O, G) by place, and places with fewer tokens than inputs, which are rounded to nearest.
+    ("true sequential"). If the change's `request` has `act_order`, the columns with the largest inputs come first.
+    Yields for each block scales and zero points (O, G) by place, and places with fewer tokens than inputs, which
+    are rounded to nearest.
     """
     layers: dict[str, Any] = {p.name: p.module for p in tree.places(model) if p.name in grids}
     solved, short = dict[str, Steps](), list[str]()
@@ -53,7 +54,7 @@ def solve(
                 assign_weight(layer, grid.round_weight(weight, solved[name]))
                 continue
             if id(gram) not in hessians:  # layers with the same input share it
-                hessians[id(gram)] = hessian_of(gram, act_order, name)
+                hessians[id(gram)] = hessian_of(gram, request["act_order"], name)
             zeros = weight == 0 if keeps_zeros(layer) else None
             rounded, solved[name] = round_columns(weight, *hessians[id(gram)], grid, zeros)
             assign_weight(layer, rounded)

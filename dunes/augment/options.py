@@ -19,6 +19,8 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
+"""Methods of quantization, each but RTN a file of `augment`."""
+RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
@@ -191,7 +193,7 @@ class Quantize(Options):
 
     @property
     def reads_text(self) -> bool:
-        return self.method == "gptq"
+        return self.method in CALIBRATED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,20 +8,20 @@ QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.0733
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import gptq
 from dunes.augment.adapted import dense
 from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.group_int import GroupInt
 from dunes.augment.masked import linear_of
-from dunes.augment.options import Quantize
+from dunes.augment.options import CALIBRATED, RTN, Method, Quantize
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
 from dunes.ops.int8_linear import int8_linear, is_few
 from dunes.progress import each
@@ -217,7 +217,11 @@ def dequantize(model: nn.Module) -> list[str]:
 
 
 BITS = {"int8": 8, "int4": 4, "int3": 3}
-METHODS = {"int8": ("rtn", "gptq"), "int4": ("rtn", "gptq"), "int3": ("rtn", "gptq"), "nf4": ("rtn",)}
+SOLVERS: dict[str, Any] = {
+    name: import_module(f"dunes.augment.{name}") for name in get_args(Method) if name != RTN
+}
+"""The files of methods besides rounding to nearest; each has a `solve` like that of `gptq`."""
+METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
@@ -237,8 +241,10 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     method = options.method or ("rtn" if ids is None else "gptq")
     overrides, kinds = [_override(text) for text in options.override], all_kinds(options.kind, options.override)
     request = _request(options, kinds) | _method(kinds, method, options.act_order)
-    if (ids is not None) != (method == "gptq"):
-        raise ValueError(f"method is {method!r}; calibration text goes with gptq, and only with it")
+    if (ids is not None) != (method in CALIBRATED):
+        raise ValueError(
+            f"method is {method!r}; calibration text goes with {', '.join(CALIBRATED)}, and only with it"
+        )
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
@@ -298,7 +304,7 @@ def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, A
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
     if method == "gptq":
         return {"method": method, "act_order": act_order is not False}
-    return {"method": method} if {*BY_GROUP} & {*kinds} else {}
+    return {"method": method} if method in SOLVERS or {*BY_GROUP} & {*kinds} else {}
 
 
 def require_method(kinds: Collection[str], method: str) -> None:
@@ -405,19 +411,19 @@ def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Change the weights by the method and yield the parts of the change, each with scales and zero points.
 
-    With gptq the record says which places got too few tokens and are rounded to nearest. Raises ValueError, before
+    The record says which places got too few tokens and are rounded to nearest. Raises ValueError, before
     anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
     parts = change.parts()
-    if change.request.get("method") == "gptq":
-        if ids is None:
-            raise ValueError("method gptq needs calibration text")
+    if (method := change.request.get("method")) in SOLVERS:
+        if ids is None and method in CALIBRATED:
+            raise ValueError(f"method {method} needs calibration text")
         grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
-        for steps, short in gptq.solve(model, ids, grids, change.request["act_order"]):
+        for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
             part = parts.pop(part_name(next(iter(steps))))
             yield Part(_record_short(part, short), steps)
-        yield from map(Part, parts.values())  # kinds without gptq
+        yield from map(Part, parts.values())  # kinds without the method
     else:
         yield from map(Part, each(parts.values()))
 
