@@ -44,6 +44,7 @@ def rewrite(
     require_new_folder(source, out)
     reports: list[T] = []
     with exclusive_folder(out):
+        require_new_folder(source, out)  # another process may have written it before the lock
         write, compare = edit()
 
         def check(staged: Path) -> Mapping[str, Any]:
@@ -134,8 +135,9 @@ def require_new_folder(source: Path, out: Path) -> None:
     if not existing.is_dir():
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
     if (ready := out / READY).is_dir():
-        # A complete save: remove it if no file was renamed into place yet, else finish it.
-        shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
+        with folder_lock(out):  # another process may be renaming the files
+            # A complete save: remove it if no file was renamed into place yet, else finish it.
+            shutil.rmtree(ready) if _empty(out) and ready.is_dir() else folder.finish_save(out)
     if out.exists() and not _empty(out):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
 
