@@ -338,6 +338,19 @@ def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path,
     assert same(bits(hf), bits(out))
 
 
+@pytest.mark.parametrize("name", [".ready", ".unfinished"])
+def test_hidden_folders_that_are_not_ours_stay(hf, tmp_path, name):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "0.safetensors").write_text("own")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "own")
+    refuses("a link, not a folder of ours", convert, open_source(hf), tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "own").rename(tmp_path / "out" / ".ready")  # without a card it is no save
+    refuses("exists already", convert, open_source(hf), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == [".ready", "0.safetensors"]
+
+
 def test_the_card_records_the_source(hf, tmp_path):
     convert(open_source(hf), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
     first = folder.open_verified_source(tmp_path / "a")
