@@ -155,7 +155,7 @@ def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[flo
         nonlocal done
         done += part
         if listener is not None:
-            listener(start + (end - start) * min(1.0, done / total))
+            listener(start + (end - start) * (min(1.0, done / total) if total else 1.0))
 
     return report
 

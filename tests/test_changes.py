@@ -434,6 +434,13 @@ def test_a_bar_of_its_own_appears_only_where_no_step_is_shown(monkeypatch, capsy
         pass
 
 
+def test_a_phase_without_any_work_is_done():
+    seen = []
+    with progress.shown_by(lambda *state: seen.append(state)), progress.phase("tokenizing"):
+        progress.advance(0)(0)
+    assert seen == [("tokenizing", 0.0), ("tokenizing", 1.0)]
+
+
 def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
     clock = iter([100.0, 100.0, 101.0, 105.0, 105.0, 130.0])
     monkeypatch.setattr("dunes.progress.monotonic", lambda: next(clock))

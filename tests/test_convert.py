@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -305,6 +306,49 @@ def test_concurrent_conversions_exclude_each_other(hf, tmp_path):
         convert(open_source(hf), tmp_path / "out")
     convert(open_source(hf), tmp_path / "out")
     assert same(bits(hf), bits(tmp_path / "out"))
+
+
+def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, monkeypatch):
+    out, lock = tmp_path / "out", conversion.exclusive_folder
+
+    def late(path):
+        monkeypatch.undo()
+        convert(open_source(hf), out)
+        return lock(path)
+
+    monkeypatch.setattr(conversion, "exclusive_folder", late)
+    refuses("exists already", convert, open_source(hf), out, dtype=torch.bfloat16)
+    assert same(bits(hf), bits(out))
+
+
+def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path, monkeypatch):
+    out, move, threads = tmp_path / "out", folder._move, []
+
+    def slow(path):
+        if (path / ".ready").is_dir() and not threads:
+            other = lambda: refuses("exists already", convert, open_source(hf), out)
+            threads.append(threading.Thread(target=other))
+            threads[0].start()
+            threads[0].join(0.5)
+        move(path)
+
+    monkeypatch.setattr(folder, "_move", slow)
+    convert(open_source(hf), out)
+    threads[0].join()
+    assert same(bits(hf), bits(out))
+
+
+@pytest.mark.parametrize("name", [".ready", ".unfinished"])
+def test_hidden_folders_that_are_not_ours_stay(hf, tmp_path, name):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "0.safetensors").write_text("own")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "own")
+    refuses("a link, not a folder of ours", convert, open_source(hf), tmp_path / "out")
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "own").rename(tmp_path / "out" / ".ready")  # without a card it is no save
+    refuses("exists already", convert, open_source(hf), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == [".ready", "0.safetensors"]
 
 
 def test_the_card_records_the_source(hf, tmp_path):

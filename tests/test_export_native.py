@@ -25,6 +25,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.generate import packages as step_package
 from dunes.generate import sampler
 from dunes.generate.packages import step_source
+from dunes.generate.step import load_native
 from dunes.inference.text_generator import TextGenerator
 from dunes.models.mnist import conv_net
 from dunes.text import Tokenizer
@@ -510,6 +511,14 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
     (tmp_path / "short.pgm").write_bytes(b"P5 28 28 255\n" + bytes(28 * 27))
     fails(run(build, tmp_path / "out", "--image", tmp_path / "short.pgm"), "truncated")
     fails(run(build, tmp_path / "out", "x"), "give it --image")
+
+
+@pytest.mark.slow
+def test_a_network_without_weights_is_exported(tmp_path):
+    export_network(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.rand(2, 3, 4), tmp_path / "out")
+    run = load_native(tmp_path / "out" / "native.so", {})
+    image = torch.randn(2, 3, 4)
+    assert torch.equal(run([image])[0], image.relu().flatten(1))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from dunes.checkpoint import folder
+from dunes.checkpoint.card import CARD
 from dunes.checkpoint.model_folder import READY, UNFINISHED, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
@@ -44,6 +45,7 @@ def rewrite(
     require_new_folder(source, out)
     reports: list[T] = []
     with exclusive_folder(out):
+        require_new_folder(source, out)  # another process may have written it before the lock
         write, compare = edit()
 
         def check(staged: Path) -> Mapping[str, Any]:
@@ -133,10 +135,14 @@ def require_new_folder(source: Path, out: Path) -> None:
     existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
     if not existing.is_dir():
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
-    if (ready := out / READY).is_dir():
-        # A complete save: remove it if no file was renamed into place yet, else finish it.
-        shutil.rmtree(ready) if _empty(out) else folder.finish_save(out)
-    if out.exists() and not _empty(out):
+    ready = out / READY
+    if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
+        raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
+    if (ready / CARD).is_file():
+        with folder_lock(out):  # another process may be renaming the files
+            # A complete save: remove it if no file was renamed into place yet, else finish it.
+            shutil.rmtree(ready) if _empty(out) and ready.is_dir() else folder.finish_save(out)
+    if out.exists() and (ready.exists() or not _empty(out)):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
 
 

@@ -219,8 +219,8 @@ def native_files(package: Path) -> dict[str, str]:
     Raises ValueError for damaged files.
     """
     digests = json_file.read(package / CARD) if (package / CARD).is_file() else {}
-    for file in (package / name for name in digests):
-        if not (file.is_file() and atomic.digest(file) == digests[file.name]):
+    for name, digest in digests.items():
+        if not ((file := package / name).is_file() and atomic.digest(file) == digest):
             raise ValueError(f"{file}: not the bytes that were written; run dunes compile again")
     return digests
 

@@ -252,7 +252,7 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
     # The runner does not own the constants.
-    return lambda inputs: runner.run(inputs) if constants else []
+    return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
 
 
 def model_state(model: nn.Module) -> object:
