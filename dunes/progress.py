@@ -127,14 +127,14 @@ def report(text: str, done: float) -> None:
 @contextmanager
 def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
     """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
-    reached = 0.0
+    show, reached = _show.get() or (lambda text, done: None), 0.0  # a loop may report from another thread
 
     def listen(share: float) -> None:
         nonlocal reached
         reached = max(reached, share)  # a second loop does not move it back
-        report(text, start + (end - start) * reached)
+        show(text, start + (end - start) * reached)
 
-    report(text, start)
+    show(text, start)
     token = _listener.set(listen)
     try:
         yield

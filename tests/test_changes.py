@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import threading
 from io import StringIO
 
 import pytest
@@ -439,6 +440,15 @@ def test_a_phase_without_any_work_is_done():
     with progress.shown_by(lambda *state: seen.append(state)), progress.phase("tokenizing"):
         progress.advance(0)(0)
     assert seen == [("tokenizing", 0.0), ("tokenizing", 1.0)]
+
+
+def test_a_loop_in_another_thread_shows_its_progress():
+    seen = []
+    with progress.shown_by(lambda *state: seen.append(state)), progress.phase("writing", 0.0, 0.5):
+        thread = threading.Thread(target=progress.advance(4), args=(2,))
+        thread.start()
+        thread.join()
+    assert seen == [("writing", 0.0), ("writing", 0.25)]
 
 
 def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):

@@ -20,7 +20,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
 from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network, instructions
 from dunes.checkpoint.formats.cpp import export_native as export
-from dunes.checkpoint.formats.onnx import export_onnx
+from dunes.checkpoint.formats.onnx import export_onnx, write_onnx
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.generate import packages as step_package
 from dunes.generate import sampler
@@ -602,6 +602,13 @@ def test_onnx_that_computes_something_else_is_not_written(monkeypatch, tmp_path)
     monkeypatch.setattr(onnxruntime, "InferenceSession", Off)
     refuses("--to onnx: onnxruntime computes another result", export_onnx, loaded(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_onnx_of_an_example_with_gradients(tmp_path):
+    pytest.importorskip("onnxruntime")
+    write_onnx(nn.Linear(3, 2), torch.randn(2, 3, requires_grad=True), tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").is_file()
 
 
 def test_onnx_refuses_by_name(monkeypatch, tmp_path):
