@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from dunes import checkpoint
@@ -63,6 +63,8 @@ def server(url: str, name: str, limit: int = TOKENS) -> AskModel:
                 choice = json.load(reply)["choices"][0]
             return choice["text"], choice["finish_reason"] == "length"
         except (URLError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            if isinstance(error, HTTPError):
+                error.close()  # its connection
             raise ValueError(f"{request.full_url}: no completion: {error!r}; earlier rounds are saved") from None
 
     return lambda prompts: [complete(prompt) for prompt in prompts]

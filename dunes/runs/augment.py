@@ -133,7 +133,8 @@ def _changed(
         _require_source(folder, stamp)
     with phase("measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
-    effect = {"logits_moved": distance(before, after), "top1_agree": _agreement(before, after)}
+    agreement = float((before.argmax(-1) == after.argmax(-1)).float().mean())
+    effect = {"logits_moved": distance(before, after), "top1_agree": agreement}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
     describe = getattr(CHANGES[name], "describe", None)
 
@@ -307,7 +308,3 @@ def history(loaded: LoadedModel) -> list[Any]:
 
 def _size(loaded: LoadedModel) -> int:
     return sum(t.nbytes for t in loaded.model.state_dict().values())
-
-
-def _agreement(a: Tensor, b: Tensor) -> float:
-    return float((a.argmax(-1) == b.argmax(-1)).float().mean())

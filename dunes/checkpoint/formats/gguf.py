@@ -180,7 +180,7 @@ def weight_names(model: Architecture) -> Names:
             load, save = partial(to_halves, heads=heads), partial(to_pairs, heads=heads)
         if "{e}" in rule.theirs:
             ours = tuple(ours[0].replace("{e}", str(e)) for e in range(model.config.experts))
-            load, save = partial(Tensor.flatten, end_dim=1), partial(_stack, count=len(ours))
+            load, save = partial(Tensor.flatten, end_dim=1), partial(torch.unflatten, dim=0, sizes=(len(ours), -1))
         names.append(name(key.replace(".0.", ".{i}."), *ours, load=load, save=save))
     return names
 
@@ -188,10 +188,6 @@ def weight_names(model: Architecture) -> Names:
 def to_pairs(weight: Tensor, heads: int) -> Tensor:
     """The inverse of `to_halves`: dimensions i, i + D/2 of each head become 2i, 2i+1."""
     return weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).flatten(0, 2)
-
-
-def _stack(weight: Tensor, count: int) -> Tensor:
-    return weight.reshape(count, -1, weight.shape[1])
 
 
 def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
