@@ -396,7 +396,7 @@ def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkey
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
-    real = train_module.next_token_loss
+    real = run_module.next_token_loss
     trained = {}
 
     def broken(model, batch):
@@ -406,7 +406,7 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
             total = total * float("nan")
         return total, counted
 
-    monkeypatch.setattr(train_module, "next_token_loss", broken)
+    monkeypatch.setattr(run_module, "next_token_loss", broken)
     printed = training_output(toy(code, steps=60), tmp_path / "run", status=4)
     assert "not finite for 10 steps in a row, up to step 17" in printed
     assert printed.count("this step was skipped") == 10
