@@ -343,11 +343,11 @@ ROUNDED = (torch.bfloat16, torch.float16)
 
 
 def random_like(model, dtype):
-    """A base of the same shapes with other numbers."""
+    """A base of the same shapes with other numbers, which bfloat16 can hold."""
     other = deepcopy(model).to(dtype)
     with torch.no_grad():
         for p in other.parameters():
-            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) / 5)
     return other
 
 

@@ -30,7 +30,7 @@ from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
 from dunes.text import Tokenizer
 from own_networks import Rows, Shared
-from own_parts import ShiftedMLP
+from own_parts import Branching, Counting, ShiftedMLP
 
 CONTEXT = 64
 TEXT = 'def f(x):\n    return "größe", x  # a\ttab\r\n\r\nif f(1):\r    pass\n' * 4
@@ -117,21 +117,6 @@ def test_an_existing_folder_and_a_missing_compiler_are_refused(no_work, monkeypa
     refuses("install g\\+\\+", try_export, tmp_path / "out")
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return x * self.calls
-
-
-class Branching(nn.Module):
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
-
-
 class Made(nn.Module):
     def forward(self, x):
         return x + torch.tensor([1.0])
@@ -151,7 +136,7 @@ class Pair(nn.Module):
 @pytest.mark.parametrize(
     ("network", "example", "message"),
     [
-        (Counting(), torch.rand(1), "calls: a buffer that forward changes"),
+        (Counting(), torch.rand(1), "count: a buffer that forward changes"),
         (Pair(), torch.rand(1), "one tensor in float32"),
         (nn.Embedding(3, 2), torch.tensor([1]), "one tensor in float32"),
         (nn.Linear(1, 1, device="meta"), torch.rand(1), "weight is on another device"),

@@ -48,6 +48,8 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.parts import Cache, cache_for
 from dunes.text import Tokenizer
+from own_parts import Branching, Counting
+from small_models import assert_same_tokens
 
 needs_compiler = pytest.mark.slow
 
@@ -191,13 +193,6 @@ def tokens_of(model, step, options, between=lambda requests, cache, n: None):
     return tokens
 
 
-def assert_equal_tokens(left, right):
-    assert [t.id for t in left] == [t.id for t in right]
-    for a, b in zip(left, right, strict=True):
-        assert a.logprob == pytest.approx(b.logprob, abs=2e-5)
-        assert [i for i, _ in a.alternatives] == [i for i, _ in b.alternatives]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("window", [None, 8])
@@ -206,7 +201,7 @@ def test_a_step_gives_the_tokens_of_the_model(name, window, few):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     step = PlainStep(model, few)
     want = tokens_of(model, None, REQUESTS[name]())
-    assert_equal_tokens(tokens_of(model, step, REQUESTS[name]()), want)
+    assert_same_tokens(tokens_of(model, step, REQUESTS[name]()), want)
     assert len({t.id for t in want}) > 4
     assert step.calls > (0 if name == "look-up" and not few else len(want) // 2)
 
@@ -305,7 +300,7 @@ def choose_otherwise(requests, cache, n):
 def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
     model = model_of(tied=False)
     want = tokens_of(model, None, {}, between)
-    assert_equal_tokens(tokens_of(model, PlainStep(model), {}, between), want)
+    assert_same_tokens(tokens_of(model, PlainStep(model), {}, between), want)
     assert len({t.id for t in want}) > 4
 
 
@@ -318,7 +313,7 @@ def test_an_adapter_that_is_switched_between_two_tokens_is_seen_by_the_next_step
     model = changed("lora")
     step = PlainStep(model)
     want = tokens_of(model, None, {}, switch_adapter)
-    assert_equal_tokens(tokens_of(model, step, {}, switch_adapter), want)
+    assert_same_tokens(tokens_of(model, step, {}, switch_adapter), want)
     assert [t.id for t in want] != [t.id for t in tokens_of(model, None, {})]
     assert 40 < step.calls < 50
 
@@ -335,7 +330,7 @@ def test_steps_take_over_in_the_midst_of_a_text(name, window):
     def take_over(requests, cache, n):
         cache.step = steps.get(n, cache.step)
 
-    assert_equal_tokens(tokens_of(model, None, REQUESTS[name](), take_over), want)
+    assert_same_tokens(tokens_of(model, None, REQUESTS[name](), take_over), want)
     assert (other.calls > 20, misfit.calls) == (True, 0)
 
 
@@ -392,7 +387,7 @@ def test_a_hook_between_two_tokens_is_called(of_module):
     tokens = tokens_of(model, step, {}, add)
     handles[0].remove()
     assert (len(tokens), step.calls, len(calls)) == (60, 8, 51)
-    assert_equal_tokens(tokens, tokens_of(model, None, {}))
+    assert_same_tokens(tokens, tokens_of(model, None, {}))
 
 
 def assert_a_few_are_computed_at_once(step):
@@ -947,31 +942,12 @@ def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(home):
     refuses("is in float32, float16 or bfloat16", make_step, model_of().double(), torch.float64)
 
 
-class Counting(nn.Module):
-    supports_packing = True
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x):
-        self.count += 1
-        return x
-
-
 def test_without_a_package_nothing_is_made_or_said(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert step_source(model_of())() is None
     assert not (tmp_path / "home").exists()
-
-
-class Branching(nn.Module):
-    supports_packing = True
-
-    def forward(self, x):
-        return x if x.sum() > 0 else -x
 
 
 class Mixing(nn.Module):
