@@ -50,6 +50,8 @@ class Display:
 
     console: "Console" = field(default_factory=_console)
     quiet: bool = False
+    silent: bool = False
+    """True for ranks other than the first, which show nothing."""
     patience: float = 0.0
     """Seconds before the first plain line."""
 
@@ -89,6 +91,8 @@ class Display:
 
     def line(self, text: str = "") -> None:
         """Print a line."""
+        if self.silent:
+            return
         self.console.print(text, markup=False, soft_wrap=True)
 
     def detail(self, text: str) -> None:

@@ -21,6 +21,7 @@ from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
 from dunes.files.staging import folder_lock
+from dunes.measure import ranks
 from dunes.progress import Line
 
 KEEP_STATES = 2
@@ -150,7 +151,7 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()
+            tensors[path] = ranks.full(value.detach()).cpu().contiguous().clone()
             return {"tensor": path}
         if isinstance(value, Mapping):
             # Optimizers number their parameters; JSON has string keys only.

@@ -114,12 +114,14 @@ def _run(
     """Start a run, which also gets the names of options set on the command line, even to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
+    from dunes.measure import ranks
     from dunes.progress import Display
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
-    display = Display(quiet=quiet and not options.dry_run)
-    return work(config, out or Path("runs/none"), display, **vars(options) | {"asked": set_options} | more)
+    display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
+    with ranks.joined(config.device):
+        return work(config, out or Path("runs/none"), display, **vars(options) | {"asked": set_options} | more)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dunes.data.examples import Example
 from dunes.data.windows import shuffle_index
+from dunes.measure import ranks
 from dunes.ops.cross_entropy import IGNORE
 from dunes.units import plural
 
@@ -75,8 +76,8 @@ class Batches:
     def row(self, position: int) -> list[int]:
         """Indices of the examples in the row at this position of the endless order."""
         epoch, within = divmod(position, self.rows_per_epoch)
-        ranks = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
-        return [int(self._with_target[i]) for i in self._ranking(epoch)[ranks]]
+        row = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
+        return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
 
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
         """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
@@ -89,11 +90,15 @@ class Batches:
         return self._cache[epoch]
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`."""
-        return self._rows(number * self.batch_size, (number + 1) * self.batch_size)
+        """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`.
 
-    def _rows(self, start: int, stop: int) -> Batch:
-        rows = [[self.examples[i] for i in self.row(position)] for position in range(start, stop)]
+        With several ranks, the rows of this one.
+        """
+        positions = range(number * self.batch_size, (number + 1) * self.batch_size)
+        return self._rows(positions[ranks.rows(self.batch_size)])
+
+    def _rows(self, positions: range) -> Batch:
+        rows = [[self.examples[i] for i in self.row(position)] for position in positions]
         return collate(rows, self.context_length, full=self.packed)
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
@@ -105,7 +110,7 @@ class Batches:
     def one_epoch(self) -> Iterator[Batch]:
         """Each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in range(0, self.rows_per_epoch, self.batch_size):
-            yield self._rows(start, min(start + self.batch_size, self.rows_per_epoch))
+            yield self._rows(range(start, min(start + self.batch_size, self.rows_per_epoch)))
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dunes.measure import ranks
 from dunes.ops.cross_entropy import IGNORE
 from dunes.units import plural
 
@@ -145,8 +146,12 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, ...): ids (B, T + 1), int64; or ids, targets and maybe positions (B, T)."""
+        """Batch `number` (0, 1, ...): ids (B, T + 1), int64; or ids, targets and maybe positions (B, T).
+
+        With several ranks, the rows of this one.
+        """
         positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
+        positions = positions[ranks.rows(self.batch_size)]
         index = self.starts(positions)[:, None] + np.arange(self.length + 1)
         text = self.tokens
         if isinstance(text, PackedText) and text.transform is not None:

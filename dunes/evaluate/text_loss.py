@@ -15,6 +15,7 @@ from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.data import PackedText, TokenIds
 from dunes.data.fim import find_headers
+from dunes.measure import ranks
 from dunes.train import IGNORE
 from dunes.train.loss import next_token_loss
 from dunes.units import plural
@@ -77,12 +78,23 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
-        for batch in batches:
+        for batch in map(_own_rows, batches):
             total, batch_count, _ = next_token_loss(model, [part.to(device) for part in batch])
             loss_sum, count = loss_sum + float(total), count + int(batch_count)
             targets = batch[1].numpy()
             size += int(width[targets[targets != IGNORE]].sum())
-    return Score(loss_sum, count, size)
+    loss_sum, *counts = ranks.total(loss_sum, count, size)
+    return Score(loss_sum, *map(int, counts))
+
+
+def _own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The rows of this rank; a row without targets if it has none, since all ranks call the model."""
+    share = -(-len(batch[0]) // ranks.count())
+    own = tuple(part[share * ranks.rank() :][:share] for part in batch)
+    if len(own[0]):
+        return own
+    ids, targets, *positions = (part[:1] for part in batch)
+    return ids, torch.full_like(targets, IGNORE), *positions
 
 
 def _rectangle(

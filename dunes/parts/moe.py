@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.measure import ranks
 from dunes.ops import expert_products as forms
 from dunes.parts.mlp import GatedMLP
 
@@ -129,8 +129,7 @@ class MoE(nn.Module):
         """Adjust the selection bias by the loads since the last step, if the router itself is trained."""
         if self.selection_bias is None:
             return
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self.load)
+        ranks.add(self.load)
         if any(p.requires_grad for p in tree.innermost(self.router).parameters()):
             below_mean = self.load.sum() - len(self.experts) * self.load
             self.selection_bias += self.bias_rate * below_mean.sign()

@@ -20,6 +20,7 @@ from dunes.augment.adapted import sides
 from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.flags import Dtype
+from dunes.measure import ranks
 from dunes.models import FAMILIES
 from dunes.models.mixture import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
@@ -107,6 +108,7 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
     batch = config.batch or (COMPLETION_BATCH if config.complete else BATCH)
+    batch += 0 if config.batch else -batch % ranks.count()
     context_length = config.context_length or context_length
     return replace(measured, batch=batch, context_length=context_length), machine
 
@@ -273,12 +275,12 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Estimated seconds per training token, optimizer included, by the sweep's fit."""
+    """Estimated seconds per training token of all ranks, optimizer included, by the sweep's fit."""
     tokens = config.batch * config.context_length
     work = flops(model, config.context_length) + muon_flops(model) / tokens
     width = 1.0 if machine.dtype == "bfloat16" else 2.0
     traffic = PASSES * width * activation_bytes(model, config.context_length)
-    return ARITHMETIC * work / machine.matmul + traffic / machine.read
+    return (ARITHMETIC * work / machine.matmul + traffic / machine.read) / ranks.count()
 
 
 def flops(model: nn.Module, context: int) -> float:

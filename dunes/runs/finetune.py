@@ -33,6 +33,7 @@ from dunes.evaluate.text_loss import Score, evaluate, score_batches
 from dunes.files.json_file import append_text
 from dunes.flags import option
 from dunes.inference.text_generator import TextGenerator
+from dunes.measure import ranks
 from dunes.parts import Decoder
 from dunes.progress import Display
 from dunes.runs.augment import history, resolve_new
@@ -98,6 +99,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
             display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
         with timings("preparing"):
             data, text = choose_options(data, display), forgetting_text(data, display)
+            data = replace(data, config=ranks.decide(data.config))
         if run_options.dry_run:
             return 0
         with run_lock(folder):
@@ -155,10 +157,14 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
 def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     """The data with the largest micro-batch that fits into free memory; prints the estimate."""
     config, free = data.config, measure.free_memory(measure.device())
-    if config.batch % (config.micro_batch or 1):
-        raise ValueError(f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}")
-    sizes = [config.micro_batch] if config.micro_batch else range(config.batch, 0, -1)
-    for size in (n for n in sizes if config.batch % n == 0):
+    rows = len(range(config.batch)[ranks.rows(config.batch)])
+    if rows % (config.micro_batch or 1):
+        shared = f" of {ranks.count()} ranks" * (ranks.count() > 1)
+        raise ValueError(
+            f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}{shared}"
+        )
+    sizes = [config.micro_batch] if config.micro_batch else range(rows, 0, -1)
+    for size in (n for n in sizes if rows % n == 0):
         data = replace(data, config=replace(config, micro_batch=size))
         parts = memory(data)
         if sum(parts.values()) <= free:
@@ -211,7 +217,9 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         base |= checkpoint.base_identity(model)
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
-    return new_run(folder, config, task, optimizer(config, model), config.batch // config.micro_batch)
+    task = replace(task, outline=ranks.shard(model, model.blocks))
+    accumulate = config.batch // (config.micro_batch * ranks.count())
+    return new_run(folder, config, task, optimizer(config, model), accumulate)
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
@@ -276,7 +284,8 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
         before = replace(before, forgetting=task.score_forgetting(before.limits[1]), text=task.text)
     else:
         return before
-    before.write(path)
+    if ranks.is_first():
+        before.write(path)
     return before
 
 
@@ -299,7 +308,8 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
 
-    `base` is the `base_identity` of the base model, `changes` are the changes made to it.
+    `base` is the `base_identity` of the base model, `changes` are the changes made to it, and `outline` is the
+    model without values and shards, of several ranks.
     """
 
     data: FinetuneData
@@ -308,6 +318,7 @@ class FinetuneTask:
     before: Baseline | None = None
     base: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[Change] = ()
+    outline: Decoder | None = None
 
     @property
     def config(self) -> FinetuneConfig:
@@ -339,7 +350,8 @@ class FinetuneTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
-        rows = Batches(self.data.train, config.context_length, config.micro_batch, config.seed, config.packing)
+        size = config.micro_batch * ranks.count()
+        rows = Batches(self.data.train, config.context_length, size, config.seed, config.packing)
         return rows.batches(start)
 
     def score(self, limit: int | None = None) -> Score:
@@ -379,7 +391,7 @@ class FinetuneTask:
             answers.append(self._answer(record))
             if monotonic() > end:
                 break
-        return answers
+        return ranks.decide(answers)
 
     @property
     def text(self) -> str:
@@ -426,7 +438,10 @@ class FinetuneTask:
             run.model.to(self.stored)  # to score the weights as saved
             score = self.score(FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(score)
-        self._save(run, card_facts(run, score, "finetuned"), after)
+        model = ranks.unsharded(run.model, self.outline)
+        if not ranks.is_first():
+            return [""]
+        self._save(model, run.folder, card_facts(run, score, "finetuned"), after)
         lines = [] if after is None else self.before.compare(after, self.data.val_records)
         try:
             if after is not None:
@@ -439,7 +454,7 @@ class FinetuneTask:
         merge = f"dunes augment merge {folder} {folder}-merged"
         return [*lines, f"adapter: {folder}", f"try: dunes chat {folder}   or: {merge}"]
 
-    def _save(self, run: Run, facts: dict[str, Any], after: Baseline | None) -> None:
+    def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
         """Save the model or adapter, with the scores before training in its card."""
         assert self.before is not None, "measured at the start"
         if after is not None:
@@ -452,13 +467,13 @@ class FinetuneTask:
         loaded, name = self.loaded, self.config.model
         if self.config.spec.saves_model:
             facts["changes"] = history(self.data.base)
-            arguments = run.model, run.folder, loaded.tokenizer, loaded.context_length, facts
+            arguments = model, folder, loaded.tokenizer, loaded.context_length, facts
             checkpoint.save(*arguments, architecture=loaded.architecture)
             return
         facts["changes"] = [change.record() for change in self.changes]
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
         base = Path(name) if Path(name).exists() else name  # else a name on the Hub
-        checkpoint.save_adapter(run.model, run.folder, NAME, base, identity=self.base, facts=facts, **options)
+        checkpoint.save_adapter(model, folder, NAME, base, identity=self.base, facts=facts, **options)
 
 
 def _append_once(path: Path, text: str) -> None:

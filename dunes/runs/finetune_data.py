@@ -31,6 +31,7 @@ from dunes.data.sources import validation_share
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
 from dunes.files.atomic import write_file
+from dunes.measure import ranks
 from dunes.progress import Display
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import FINAL_TOKENS
@@ -376,7 +377,7 @@ def score_within(
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
-    limit = min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1)))
+    limit = ranks.decide(min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1))))
     return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
 
 

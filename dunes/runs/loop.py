@@ -12,11 +12,14 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from dunes import checkpoint, measure
+import torch
+
+from dunes import __version__, checkpoint, measure
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
+from dunes.measure import ranks
 from dunes.progress import Display, Line
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import compile_loss
@@ -69,7 +72,7 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     config = config.with_absolute_paths()
     with _warn_in_dry_run(display, options.dry_run):
         config = resolve_config(config, folder, options.resume, options.asked, options.override)
-    if (folder / "state" / "lock").exists():
+    if ranks.is_first() and (folder / "state" / "lock").exists():
         with _warn_in_dry_run(display, options.dry_run), run_lock(folder):  # fail before reading the data
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
@@ -81,6 +84,9 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
             return None
     if not options.resume:
         config = replace(config, split_version=SPLIT_VERSION)
+    if config.batch:
+        ranks.rows(config.batch)
+    ranks.agree({"dunes": __version__, "torch": torch.__version__, **asdict(config)})
     measure.set_device(config.device)
     measure.keep_freed_memory()
     measure.flush_denormals()
@@ -99,13 +105,14 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
         with timings("building the model"):
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
-            else:
+            elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
         run.elapsed += timings.elapsed
         for line in run.task.begin(run):
             display.detail(line)
-        with TensorBoard(run.folder if options.tensorboard else None, NonFatal(display)) as board:
+        board_folder = run.folder if options.tensorboard and ranks.is_first() else None
+        with TensorBoard(board_folder, NonFatal(display)) as board:
             status = _train(run, saver, display, board)
         for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():
             display.line(line)
@@ -133,7 +140,7 @@ class StopRequest:
 
 @dataclass
 class Saver:
-    """Saves the run in a thread of `pool` while training continues, one save at a time.
+    """Saves the run in a thread of `pool` while training continues, one save at a time, on the first rank.
 
     A failed save is reported by `line`, earlier states stay, and the next save tries again. With `strict`, the
     next call raises OSError instead.
@@ -155,7 +162,8 @@ class Saver:
             return False
         self.wait()
         snapshot = checkpoint.snapshot(run_state(run))
-        self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
+        if ranks.is_first():
+            self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
         return True
 
     def report_failure(self) -> None:
@@ -167,7 +175,7 @@ class Saver:
         """Save the current state and wait; False if saving failed."""
         self.wait()
         self.start(run)
-        return self.wait()
+        return ranks.decide(self.wait())
 
     def wait(self) -> bool:
         """Wait for a save in progress; False if it failed."""
@@ -238,7 +246,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     and OSError if a strict save fails.
     """
     config = run.config
-    run.start_time, saved, warned = monotonic() - run.elapsed, monotonic(), 0
+    run.start_time, saved, warned = monotonic() - run.elapsed, run.elapsed, 0
     run.begin = run.begin or run.elapsed
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
     pace = PaceCheck(run)
@@ -247,7 +255,8 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
-        before, run.elapsed = run.elapsed, monotonic() - run.start_time
+        before = run.elapsed
+        busy, closing = _agree(run, request, saver)
         if run.warm:
             run.pace.append(run.elapsed - before)
         data = run.timings.seconds["data"]
@@ -255,7 +264,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(run.closing_seconds, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -283,8 +292,19 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             return
         with run.timings("saves"):
             saver.report_failure()
-            if (request.save or monotonic() - saved > SAVE_SECONDS) and saver.start(run):
-                saved, request.save = monotonic(), False
+            if (request.save or run.elapsed - saved > SAVE_SECONDS) and not busy and saver.start(run):
+                saved, request.save = run.elapsed, False
+
+
+def _agree(run: Run, request: StopRequest, saver: Saver) -> tuple[bool, float]:
+    """Set elapsed time and requests to the largest of all ranks, which clocks and signals would otherwise part.
+
+    Returns True if a rank is saving, and the seconds that the end of the run takes.
+    """
+    own = monotonic() - run.start_time, request.signal, request.save, saver.busy, run.closing_seconds
+    run.elapsed, number, save, busy, closing = ranks.largest(*own)
+    request.signal, request.save = int(number), bool(save)
+    return bool(busy), closing
 
 
 @dataclass
@@ -358,7 +378,8 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
         steps += f", with the best weights (step {weights_step})"
     text = run.task.sample()
     display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
-    append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
+    if ranks.is_first():
+        append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
     return text
 
 
@@ -389,8 +410,9 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     drawn = False
     with run.timings("plot"), non_fatal("plotting"):
         records = read_metrics(run.folder / METRICS, display.line)
-        loss_picture(records, score, saved_step, run.folder / "loss.png")
-        drawn = load_picture(records, run.folder / LOAD_PICTURE)
+        if ranks.is_first():
+            loss_picture(records, score, saved_step, run.folder / "loss.png")
+            drawn = load_picture(records, run.folder / LOAD_PICTURE)
     outcome = "stopped" if interrupted else "done"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "

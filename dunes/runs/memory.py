@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from dunes import measure, tree
-from dunes.measure import Allocations
+from dunes.measure import Allocations, ranks
 from dunes.parts import Checkpointed, Decoder, cache_for
 from dunes.train import Trainer, muon
 from dunes.train.loss import Loss, next_token_loss
@@ -60,7 +60,7 @@ def train_allocations(
 
     `estimated` uses fake tensors, which give the same result in a fraction of a second and without memory.
     """
-    with _tensors(estimated):
+    with _tensors(estimated), ranks.alone():
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)

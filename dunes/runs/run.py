@@ -24,11 +24,19 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
 from dunes.files.staging import folder_lock
+from dunes.measure import ranks
 from dunes.parts import Decoder
 from dunes.progress import Line
 from dunes.runs.autosize import autocast_dtype
 from dunes.runs.config import MEASURED, RunConfig, T
-from dunes.runs.stored_state import check_optimizer, check_tensors, first_difference, invalid_state, read_state
+from dunes.runs.stored_state import (
+    check_optimizer,
+    check_tensors,
+    first_difference,
+    invalid_state,
+    read_state,
+    shard_optimizer,
+)
 from dunes.runs.timings import Timings
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
@@ -157,7 +165,7 @@ class Run:
         """Validate the model on about `limit` tokens, and store its weights if they are the best so far."""
         start = perf_counter()
         self.last = score = self.score(limit)
-        self.seconds_per_token = (perf_counter() - start) / score.tokens
+        (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
         if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
@@ -182,7 +190,7 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
     check_tensors(state, weights)
     with torch.no_grad():
         for name, tensor in state.items():
-            tensor.copy_(weights[name])
+            tensor.copy_(ranks.part(weights[name], tensor))
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
@@ -228,6 +236,9 @@ class FolderInUse(ValueError):
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run; the lock is released when the process dies. Raises FolderInUse if another process has it."""
+    if not ranks.is_first():
+        yield
+        return
     lock = folder / "state" / "lock"  # each save locks the folder itself
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
@@ -381,6 +392,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
             check_tensors(trainable_state(run.model), state["best_weights"])
         load_trainable_state(run.model, state["weights"])
         run.trainer.load_state_dict(state["trainer"])
+        shard_optimizer(run.trainer.optimizer)
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:] = state["schedule"]
         run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
@@ -391,7 +403,8 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     line(f"resuming after step {run.trainer.number}")
     if differences:
         append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
-        write_config(run.config, run.folder)
+        if ranks.is_first():
+            write_config(run.config, run.folder)
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
@@ -404,8 +417,9 @@ def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:
-    """Append a record to the run's metrics."""
-    append_record(folder / METRICS, record)
+    """Append a record to the run's metrics, on the first rank."""
+    if ranks.is_first():
+        append_record(folder / METRICS, record)
 
 
 def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
@@ -434,7 +448,7 @@ def truncate_metrics(path: Path, step: int) -> None:
     """Remove the metrics after this step, as resuming writes them again."""
     lines = read_lines(path)
     remaining = [text for text in lines if not _is_after(parse_line(text), step)]
-    if len(remaining) < len(lines):
+    if len(remaining) < len(lines) and ranks.is_first():
         write_file(path, b"\n".join(remaining))
 
 

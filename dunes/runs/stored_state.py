@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dunes import checkpoint
 from dunes.evaluate.text_loss import Score
+from dunes.measure import ranks
 from dunes.runs.config import RunConfig
 from dunes.train import Record
 
@@ -106,7 +107,7 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) 
         difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")
     for name, tensor in stored.items():
-        _check_tensor(name, tensor, expected[name].shape, expected[name].dtype)
+        _check_tensor(name, ranks.full(tensor), expected[name].shape, expected[name].dtype)
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -138,3 +139,10 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         for name, value in entry.items():
             shape = parameters[number].shape if value.dim() else value.shape
             _check_tensor(f"the optimizer's {name} of parameter {number}", value, shape, value.dtype)
+
+
+def shard_optimizer(optimizer: Optimizer) -> None:
+    """Shard the tensors of a state that was loaded as the parameters are."""
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        for p, entry in each.state.items():
+            entry.update({name: ranks.part(t, p) for name, t in entry.items() if t.shape == p.shape})

@@ -26,6 +26,7 @@ from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
 from dunes.inference.write import sample_text
+from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
@@ -73,15 +74,18 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             display.detail(line)
         with timings("choosing the size"):
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
+            ready = ranks.decide(ready)
         if run_options.dry_run:
             return 0
         with timings("tokenizing"):
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
-            tokens = tokenize(ready, corpus, base.tokenizer if base else earlier, display)
+            known = base.tokenizer if base else earlier
+            tokens = ranks.in_turn(partial(tokenize, ready, corpus, known, display))
+            ranks.agree(tokens.fingerprints)
         with run_lock(folder):
             with timings("indexing the text"):
                 completion = None
-                if ready.complete:
+                if ready.complete and ranks.is_first():
                     files = FileTokenizer(tokens.tokenizer, ready.with_headers)
                     completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
@@ -212,12 +216,13 @@ def prepare(
         model = base.model.float().to(measure.device())  # updates are smaller than bfloat16's precision
         select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
+    outline = ranks.shard(model, model.blocks)
     optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config, base))
     built = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(built))
-    return new_run(folder, config, TrainTask(config, tokens, loaded, built, completion), optimizer)
+    return new_run(folder, config, TrainTask(config, tokens, loaded, built, completion, outline), optimizer)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -235,13 +240,17 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text. `dropout` are the dropout probabilities from before training."""
+    """Next-token prediction on text. `dropout` are the dropout probabilities from before training.
+
+    `outline` is the model without values and shards, of several ranks.
+    """
 
     config: TrainConfig
     text: Tokens
     loaded: LoadedModel
     dropout: Sequence[float]
     completion: CompletionFiles | None = None
+    outline: Decoder | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -301,9 +310,12 @@ class TrainTask:
         return f"{share}{autosize.format_parameters(total, autosize.active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        set_dropout(run.model, self.dropout)  # a saved model has no trace of the training's dropout
+        loaded = replace(self.loaded, model=ranks.unsharded(run.model, self.outline))
+        if not ranks.is_first():
+            return [""]
+        set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
         facts = card_facts(run, score, "trained")
-        save_changed(self.loaded, (), run.folder, lambda staged: facts)
+        save_changed(loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder))
         lines = [f"model: {folder}"]
         if self.completion is not None and not interrupted:

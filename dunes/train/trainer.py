@@ -12,12 +12,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import tree
 from dunes.cores import share_cores
+from dunes.measure import ranks
 from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
@@ -93,8 +93,7 @@ class Trainer:
         if parameter is None:
             raise ValueError("nothing to train: the model has no parameters")
         self.device = parameter.device
-        distributed = dist.is_available() and dist.is_initialized()
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        self.rank, self.ranks = ranks.rank(), ranks.count()
         self.sync = getattr(model, "set_requires_gradient_sync", None)
         if self.ranks > 1 and not self.sync:
             raise ValueError(
@@ -237,9 +236,8 @@ class Trainer:
                 total, count = (t.detach().to(self._float64_device, torch.float64) for t in pair)
                 earlier = sums.get(name, (0.0, 0.0))
                 sums[name] = earlier[0] + total, earlier[1] + count
-        if self.ranks > 1:
-            for t in chain.from_iterable(sums.values()):
-                dist.all_reduce(t)
+        for t in chain.from_iterable(sums.values()):
+            ranks.add(t)
         return sums
 
     @property

@@ -1,0 +1,209 @@
+"""Ranks: the processes that torchrun started for one run, each with a share of the rows of every batch.
+
+A process alone is rank 0 of 1, for which the functions here return what they get. Ranks call the same functions in
+the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dunes.measure import machine
+
+LIMIT = timedelta(minutes=30)
+"""Time that a rank waits for the others: rank 0 may tokenize, or fit completion, meanwhile."""
+_alone = ContextVar("alone", default=False)
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+
+def asked() -> bool:
+    """True in a process that torchrun started together with others."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def joined(device: str | None = None) -> Iterator[None]:
+    """Join the other processes that torchrun started, if any, to train on a device of this type.
+
+    Of errors, one rank's is raised; others end with status 2. Raises ValueError for more ranks than GPUs.
+    """
+    if not asked():
+        yield
+        return
+    machine.set_device(device)
+    store, number, ranks = next(dist.rendezvous("env://", timeout=LIMIT))
+    try:
+        dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks, timeout=LIMIT)
+        yield
+    except (ValueError, OSError, RuntimeError) as error:
+        if store.add("failed", 1) > 1:  # the first rank has reported it
+            raise SystemExit(2) from error
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _backend() -> str:
+    device = machine.device()
+    if device.type == "cuda":
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(
+                f"rank {local} of this machine has no GPU of its own: {gpus} here; start {gpus} ranks"
+            )
+        torch.cuda.set_device(local)
+        return "cpu:gloo,cuda:nccl"
+    if device.type != "cpu":
+        raise ValueError(
+            f"several ranks train on GPUs of NVIDIA or on CPUs, not on {device.type}; add --device cpu"
+        )
+    return "gloo"
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this rank work as if it were the only process, as for an estimate."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def count() -> int:
+    """The number of ranks."""
+    joined = dist.is_available() and dist.is_initialized() and not _alone.get()
+    return dist.get_world_size() if joined else 1
+
+
+def rank() -> int:
+    """The number of this rank, also before it has joined the others."""
+    return dist.get_rank() if count() > 1 else 0 if _alone.get() else int(os.environ.get("RANK", "0"))
+
+
+def is_first() -> bool:
+    """True for the rank that writes files and decides."""
+    return rank() == 0
+
+
+def decide(value: T) -> T:
+    """The value of rank 0."""
+    values = [value]
+    if count() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def largest(*values: float) -> list[float]:
+    """The largest of the ranks' values, for each of them."""
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def total(*values: float) -> list[float]:
+    """The sum of the ranks' values, for each of them."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Iterable[float], operation: Any) -> list[float]:
+    if count() == 1:
+        return [*values]
+    tensor = torch.tensor([*values], dtype=torch.float64)
+    dist.all_reduce(tensor, operation)
+    return cast(list[float], tensor.tolist())
+
+
+def add(tensor: Tensor) -> None:
+    """Replace a tensor by the sum of the ranks' tensors."""
+    if count() > 1:
+        dist.all_reduce(tensor)
+
+
+def agree(facts: Mapping[str, Any]) -> None:
+    """Wait for all ranks. Raises ValueError, naming the first fact in which one differs from rank 0."""
+    everyone: list[Any] = [None] * count()
+    if count() > 1:
+        dist.all_gather_object(everyone, dict(facts))
+    for number, others in enumerate(everyone[1:], 1):
+        for name, value in everyone[0].items():
+            if others.get(name) != value:
+                raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, on rank 0 {value!r:.80}")
+
+
+def in_turn(work: Callable[[], T]) -> T:
+    """The result of the work, which the first rank of each machine does before the others, who use its cache."""
+    first = count() == 1 or os.environ["LOCAL_RANK"] == "0"
+    result = work() if first else None
+    agree({})
+    return cast(T, result) if first else work()
+
+
+def rows(size: int) -> slice:
+    """The rows of this rank in a batch of `size` rows. Raises ValueError if they do not divide."""
+    if size % count():
+        fitting = f"{size - size % count() or count()} or {size + count() - size % count()}"
+        raise ValueError(f"--batch is {size}, of all ranks; {count()} ranks do not divide it; use {fitting}")
+    share = size // count()
+    return slice(rank() * share, (rank() + 1) * share)
+
+
+def shard(model: M, units: Iterable[nn.Module]) -> M | None:
+    """Shard the parameters over the ranks, to be gathered for one unit at a time, and the rest for the model.
+
+    Of a model with frozen parameters, those that are trained; they may have another dtype, and the frozen ones may
+    be quantized. Returns a copy of the model on the meta device, for `unsharded`; None for one process, whose model stays.
+    """
+    if count() == 1:
+        return None
+    from torch.distributed.fsdp import fully_shard
+
+    outline = deepcopy(model).to("meta")
+    mesh = dist.init_device_mesh(next(model.parameters()).device.type, (count(),))
+    frozen = {p for p in model.parameters() if not p.requires_grad}
+    for module in (*units, model):
+        fully_shard(module, mesh=mesh, ignored_params=frozen)
+    return outline
+
+
+def unsharded(model: M, outline: M | None) -> M:
+    """The model itself, or a copy of one that `shard` has sharded, with this outline; on other ranks, the outline."""
+    if outline is None:
+        return model
+    state = {name: full(tensor).cpu() for name, tensor in model.state_dict().items()}
+    if is_first():
+        outline.load_state_dict(state, assign=True)
+    return outline
+
+
+def full(value: Any) -> Any:
+    """The value, of a sharded tensor with the parts of all ranks."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def part(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded as another one."""
+    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    return distribute_tensor(value.to(like.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
+
+
+def interleaved(own: Tensor, size: int) -> Tensor:
+    """The `size` items of which each rank has every `count`-th in its tensor (N, ...)."""
+    if count() == 1:
+        return own
+    padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in range(count())]
+    dist.all_gather(parts, padded.contiguous())
+    return torch.stack(parts, 1).flatten(0, 1)[:size]
