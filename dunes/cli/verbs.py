@@ -118,6 +118,8 @@ def _run(
     from dunes.progress import Display
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
+    if ranks.restarted() and out and (out / "state" / "plan.json").exists():
+        options = replace(options, resume=True)
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
     with ranks.joined(config.device):

@@ -25,6 +25,11 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
+def restarted() -> bool:
+    """True in a process that torchrun started again, after one of its processes failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def asked() -> bool:
     """True in a process that torchrun started together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -34,7 +39,8 @@ def asked() -> bool:
 def joined(device: str | None = None) -> Iterator[None]:
     """Join the other processes that torchrun started, if any, to train on a device of this type.
 
-    Of errors, one rank's is raised; others end with status 2. Raises ValueError for more ranks than GPUs.
+    Of several ranks' errors the first is raised, and the other ranks end with status 2. Raises ValueError for more
+    ranks than GPUs, and if another rank ends.
     """
     if not asked():
         yield
@@ -45,8 +51,10 @@ def joined(device: str | None = None) -> Iterator[None]:
         dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks, timeout=LIMIT)
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        if store.add("failed", 1) > 1:  # the first rank has reported it
+        if store.add("failed", 1) > 1:
             raise SystemExit(2) from error
+        if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
+            raise ValueError(f"rank {number}: another rank has ended ({str(error).splitlines()[0]:.150})") from error
         raise
     finally:
         if dist.is_initialized():
@@ -58,15 +66,11 @@ def _backend() -> str:
     if device.type == "cuda":
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
-            raise ValueError(
-                f"rank {local} of this machine has no GPU of its own: {gpus} here; start {gpus} ranks"
-            )
+            raise ValueError(f"rank {local} of this machine has no GPU of its own; start {gpus} ranks here")
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
     if device.type != "cpu":
-        raise ValueError(
-            f"several ranks train on GPUs of NVIDIA or on CPUs, not on {device.type}; add --device cpu"
-        )
+        raise ValueError(f"several ranks do not train on {device.type}; add --device cpu, or start one process")
     return "gloo"
 
 
@@ -159,8 +163,8 @@ def rows(size: int) -> slice:
 def shard(model: M, units: Iterable[nn.Module]) -> M | None:
     """Shard the parameters over the ranks, to be gathered for one unit at a time, and the rest for the model.
 
-    Of a model with frozen parameters, those that are trained; they may have another dtype, and the frozen ones may
-    be quantized. Returns a copy of the model on the meta device, for `unsharded`; None for one process, whose model stays.
+    Frozen parameters, which may have another dtype, stay on every rank. Returns a copy of the model on the meta
+    device, for `unsharded`; None for one process.
     """
     if count() == 1:
         return None
@@ -175,7 +179,7 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
 
 
 def unsharded(model: M, outline: M | None) -> M:
-    """The model itself, or a copy of one that `shard` has sharded, with this outline; on other ranks, the outline."""
+    """The values of a model that `shard` has sharded, in its outline on the first rank; the model without one."""
     if outline is None:
         return model
     state = {name: full(tensor).cpu() for name, tensor in model.state_dict().items()}
