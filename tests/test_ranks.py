@@ -1,0 +1,206 @@
+"""Several processes of one run, as torchrun starts them, have one process's losses, files and errors."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import display, eventually, refuses, toy, training_output
+from dunes import checkpoint
+from dunes.data import Windows
+from dunes.measure import ranks
+from dunes.runs.finetune import finetune
+from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.train import TrainTask, train
+from killed_runs import PROCESSES
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def one_rank(variables, verb, config, folder, options):
+    """The run of one process, to which these variables of the environment are new."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    TrainTask.sample = lambda *_: ""
+    show, out = display()
+    show.silent = variables["RANK"] != "0"
+    try:
+        with ranks.joined("cpu"):
+            status = verb(config, folder, show, **options)
+    except ValueError as error:
+        out.write(f"error: {error}")
+        status = 2
+    (folder.parent / f"{folder.name}.rank{variables['RANK']}").write_text(out.getvalue())
+    sys.exit(status)
+
+
+def run_ranks(count, verb, config, folder, **options):
+    """What each of `count` processes printed in a run, and their exit codes."""
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = [common | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(count)]
+    several = isinstance(config, list)
+    configs = config if several else [config] * count
+    processes = [
+        PROCESSES.Process(target=one_rank, args=(own, verb, each, folder, options))
+        for own, each in zip(variables, configs, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    texts = [(folder.parent / f"{folder.name}.rank{i}") for i in range(count)]
+    return [path.read_text() if path.exists() else "" for path in texts], [p.exitcode for p in processes]
+
+
+def steps(folder):
+    """The records of the steps of a run, by number."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r for r in records if "loss" in r}
+
+
+def assert_same_steps(folder, other):
+    one, several = steps(folder), steps(other)
+    assert one.keys() == several.keys()
+    differences = [abs(one[n]["loss"] - several[n]["loss"]) for n in one]
+    print(f"largest difference of losses {max(differences):.1e}")
+    assert max(differences) <= 1e-5
+    assert [r["count"] for r in one.values()] == [r["count"] for r in several.values()]
+    for n, r in one.items():
+        assert several[n].get("bits_per_byte") == pytest.approx(r.get("bits_per_byte"), abs=1e-5)
+
+
+def test_two_processes_train_as_one(code, tmp_path):
+    config = toy(code, steps=10)
+    training_output(config, tmp_path / "one")
+    (first, second), codes = run_ranks(2, train, config, tmp_path / "two")
+    assert codes == [0, 0]
+    assert "done after 10 steps" in first
+    assert second == ""
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    one, two = (checkpoint.load(tmp_path / name).model.state_dict() for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == sorted(
+        p.name for p in (tmp_path / "one").iterdir()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [(4, {}), (2, {"experts": 4, "experts_per_token": 2, "balance": 0.0}), (2, {"complete": True})],
+)
+def test_several_processes_train_as_one(count, changes, code, tmp_path):
+    config = toy(code, steps=20, **changes)
+    training_output(config, tmp_path / "one")
+    texts, codes = run_ranks(count, train, config, tmp_path / "several")
+    assert codes == [0] * count, texts
+    assert_same_steps(tmp_path / "one", tmp_path / "several")
+    assert (tmp_path / "one" / "completion.npz").exists() == (tmp_path / "several" / "completion.npz").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])
+def test_two_processes_finetune_as_one(method, code, tmp_path):
+    training_output(toy(code, tokenizer="bytes", context_length=64), tmp_path / "base")
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i} and {7 * i}."} for i in range(60)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    fixed = {"steps": 8, "batch": 8, "micro_batch": 2, "dtype": "float32", "threads": 1, "method": method}
+    config = FinetuneConfig(model=str(tmp_path / "base"), data=str(tmp_path / "rows.json"), **fixed)
+    assert finetune(config, tmp_path / "one", display()[0]) == 0
+    texts, codes = run_ranks(2, finetune, config, tmp_path / "two")
+    assert codes == [0, 0], texts
+    assert_same_steps(tmp_path / "one", tmp_path / "two")
+    one, two = (checkpoint.load(tmp_path / name) for name in ("one", "two"))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert (one.model(ids) - two.model(ids)).abs().max() <= 1e-3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(code, tmp_path):
+    training_output(toy(code, steps=18), tmp_path / "one")
+    for count, end in ((4, 6), (2, 12), (1, 18)):
+        config, options = toy(code, steps=end), {"resume": end > 6, "override": ["steps"] if end > 6 else []}
+        texts, codes = run_ranks(count, train, config, tmp_path / "several", **options)
+        assert codes == [0] * count, texts
+        last = checkpoint.load_state(checkpoint.latest_state(tmp_path / "several"))
+        assert last["trainer"]["number"] == end
+    assert sorted(steps(tmp_path / "several")) == sorted(steps(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_rows_of_all_ranks_are_those_of_one_process(count, monkeypatch):
+    windows = Windows(np.arange(5_000), 16, 8, seed=3)
+    batch, parts = windows.batch(7), []
+    monkeypatch.setattr(ranks, "count", lambda: count)
+    for number in range(count):
+        monkeypatch.setattr(ranks, "rank", lambda number=number: number)
+        parts.append(windows.batch(7))
+    assert torch.equal(torch.cat(parts), batch)
+    refuses(f"--batch is 7, of all ranks; {count} ranks do not divide it; use", ranks.rows, 7)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_options_or_text_are_refused_by_one_of_them(code, tmp_path):
+    config = toy(code)
+    texts, codes = run_ranks(2, train, [config, toy(code, seed=1)], tmp_path / "a")
+    assert codes == [2, 2]
+    assert "".join(texts) == "error: rank 1: seed is 1, on rank 0 0"
+    texts, codes = run_ranks(2, train, toy(code, batch=3), tmp_path / "b")
+    assert codes == [2, 2]
+    assert "".join(texts) == "error: --batch is 3, of all ranks; 2 ranks do not divide it; use 2 or 4"
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
+def torchrun(*words, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *words]
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, **options
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_a_process_was_killed_and_stops_at_a_signal(code, tmp_path):
+    shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
+    machine = ["--dtype", "float32", "--threads", "1"]
+    folder = tmp_path / "run"
+    run = ["train", code, "--steps", "100000", *shape, *machine, "--out", folder]
+    process = torchrun("--max-restarts", "1", "-m", "dunes", *run)
+    reached = lambda number: (folder / "metrics.jsonl").exists() and max(steps(folder), default=0) > number
+    try:
+        assert eventually(lambda: reached(10), 120)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(children[1]), signal.SIGUSR1)  # one process alone is asked for a save
+        assert eventually(lambda: [*folder.glob("state/step-*")], 30)
+        os.kill(int(children[1]), signal.SIGKILL)
+        before = max(steps(folder))
+        time.sleep(1)
+        assert eventually(lambda: reached(before + 50), 120)
+        process.terminate()
+        out = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    assert "resuming after step" in out
+    assert "stopping after this step" in out
+    assert checkpoint.load(folder).model
+    numbers = sorted(steps(folder))
+    assert numbers == [*range(1, len(numbers) + 1)]
+
+
+@pytest.mark.slow
+def test_other_verbs_are_refused_in_one_line(tmp_path):
+    out = torchrun("-m", "dunes", "generate", tmp_path, "text").communicate(timeout=120)[0]
+    assert out.count("dunes: several processes of torchrun train and finetune") == 1
