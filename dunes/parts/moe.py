@@ -206,9 +206,11 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
     """`load_balance` of the choices (N, E), 0 or 1, and the probabilities."""
     if real is None:
-        return probs.shape[-1] * (load.mean(0) * probs.mean(0)).sum()
-    load, probs = ((x * real[:, None]).sum(0) / _count(x, real) for x in (load, probs))
-    return probs.shape[-1] * (load * probs).sum()
+        load, probs = load.mean(0), probs.mean(0)
+    else:
+        load, probs = ((x * real[:, None]).sum(0) / _count(x, real) for x in (load, probs))
+    ranks.add(load)  # a batch is balanced as one, as the sum of the ranks' losses is that of one process
+    return len(probs) * (load / ranks.count() * probs).sum()
 
 
 def _one_hot(expert_ids: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
