@@ -200,6 +200,24 @@ def test_torchrun_goes_on_after_a_process_was_killed_and_stops_at_a_signal(code,
 
 
 @pytest.mark.slow
+def test_a_process_that_does_not_answer_ends_the_run_with_the_stacks_of_the_others(code, tmp_path):
+    folder = tmp_path / "run"
+    shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
+    run = ["train", code, "--steps", "100000", *shape, "--dtype", "float32", "--threads", "1", "--out", folder]
+    process = torchrun("-m", "dunes", *run, "--rank-timeout", "0.1")
+    try:
+        assert eventually(lambda: (folder / "metrics.jsonl").exists() and max(steps(folder), default=0) > 5, 120)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        os.kill(int(children[1]), signal.SIGSTOP)
+        assert eventually(lambda: [*folder.glob("state/stacks-rank-*.txt")], 11)
+        out = process.communicate(timeout=60)[0]  # torchrun waits for half a minute for the one that was stopped
+    finally:
+        process.kill()
+    assert out.count("dunes: a rank did not answer for 6 s; where each waits is in") == 1
+    assert "all_reduce" in next(folder.glob("state/stacks-rank-*.txt")).read_text()
+
+
+@pytest.mark.slow
 def test_other_verbs_are_refused_in_one_line(tmp_path):
     out = torchrun("-m", "dunes", "generate", tmp_path, "text").communicate(timeout=120)[0]
     assert out.count("dunes: several processes of torchrun train and finetune") == 1

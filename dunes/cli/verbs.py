@@ -122,8 +122,9 @@ def _run(
         options = replace(options, resume=True)
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
-    with ranks.joined(config.device):
-        return work(config, out or Path("runs/none"), display, **vars(options) | {"asked": set_options} | more)
+    folder = out or Path("runs/none")
+    with ranks.joined(config.device, 60 * options.rank_timeout, folder / "state"):
+        return work(config, folder, display, **vars(options) | {"asked": set_options} | more)
 
 
 @contextmanager

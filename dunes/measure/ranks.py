@@ -4,12 +4,17 @@ A process alone is rank 0 of 1, for which the functions here return what they ge
 the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
+import faulthandler
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
 from datetime import timedelta
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,9 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dunes.measure import machine
+from dunes.units import format_seconds
 
-LIMIT = timedelta(minutes=30)
-"""Time that a rank waits for the others: rank 0 may tokenize, or fit completion, meanwhile."""
+LIMIT = 1800.0
+"""Seconds that a rank waits for the others by default: rank 0 may tokenize, or fit completion, meanwhile."""
+STALLED = 5
+"""Exit status of a rank that waited in vain."""
+_last = 0.0
 _alone = ContextVar("alone", default=False)
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -36,9 +45,10 @@ def asked() -> bool:
 
 
 @contextmanager
-def joined(device: str | None = None) -> Iterator[None]:
+def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path()) -> Iterator[None]:
     """Join the other processes that torchrun started, if any, to train on a device of this type.
 
+    A rank that waits for the others for `limit` seconds writes its threads' stacks into the folder and exits.
     Of several ranks' errors the first is raised, and the other ranks end with status 2. Raises ValueError for more
     ranks than GPUs, and if another rank ends.
     """
@@ -46,19 +56,48 @@ def joined(device: str | None = None) -> Iterator[None]:
         yield
         return
     machine.set_device(device)
-    store, number, ranks = next(dist.rendezvous("env://", timeout=LIMIT))
+    store, number, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+    longer, ended = timedelta(seconds=limit + 60), Event()
+    Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
-        dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks, timeout=LIMIT)
+        dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks, timeout=longer)
         yield
     except (ValueError, OSError, RuntimeError) as error:
         if store.add("failed", 1) > 1:
             raise SystemExit(2) from error
         if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
-            raise ValueError(f"rank {number}: another rank has ended ({str(error).splitlines()[0]:.150})") from error
+            raise ValueError(
+                f"rank {number}: another rank has ended ({str(error).splitlines()[0]:.150})"
+            ) from error
         raise
     finally:
+        ended.set()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _watch(ended: Event, limit: float, folder: Path, store: dist.Store) -> None:
+    """Exit when the last exchange with the other ranks is `limit` seconds ago, until the end of the run."""
+    _alive()
+    while not ended.wait(min(1.0, limit / 4)):
+        if monotonic() - _last < limit:
+            continue
+        with suppress(OSError), (folder / f"stacks-rank-{rank()}.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        with suppress(RuntimeError):
+            if store.add("failed", 1) == 1:
+                stacks = f"where each waits is in {folder}/stacks-rank-*.txt"
+                print(
+                    f"dunes: a rank did not answer for {format_seconds(limit)}; {stacks}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        os._exit(STALLED)
+
+
+def _alive() -> None:
+    global _last
+    _last = monotonic()
 
 
 def _backend() -> str:
@@ -105,6 +144,7 @@ def decide(value: T) -> T:
     values = [value]
     if count() > 1:
         dist.broadcast_object_list(values, src=0)
+        _alive()
     return values[0]
 
 
@@ -123,6 +163,7 @@ def _reduced(values: Iterable[float], operation: Any) -> list[float]:
         return [*values]
     tensor = torch.tensor([*values], dtype=torch.float64)
     dist.all_reduce(tensor, operation)
+    _alive()
     return cast(list[float], tensor.tolist())
 
 
@@ -137,6 +178,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     everyone: list[Any] = [None] * count()
     if count() > 1:
         dist.all_gather_object(everyone, dict(facts))
+        _alive()
     for number, others in enumerate(everyone[1:], 1):
         for name, value in everyone[0].items():
             if others.get(name) != value:

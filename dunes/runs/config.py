@@ -77,6 +77,8 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     """Print a breakdown of the wall-clock time at the end."""
     tensorboard: bool = False
     """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
+    rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
+    """Under torchrun: end the run when a process has not answered for this long."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
 
 
