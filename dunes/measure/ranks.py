@@ -57,6 +57,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         return
     machine.set_device(device)
     store, number, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     longer, ended = timedelta(seconds=limit + 60), Event()
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
@@ -66,9 +67,8 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         if store.add("failed", 1) > 1:
             raise SystemExit(2) from error
         if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
-            raise ValueError(
-                f"rank {number}: another rank has ended ({str(error).splitlines()[0]:.150})"
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"rank {number}: another rank has ended ({reason:.150})") from error
         raise
     finally:
         ended.set()
@@ -86,12 +86,9 @@ def _watch(ended: Event, limit: float, folder: Path, store: dist.Store) -> None:
             faulthandler.dump_traceback(file, all_threads=True)
         with suppress(RuntimeError):
             if store.add("failed", 1) == 1:
-                stacks = f"where each waits is in {folder}/stacks-rank-*.txt"
-                print(
-                    f"dunes: a rank did not answer for {format_seconds(limit)}; {stacks}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                where = f"where the others wait is in {folder}/stacks-rank-*.txt"
+                line = f"dunes: a rank did not answer for {format_seconds(limit)}; {where}"
+                print(line, file=sys.stderr, flush=True)
         os._exit(STALLED)
 
 
