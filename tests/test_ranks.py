@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -163,61 +163,71 @@ def test_ranks_with_other_options_or_text_are_refused_by_one_of_them(code, tmp_p
     assert not (tmp_path / "b").exists()
 
 
-def torchrun(*words, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *words]
-    variables = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, **options
-    )
+@contextmanager
+def torchrun(*words):
+    """torchrun with two processes, none of which remains."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *map(str, words)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+    try:
+        yield process
+    finally:
+        for pid in (process.pid, *children(process)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def children(process):
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def endless(code, folder):
+    """The arguments of a run that is stopped from outside."""
+    shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
+    machine = ["--dtype", "float32", "--threads", "1"]
+    return ["-m", "dunes", "train", code, "--steps", "100000", *shape, *machine, "--out", folder]
+
+
+def reached(folder, number):
+    return (folder / "metrics.jsonl").exists() and max(steps(folder), default=0) >= number
 
 
 @pytest.mark.slow
 def test_torchrun_goes_on_after_a_process_was_killed_and_stops_at_a_signal(code, tmp_path):
-    shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
-    machine = ["--dtype", "float32", "--threads", "1"]
     folder = tmp_path / "run"
-    run = ["train", code, "--steps", "100000", *shape, *machine, "--out", folder]
-    process = torchrun("--max-restarts", "1", "-m", "dunes", *run)
-    reached = lambda number: (folder / "metrics.jsonl").exists() and max(steps(folder), default=0) > number
-    try:
-        assert eventually(lambda: reached(10), 120)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        os.kill(int(children[1]), signal.SIGUSR1)  # one process alone is asked for a save
+    with torchrun("--max-restarts", "1", *endless(code, folder)) as process:
+        assert eventually(lambda: reached(folder, 10), 120)
+        _, second = children(process)
+        os.kill(second, signal.SIGUSR1)  # one process alone is asked for a save
         assert eventually(lambda: [*folder.glob("state/step-*")], 30)
-        os.kill(int(children[1]), signal.SIGKILL)
-        before = max(steps(folder))
-        time.sleep(1)
-        assert eventually(lambda: reached(before + 50), 120)
+        os.kill(second, signal.SIGKILL)
+        (state,) = folder.glob("state/step-*")
+        assert eventually(lambda: not reached(folder, int(state.name[5:]) + 1), 120)  # what came after is removed
+        assert eventually(lambda: reached(folder, int(state.name[5:]) + 5), 120)
         process.terminate()
         out = process.communicate(timeout=60)[0]
-    finally:
-        process.kill()
-    assert "resuming after step" in out
-    assert "stopping after this step" in out
+    assert f"resuming after step {int(state.name[5:])}" in out
+    assert out.count("stopping after this step") == 1
     assert checkpoint.load(folder).model
-    numbers = sorted(steps(folder))
-    assert numbers == [*range(1, len(numbers) + 1)]
+    assert sorted(steps(folder)) == [*range(1, len(steps(folder)) + 1)]
 
 
 @pytest.mark.slow
 def test_a_process_that_does_not_answer_ends_the_run_with_the_stacks_of_the_others(code, tmp_path):
     folder = tmp_path / "run"
-    shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
-    run = ["train", code, "--steps", "100000", *shape, "--dtype", "float32", "--threads", "1", "--out", folder]
-    process = torchrun("-m", "dunes", *run, "--rank-timeout", "0.1")
-    try:
-        assert eventually(lambda: (folder / "metrics.jsonl").exists() and max(steps(folder), default=0) > 5, 120)
-        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        os.kill(int(children[1]), signal.SIGSTOP)
-        assert eventually(lambda: [*folder.glob("state/stacks-rank-*.txt")], 11)
+    with torchrun(*endless(code, folder), "--rank-timeout", "0.4") as process:
+        assert eventually(lambda: reached(folder, 5), 120)
+        os.kill(children(process)[1], signal.SIGSTOP)
+        assert eventually(lambda: [*folder.glob("state/stacks-rank-*.txt")], 29)
         out = process.communicate(timeout=60)[0]  # torchrun waits for half a minute for the one that was stopped
-    finally:
-        process.kill()
-    assert out.count("dunes: a rank did not answer for 6 s; where each waits is in") == 1
+    assert out.count("dunes: a rank did not answer for 24 s; where the others wait is in") == 1
     assert "all_reduce" in next(folder.glob("state/stacks-rank-*.txt")).read_text()
 
 
 @pytest.mark.slow
 def test_other_verbs_are_refused_in_one_line(tmp_path):
-    out = torchrun("-m", "dunes", "generate", tmp_path, "text").communicate(timeout=120)[0]
+    with torchrun("-m", "dunes", "generate", tmp_path, "text") as process:
+        out = process.communicate(timeout=120)[0]
     assert out.count("dunes: several processes of torchrun train and finetune") == 1
