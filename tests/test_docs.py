@@ -42,7 +42,7 @@ from native_files import write_native
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.name: path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-COMMAND = re.compile(r"(\S+/bin/\w+|build/dunes|dunes|python3?|pip|make|cmake|cat)(\s|$)")
+COMMAND = re.compile(r"(\S+/bin/\w+|build/dunes|dunes|python3?|pip|make|cmake|cat|torchrun)(\s|$)")
 
 NOT_RUN = {
     "make *": "installs from the network",
@@ -50,6 +50,7 @@ NOT_RUN = {
     "pip install *": "installs from the network",
     "dunes generate org/name *": "downloads; tests/test_hub.py has a server of its own",
     "dunes doctor *": "asks a server that stays up; tests/test_serve.py",
+    "torchrun *": "tests/test_ranks.py",
     "cmake *": "compiles for minutes; tests/test_export_native.py",
     "build/dunes *": "the program that cmake built; tests/test_export_native.py",
     "python recipes/*": "tests/test_recipes.py runs these lines",
@@ -129,7 +130,7 @@ def pieces(page):
             assert known, f"{page}:{first}: neither commands of known programs nor a known text"
             result += commands
         else:
-            assert language in ("c", "json"), f"{page}:{first}: no test runs a block of {language}"
+            assert language in ("c", "json", "bash", "yaml"), f"{page}:{first}: no test runs a block of {language}"
     return result
 
 
