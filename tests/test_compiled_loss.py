@@ -50,7 +50,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(module, "COMPILING", 0.0)
     for task in (TrainTask, FinetuneTask):
         monkeypatch.setattr(task, "sample", lambda self: "")
-    monkeypatch.setattr(FinetuneTask, "_answer", lambda self, talk: "")
+    monkeypatch.setattr(FinetuneTask, "_answer", lambda self, *_: "")
     return monkeypatch
 
 

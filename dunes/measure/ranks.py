@@ -20,6 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
 
 from dunes.measure import machine
 from dunes.units import format_seconds
@@ -56,8 +57,10 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         yield
         return
     machine.set_device(device)
-    store, number, ranks = next(dist.rendezvous("env://", timeout=timedelta(seconds=limit)))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    from torch.distributed.rendezvous import rendezvous
+
+    store, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     longer, ended = timedelta(seconds=limit + 60), Event()
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
@@ -76,7 +79,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
             dist.destroy_process_group()
 
 
-def _watch(ended: Event, limit: float, folder: Path, store: dist.Store) -> None:
+def _watch(ended: Event, limit: float, folder: Path, store: Store) -> None:
     """Exit when the last exchange with the other ranks is `limit` seconds ago, until the end of the run."""
     _alive()
     while not ended.wait(min(1.0, limit / 4)):
@@ -207,12 +210,13 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
     """
     if count() == 1:
         return None
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    outline = deepcopy(model).to("meta")
-    mesh = dist.init_device_mesh(next(model.parameters()).device.type, (count(),))
+    outline, modules = deepcopy(model).to("meta"), [*units, cast(nn.Module, model)]
+    mesh = init_device_mesh(next(model.parameters()).device.type, (count(),))
     frozen = {p for p in model.parameters() if not p.requires_grad}
-    for module in (*units, model):
+    for module in modules:
         fully_shard(module, mesh=mesh, ignored_params=frozen)
     return outline
 

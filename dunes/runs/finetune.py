@@ -276,6 +276,7 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
             before = Baseline.read(path)
         except ValueError as error:
             display.line(f"warning: {error}")
+    before = ranks.decide(before)
     if before is None:
         display.detail("evaluating the base model")
         before = task.measure_baseline()
@@ -365,7 +366,14 @@ class FinetuneTask:
         return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
 
     def sample(self) -> str:
-        return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
+        loaded = self._gathered
+        return "\n".join(f"{question(r.turns)}\n>>> {self._answer(loaded, r)}" for r in self.data.val_records[:1])
+
+    @property
+    def _gathered(self) -> LoadedModel | None:
+        """The model to generate with; None on ranks other than the first, which do not."""
+        loaded = replace(self.loaded, model=ranks.unsharded(self.loaded.model, self.outline))
+        return loaded if ranks.is_first() else None
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; `score` is its validation score if known already."""
@@ -386,9 +394,9 @@ class FinetuneTask:
 
     def _answers(self) -> list[str]:
         """Answers to the first validation examples, as many as the base model's, or as the budget permits."""
-        answers, end = list[str](), monotonic() + self._budget
+        answers, end, loaded = list[str](), monotonic() + self._budget, self._gathered
         for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
-            answers.append(self._answer(record))
+            answers.append(self._answer(loaded, record))
             if monotonic() > end:
                 break
         return ranks.decide(answers)
@@ -404,9 +412,11 @@ class FinetuneTask:
             return None
         return evaluate(self.data.base, self.forgetting_ids, autocast_dtype(self.config), limit)
 
-    def _answer(self, record: Record) -> str:
-        """The model's answer by greedy decoding."""
-        turns, generator = record.turns, TextGenerator(self.loaded)
+    def _answer(self, loaded: LoadedModel | None, record: Record) -> str:
+        """The model's answer by greedy decoding; empty without a model."""
+        if loaded is None:
+            return ""
+        turns, generator = record.turns, TextGenerator(loaded)
         if turns[-1].role == "text":
             ids = generator.tokenizer.prompt("")
         else:

@@ -102,6 +102,7 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
     """
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
+        ranks.agree(run.task.fingerprints)
         with timings("building the model"):
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
@@ -204,7 +205,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
         except ValueError:  # from the data, so that the weights are worth saving
-            saver.last(run)
+            if ranks.count() == 1:  # else the others do not know
+                saver.last(run)
             raise
         except (RuntimeError, MemoryError) as error:
             if not measure.out_of_memory(error):
@@ -246,6 +248,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     and OSError if a strict save fails.
     """
     config = run.config
+    (run.elapsed,) = ranks.largest(run.elapsed)
     run.start_time, saved, warned = monotonic() - run.elapsed, run.elapsed, 0
     run.begin = run.begin or run.elapsed
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
@@ -386,8 +389,8 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save state and results, plot the loss, and print the final report."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    interrupted = bool(request.signal)  # later signals do not cut the report short
-    status = 128 + request.signal if interrupted else 0
+    number = ranks.decide(request.signal)  # later signals do not cut the report short
+    interrupted, status = bool(number), 128 + number if number else 0
     try:
         with run.timings("saves"):
             saved = saver.last(run)

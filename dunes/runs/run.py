@@ -372,7 +372,9 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
             raise ValueError(text)
         line(text)
 
-    if (folder := checkpoint.latest_state(run.folder, damaged)) is None:
+    folder = checkpoint.latest_state(run.folder, damaged)
+    ranks.agree({"the newest state": folder and folder.name})
+    if folder is None:
         line("nothing saved yet; starting from step 0")
         truncate_metrics(run.folder / METRICS, 0)
         return

@@ -81,7 +81,6 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
             known = base.tokenizer if base else earlier
             tokens = ranks.in_turn(partial(tokenize, ready, corpus, known, display))
-            ranks.agree(tokens.fingerprints)
         with run_lock(folder):
             with timings("indexing the text"):
                 completion = None
@@ -287,7 +286,8 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        return sample_text(self._windowed, self.config.seed)
+        model = ranks.unsharded(self.loaded.model, self.outline)
+        return sample_text(replace(self._windowed, model=model), self.config.seed) if ranks.is_first() else ""
 
     def memory_advice(self) -> str:
         build = partial(outline_with_base, self.config, self.loaded) if self.config.base else None
