@@ -20,7 +20,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store
 
 from dunes.measure import machine
 from dunes.units import format_seconds
@@ -57,6 +56,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         yield
         return
     machine.set_device(device)
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     store, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
@@ -79,7 +79,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
             dist.destroy_process_group()
 
 
-def _watch(ended: Event, limit: float, folder: Path, store: Store) -> None:
+def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
     """Exit when the last exchange with the other ranks is `limit` seconds ago, until the end of the run."""
     _alive()
     while not ended.wait(min(1.0, limit / 4)):
