@@ -20,7 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file, unfinished_downloads
-from dunes.text import gguf_file, library, llama3, sentencepiece, tekken
+from dunes.text import gguf_file, library, ranked_bpe, sentencepiece
 from dunes.text.byte_pairs import ByteDecoder, add_special, byte_decoder
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
@@ -28,7 +28,7 @@ from dunes.units import plural
 END = "<|endoftext|>"
 """The token that ends a document."""
 PAD = "<|fim_pad|>"
-ENDS = (END, "</s>", llama3.END)
+ENDS = (END, "</s>", ranked_bpe.LLAMA3_END)
 SPECIAL = (
     END,
     "<|fim_prefix|>",
@@ -242,7 +242,7 @@ class Tokenizer:
     @property
     def stops(self) -> set[int]:
         """Ids at which generation stops."""
-        turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
+        turns = [i for i in map(self.inner.token_to_id, ranked_bpe.LLAMA3_TURNS) if i is not None]
         return {self.eos, *self._special.stops, *turns}
 
     @property
@@ -357,13 +357,13 @@ def original_files(folder: Path, *first: str) -> Iterator[Path]:
 def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in the content of a file of any format."""
     if path.suffixes[0] == ".model":
-        return llama3.convert(data) if llama3.is_tiktoken_file(data) else sentencepiece.convert(data)
-    return tekken.convert(data) if path.stem == "tekken" else _parse_json(data)
+        return ranked_bpe.convert_llama3(data) if ranked_bpe.is_llama3_file(data) else sentencepiece.convert(data)
+    return ranked_bpe.convert_tekken(data) if path.stem == "tekken" else _parse_json(data)
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
-    content = json_file.parse(data, Path("tokenizer.json"), tekken.MAX_ITEMS)
+    content = json_file.parse(data, Path("tokenizer.json"), ranked_bpe.MAX_ITEMS)
     inner = library.parse_untrusted(content, data.decode("utf-8-sig"))
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
