@@ -25,8 +25,8 @@ from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.completion.store import read_gate, read_index, read_sources
 from dunes.completion.text import near_text, without_overlap
 from dunes.data import Document, header_name
-from dunes.data.document import NamedText
-from dunes.data.duplicates import document_texts, text_digests
+from dunes.data.document import NamedText, document_texts
+from dunes.data.duplicates import text_digests
 from dunes.flags import STDLIB
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource

@@ -7,11 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,8 @@ from dunes.text.lines import line_parts
 from dunes.text.templates import ANSWER_ROLES, Conversation, Template, Turn, encode_segments
 from dunes.text.tokenizer import Tokenizer
 from dunes.units import plural
+
+T = TypeVar("T")
 
 ROLES = {
     "system": "system", "developer": "system",
@@ -141,8 +142,9 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
     all_rows = list(rows(path))
     if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    name = _with_place(all_rows[0][0], lambda: _known_format(all_rows[0][1]))
-    records = [_with_place(place, partial(_record, name, row, place)) for place, row in all_rows]
+    first_place, first = all_rows[0]
+    name = _at(first_place, _known_format, first)
+    records = [_at(place, _record, name, row, place) for place, row in all_rows]
     ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
     return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
@@ -156,9 +158,9 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
     has_text, keys = False, ""
     for place, row in rows(path, fields):
         if read_text is None:
-            _, read_text = _with_place(place, lambda row=row: text_reader(row, fields))  # type: ignore[misc]
+            _, read_text = _at(place, text_reader, row, fields)
             keys = _keys(row)
-        text = _with_place(place, lambda read_text=read_text, row=row: read_text(row))  # type: ignore[misc]
+        text = _at(place, read_text, row)
         has_text = has_text or bool(text)
         yield place, text
     if read_text is None:
@@ -211,9 +213,10 @@ def _keys(row: Any) -> str:
     return ", ".join(map(str, row))[:200] or "no keys" if isinstance(row, dict) else _type(row)
 
 
-def _with_place(place: str, make: Callable[[], Any]) -> Any:
+def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
+    """The result of `read`, with the place in front of its errors."""
     try:
-        return make()
+        return read(*arguments)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 
@@ -366,9 +369,7 @@ def _history(row: dict[str, Any]) -> Conversation:
     for i, pair in enumerate(pairs, 1):
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
             raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
-        turns += [
-            Turn(role, _encodable("history", t)) for role, t in zip(("user", "assistant"), pair, strict=True)
-        ]
+        turns += map(Turn, ("user", "assistant"), (_encodable("history", text) for text in pair))
     return tuple(turns)
 
 
@@ -379,8 +380,12 @@ def _messages(row: dict[str, Any]) -> Conversation:
 def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
     if not isinstance(message, dict):
         raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
-    make = lambda: Turn(name := _role(message, role), _content(message, content), "", _is_trained(message, name))
-    return _with_place(place, make)  # type: ignore[no-any-return]
+    return _at(place, _turn, message, role, content)
+
+
+def _turn(message: dict[str, Any], role_key: str, content_key: str) -> Turn:
+    role = _role(message, role_key)
+    return Turn(role, _content(message, content_key), trained=_is_trained(message, role))
 
 
 def _role(message: dict[str, Any], key: str) -> str:
@@ -433,9 +438,8 @@ def _list(row: dict[str, Any], key: str) -> list[Any]:
 
 def _sharegpt(row: dict[str, Any]) -> Conversation:
     messages = _list(row, "conversations")
-    keys = (
-        ("from", "value") if not (isinstance(messages[0], dict) and "role" in messages[0]) else ("role", "content")
-    )
+    openai = isinstance(messages[0], dict) and "role" in messages[0]
+    keys = ("role", "content") if openai else ("from", "value")
     return tuple(_message(m, f"message {i}", *keys) for i, m in enumerate(messages, 1))
 
 
@@ -543,16 +547,16 @@ def tokenize_records(
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check_tokenizer(tokenizer)
-    # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
-    conversations = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
-    segments = template.render(conversations, variables=[row.variables for row in rows])
     for row in rows:
-        yield _with_place(row.place, lambda row=row: _example(next(segments), tokenizer, train_on, row))  # type: ignore[misc]
+        yield _at(row.place, _example, row, template, tokenizer, train_on)
 
 
-def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
+def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
+        # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
+        template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
+    segments = template.render(row.turns, variables=row.variables)
     if train_on == "all" and (excluded := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
         raise ValueError(
             f"a {excluded[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
@@ -584,11 +588,6 @@ def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 def _spell_out(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text with its special tokens spelled out."""
     special = {i: t.content for i, t in tokenizer.inner.get_added_tokens_decoder().items() if t.special}
-    text = ""
-    pending: list[int] = []
-    for i in ids:
-        if i in special:
-            text, pending = text + tokenizer.decode(pending) + special[i], []
-        else:
-            pending.append(i)
-    return text + tokenizer.decode(pending)
+    runs = groupby(ids, special.__contains__)
+    texts = ("".join(special[i] for i in run) if known else tokenizer.decode([*run]) for known, run in runs)
+    return "".join(texts)

@@ -12,10 +12,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from dunes.data.document import Document, header_name, plain_document
+from dunes.data.document import (
+    Document,
+    RecordDocument,
+    describe_records,
+    header_name,
+    holds_records,
+    plain_document,
+    record_documents,
+)
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.files import SourceFile, Walk, file_size, skipped_line
-from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.units import format_bytes, plural
 
 SHARE = 0.1

@@ -20,8 +20,8 @@ from dunes.completion.fit import Interval, file_means, interval
 from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
 from dunes.completion.protocol import LineCompleter
 from dunes.data import collect_corpus
-from dunes.data.document import NamedText
-from dunes.data.duplicates import content_digest, document_texts, text_digests
+from dunes.data.document import NamedText, document_texts
+from dunes.data.duplicates import content_digest, text_digests
 from dunes.progress import Display, print_table, report, shown_by
 from dunes.text.lines import split_lines
 from dunes.units import plural

@@ -58,6 +58,7 @@ class Turn:
 
 
 Conversation = tuple[Turn, ...]
+Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 
@@ -107,25 +108,39 @@ class Template(ABC):
 
     def render(
         self,
-        conversations: Sequence[Conversation],
+        turns: Conversation,
         add_generation_prompt: bool = False,
-        variables: Sequence[Mapping[str, Any]] = (),
-    ) -> Iterator[list[Segment]]:
-        """Segments of each conversation, with `add_generation_prompt` up to the start of an answer.
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[Segment]:
+        """Segments of a conversation, with `add_generation_prompt` up to the start of an answer.
 
-        `variables` are additional variables of the template, one mapping per conversation. Raises ValueError for a
-        conversation that the template does not support, and for a variable that it does not read.
+        `variables` are additional variables of the template. Raises ValueError for a conversation that it does not
+        support, and for a variable that it does not read.
         """
-        for turns, own in zip(conversations, variables or [{}] * len(conversations), strict=True):
-            yield self._render(turns, own, add_generation_prompt)
+        variables = variables or {}
+        if unread := [name for name in variables if not self.reads(name)]:
+            raise ValueError(
+                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
+                "out, or use a model whose own template reads it"
+            )
+        messages = [self._message(turn) for turn in turns]
+        answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
+        text = self._render_text(messages, add_generation_prompt, variables)
+        beginnings = [self._render_text(messages[:i], True, variables) for i in answers]
+        if not all(map(text.startswith, beginnings)):
+            raise ValueError(
+                "the model's own chat template writes the beginning of a conversation differently once it is "
+                "longer; name a template"
+            )
+        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
         return False
 
     @abstractmethod
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        """The text of each conversation. Raises ValueError for the first that the template refuses."""
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if refused."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
         return {"role": turn.role, "content": self._escape(turn.full_text)}
@@ -134,28 +149,6 @@ class Template(ABC):
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def _render(
-        self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
-    ) -> list[Segment]:
-        if unread := [name for name in variables if not self.reads(name)]:
-            raise ValueError(
-                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
-                "out, or use a model whose own template reads it"
-            )
-        messages = [self._message(turn) for turn in turns]
-        answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-        requests = [
-            (messages, add_generation_prompt, variables),
-            *((messages[:i], True, variables) for i in answers),
-        ]
-        text, *beginnings = self._render_texts(requests)
-        if not all(map(text.startswith, beginnings)):
-            raise ValueError(
-                "the model's own chat template writes the beginning of a conversation differently once it is "
-                "longer; name a template"
-            )
-        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the start and end of answers."""
@@ -243,10 +236,10 @@ class NamedTemplate(Template):
         begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        render = chat_template.compile_template(self._spell_out(BEGIN.text, END.text)).render
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         try:  # a named template reads no further variables
-            return [render(messages=m, add_generation_prompt=is_open) for m, is_open, _ in requests]
+            return str(template.render(messages=messages, add_generation_prompt=is_open))
         except TemplateError as error:
             raise ValueError(str(error)) from None
 
@@ -268,25 +261,21 @@ class ModelTemplate(Template):
     name = "the model's own"
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        self.source, self.tokenizer = source, tokenizer
+        self.source, self.token_names = source, tokenizer.special_tokens_map
         self.special_tokens = _special_tokens(tokenizer)
-        self.end = self._find_end()
-
-    def _find_end(self) -> str:
-        """The special token after the answer of a short conversation."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = chat_template.render(self.source, probe, variables=self.tokenizer.special_tokens_map)
+        text = chat_template.render(source, probe, variables=self.token_names)
         match = self._pattern.search(text, text.rfind("answer"))
         if match is None:
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
-        return match[0]
+        self.end = match[0]
 
     def reads(self, variable: str) -> bool:
         reserved = variable in ("messages", "add_generation_prompt")
         return not reserved and re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        return chat_template.render_many(self.source, requests, self.tokenizer.special_tokens_map)
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        return chat_template.render(self.source, messages, is_open, {**self.token_names, **variables})
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
@@ -328,8 +317,7 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, identical to those before its answer in training."""
     template.check_tokenizer(tokenizer)
-    (segments,) = template.render([turns], True, [variables or {}])
-    return encode_segments(segments, tokenizer)[0]
+    return encode_segments(template.render(turns, True, variables), tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:

@@ -265,11 +265,16 @@ class Tokenizer:
         """
         return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
-    @cached_property
+    @property
     def line_separable(self) -> bool:
         """True if a text can be encoded line by line, as with all tokenizers trained here."""
+        return bool(self.splits)
+
+    @cached_property
+    def splits(self) -> str:
+        """The parts into which a tokenizer trained here splits a text: a value of _SPLITS; empty for others."""
         pre_tokenizer = self.inner.pre_tokenizer
-        return pre_tokenizer is not None and pre_tokenizer.__getstate__() in _OWN_PRE_TOKENIZERS
+        return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
     def token_id(self, token: str) -> int:
         """The id of a special token. Raises ValueError if there is no such token."""
@@ -393,22 +398,11 @@ def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-# The last one, which splits lines at \n only, is for older runs.
-_OWN_PRE_TOKENIZERS = [
-    pre_tokenizer.__getstate__() for pre_tokenizer in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
-]
-
-
-def splits_lines(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer splits text into lines and line ends, then bytes, like tokenizers trained here."""
-    pre_tokenizer = tokenizer.inner.pre_tokenizer
-    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_lines().__getstate__()
-
-
-def splits_characters(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer splits text into characters."""
-    pre_tokenizer = tokenizer.inner.pre_tokenizer
-    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_chars().__getstate__()
+_SPLITS = {
+    _split_lines().__getstate__(): "lines",
+    _split_chars().__getstate__(): "characters",
+    _split_lines(r"\n|[^\n]+").__getstate__(): "lines of older runs",  # at \n only
+}
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
