@@ -145,10 +145,7 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
-    if split_version > 1:
-        groups, count = _order_for_selection(groups, share)
-    else:
-        count = sum(g.split_hash < 2 * share for g in groups)
+    groups, count = _order_for_selection(groups, share, split_version, 2 * share)
     count = max(count, len(_files(corpus.documents)) > 2)
     records = any(isinstance(d, RecordDocument) for d in corpus.train)
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
@@ -225,12 +222,17 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
     return sorted(groups_of_files, key=_group_order)
 
 
-def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
+def _order_for_selection(
+    groups: Sequence[_Group], share: float, split_version: int, limit: float
+) -> tuple[list[_Group], int]:
     """The groups in order of selection for validation, and the number of them that have about `share` of the text.
 
     Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
-    make up for files that are too large. Groups that alone have a quarter of the share come last.
+    make up for files that are too large. Groups that alone have a quarter of the share come last. Up to version 1
+    of the split, groups with hashes below the `limit` are selected.
     """
+    if split_version < 2:
+        return list(groups), sum(g.split_hash < limit for g in groups)
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
     strata: dict[tuple[int, str], list[_Group]] = {}
@@ -256,10 +258,7 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
-    if split_version > 1:
-        groups, count = _order_for_selection(groups, share)
-    else:
-        count = sum(g.split_hash < share for g in groups)
+    groups, count = _order_for_selection(groups, share, split_version, share)
     count = max(0, min(max(count, not valid), len(groups) - 1))
     name = attrgetter("name")
     corpus.valid = sorted([*(d for g in groups[:count] for d in g.files), *valid], key=name)
