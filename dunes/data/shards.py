@@ -100,11 +100,7 @@ def default_cache() -> Path:
 
 
 def token_shard(
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    cache: Path | None = None,
-    *,
-    headers: bool = False,
+    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path | None = None, *, headers: bool = False
 ) -> Shard:
     """The shard of these documents, from the cache or newly written.
 
@@ -164,11 +160,7 @@ def _dtype(vocab: int) -> np.dtype[Any]:
 
 
 def _write(
-    folder: Path,
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    card: dict[str, str | int],
-    headers: bool,
+    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, card: dict[str, str | int], headers: bool
 ) -> None:
     dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
     tick = advance(sum(d.size for d in documents))

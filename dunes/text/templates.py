@@ -107,10 +107,7 @@ class Template(ABC):
         return self.source
 
     def render(
-        self,
-        turns: Conversation,
-        add_generation_prompt: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        self, turns: Conversation, add_generation_prompt: bool = False, variables: Mapping[str, Any] | None = None
     ) -> list[Segment]:
         """Segments of a conversation, with `add_generation_prompt` up to the start of an answer.
 
