@@ -233,18 +233,19 @@ def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ())
 
 def describe_records(documents: Sequence[Document]) -> list[str]:
     """Lines that describe the text from records: the fields, and the number of records with and without text."""
-    parts = [d for d in documents if isinstance(d, RecordDocument)]
-    return [
-        _describe(content, [d for d in parts if d.content == content])
-        for content in dict.fromkeys(d.content for d in parts)
-    ]
-
-
-def _describe(content: str, parts: Sequence[RecordDocument]) -> str:
-    count, blank, files = sum(d.count for d in parts), sum(d.blank for d in parts), len({d.path for d in parts})
-    in_files = f" in {files} files" if files > 1 else ""
-    skipped = f"; {blank} without text skipped" if blank else ""
-    return f"text from records: {content} ({plural(count + blank, 'record')}{in_files}{skipped})"
+    parts_by_content: dict[str, list[RecordDocument]] = {}
+    for document in documents:
+        if isinstance(document, RecordDocument):
+            parts_by_content.setdefault(document.content, []).append(document)
+    lines = []
+    for content, parts in parts_by_content.items():
+        blank, files = sum(d.blank for d in parts), len({d.path for d in parts})
+        records = plural(sum(d.count for d in parts) + blank, "record") + (
+            f" in {files} files" if files > 1 else ""
+        )
+        skipped = f"; {blank} without text skipped" if blank else ""
+        lines.append(f"text from records: {content} ({records}{skipped})")
+    return lines
 
 
 def _split_hash(text: str) -> float:

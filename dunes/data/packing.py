@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 import torch
@@ -82,8 +83,8 @@ class Batches:
         """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
             # A different key from the rows.
-            count = len(self._with_target)
-            order = shuffle_index(np.arange(count), count, (self.seed, -1 - epoch))
+            size = len(self._with_target)
+            order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()
             self._cache[epoch] = np.lexsort((order, -self._lengths))
         return self._cache[epoch]
@@ -98,9 +99,7 @@ class Batches:
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
         """Endless batches from number `start` on."""
-        while True:
-            yield self.batch(start)
-            start += 1
+        return map(self.batch, count(start))
 
     def one_epoch(self) -> Iterator[Batch]:
         """Each row of the first epoch once, for evaluation; the last batch may be smaller."""

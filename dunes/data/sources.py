@@ -131,9 +131,9 @@ def collect_corpus(
     return corpus
 
 
-def validation_share(size: float, least: float = LEAST) -> float:
-    """The validation fraction of a text of `size` bytes: a tenth, or what makes `least` bytes; at most a fifth."""
-    return min(MOST, max(SHARE, least / max(1.0, size)))
+def validation_share(size: float) -> float:
+    """The validation fraction of a text of `size` bytes: a tenth, or what makes LEAST bytes; at most a fifth."""
+    return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:

@@ -9,7 +9,7 @@ workers or devices.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -159,7 +159,11 @@ class Windows:
             window = self._rearrange(window, positions, self.arrange)
         ids = torch.from_numpy(window)
         batch: Tensor | tuple[Tensor, ...] = text.batch(ids, index) if isinstance(text, PackedText) else ids
-        return batch if self.arrange is None else _mask_targets(batch, self.arrange)
+        if self.arrange is None:
+            return batch
+        ids, targets, *rest = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
+        is_target = torch.from_numpy(self.arrange.is_target(targets.numpy()))
+        return ids, targets.masked_fill(~is_target, IGNORE), *rest
 
     def _rearrange(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
@@ -176,16 +180,7 @@ class Windows:
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
         """Endless batches from number `start` on."""
-        while True:
-            yield self.batch(start)
-            start += 1
-
-
-def _mask_targets(batch: Tensor | tuple[Tensor, ...], arrange: Arrange) -> tuple[Tensor, ...]:
-    """Ids, targets and, if packed, positions (B, T), with IGNORE for targets that are not to be learned."""
-    ids, targets, *rest = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
-    is_target = torch.from_numpy(arrange.is_target(targets.numpy()))
-    return ids, targets.masked_fill(~is_target, IGNORE), *rest
+        return map(self.batch, count(start))
 
 
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
@@ -263,8 +258,7 @@ class Rows:
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
         """The indices (B,), int64, of each batch from number `start` on."""
-        size, position = len(self.tensors[0]), start * self.batch_size
-        epoch, within = divmod(position, size)
+        epoch, within = divmod(start * self.batch_size, len(self.tensors[0]))
         order = self._order(epoch)[within:]
         while True:
             while len(order) < self.batch_size:
