@@ -28,8 +28,8 @@ from dunes.data import (
     tokenize_records,
     trained_spans,
 )
+from dunes.data.batches import collate
 from dunes.data.examples import RECORD_FORMATS, Record
-from dunes.data.packing import collate
 from dunes.data.records import MAX_ROW_BYTES
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.finetune_data import large_texts, read_dataset, split_tails, split_windows

@@ -4,6 +4,7 @@ Start with `collect_corpus`, `token_shard` and `Windows` for text, `read_records
 for examples, `Rows` for tensors.
 """
 
+from dunes.data.batches import Batches, PackedText, Rows, TokenIds, Windows
 from dunes.data.document import Document, code_fraction, header_name
 from dunes.data.examples import (
     Example,
@@ -16,11 +17,9 @@ from dunes.data.examples import (
 )
 from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
 from dunes.data.mnist_files import Digits, drawn_digits, fetch_digits, read_digits
-from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus, hold_out_test
-from dunes.data.windows import PackedText, Rows, TokenIds, Windows
 
 __all__ = [
     "Batches",

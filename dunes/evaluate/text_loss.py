@@ -18,9 +18,9 @@ from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trained_text
 from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
+from dunes.data.batches import join_texts, tail_start
 from dunes.data.duplicates import content_digest
 from dunes.data.fim import find_headers
-from dunes.data.windows import join_texts, tail_start
 from dunes.flags import STDLIB
 from dunes.text import Tokenizer
 from dunes.train import IGNORE
