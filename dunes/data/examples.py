@@ -190,18 +190,17 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
                 t.full_text for t in _read(name, row) if t.trained or t.role not in ANSWER_ROLES
             )
     fields = fields or ("text",)
-    return _name_fields(fields), lambda row: _join(_field(row, name) for name in fields)
+    return _name_fields(fields), lambda row: _join(_text(_object(row), name, "") for name in fields)
 
 
 def _name_fields(fields: Sequence[str]) -> str:
     return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
 
 
-def _field(row: Any, name: str) -> str:
-    """The text in a field; empty if the field is missing."""
+def _object(row: Any, remedy: str = "") -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}")
-    return _text(row, name, "")
+        raise ValueError(f"expected a JSON object, found {_type(row)}{remedy}")
+    return row
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -222,8 +221,7 @@ def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
 
 
 def _known_format(row: Any) -> str:
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}; {NAME_FIELD}")
+    row = _object(row, f"; {NAME_FIELD}")
     for name, record_format in RECORD_FORMATS.items():
         if all(key in row for key in record_format.keys):
             return name
@@ -232,9 +230,7 @@ def _known_format(row: Any) -> str:
 
 
 def _read(name: str, row: Any) -> Conversation:
-    record_format = RECORD_FORMATS[name]
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}")
+    record_format, row = RECORD_FORMATS[name], _object(row)
     if missing := [key for key in record_format.keys if key not in row]:
         raise ValueError(
             f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "

@@ -36,14 +36,9 @@ _GLOB = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _REGEX = {
-    "all": ".+",
-    "lead": "(?:.*/)?",
-    "inner": "/(?:.*/)?",
-    "tail": "/.+",
-    "stars": "[^/]*",
-    "one": "[^/]",
-    "unclosed": "(?!)",
-}
+    "all": ".+", "lead": "(?:.*/)?", "inner": "/(?:.*/)?", "tail": "/.+",
+    "stars": "[^/]*", "one": "[^/]", "unclosed": "(?!)",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,9 @@ END = "<|endoftext|>"
 PAD = "<|fim_pad|>"
 ENDS = (END, "</s>", ranked_bpe.LLAMA3_END)
 SPECIAL = (
-    END,
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    PAD,
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<|im_start|>",
-    "<|im_end|>",
-)
+    END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", PAD,
+    "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>",
+)  # fmt: skip
 """Special tokens, in Qwen's spelling, which editor plugins know."""
 
 _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
@@ -54,12 +47,9 @@ MAX_IDS = 1 << 22
 """Upper bound of ids."""
 
 EXTRA_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 """Files with special tokens, stop ids and the chat template."""
 
 _MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
