@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dunes.data.files import open_plain
+from dunes.files.atomic import write_file
 from dunes.units import plural
 
 SIDE, CLASSES = 28, 10
@@ -124,18 +125,15 @@ def fetch_digits(folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, digest in SHA256.items():
         if not (folder / name).exists():
-            content = _download(name, digest, URLS)
-            part = folder / f"{name}.part"
-            part.write_bytes(content)
-            part.rename(folder / name)
+            write_file(folder / name, _download(name, digest))
 
 
-def _download(name: str, digest: str, urls: Sequence[str]) -> bytes:
-    """The file from the first of these addresses that has it. Raises ValueError with a reason for each."""
+def _download(name: str, digest: str) -> bytes:
+    """The file from the first of URLS that has it. Raises ValueError with a reason for each."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []
-    for url in urls:
+    for url in URLS:
         try:
             with urlopen(url + name, timeout=SECONDS) as reply:
                 content: bytes = reply.read(MAX_BYTES)

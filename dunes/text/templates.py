@@ -24,22 +24,8 @@ from dunes.files import json_file
 from dunes.text import chat_template
 from dunes.text.tokenizer import Tokenizer
 
-PAIRED = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
-ALONE = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
-"""Alpaca's prompt for tasks without an input; PAIRED is for tasks with one."""
-
-SURROGATE = 0xDC00
-"""First of the lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
-SURROGATES = 1024
-"""Number of these surrogates."""
+SURROGATES = range(0xDC00, 0xE000)
+"""Lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +161,7 @@ class Template(ABC):
     def _text_segments(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
-        text = re.sub("[\udc00-\udfff]{2}", lambda match: [*self.special_tokens][_decode_number(match[0])], text)
+        text = re.sub("[\udc00-\udfff]{2}", lambda match: self._escapes[match[0]], text)
         if text:
             yield Segment(text, trained)
 
@@ -183,16 +169,14 @@ class Template(ABC):
         """The text with each spelling of a special token replaced by two lone surrogates."""
         if match := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"lone surrogate at character {match.start()}; remove it")
-        return self._pattern.sub(lambda match: _encode_number([*self.special_tokens].index(match[0])), text)
+        return self._pattern.sub(lambda match: self._escapes[match[0]], text)
 
-
-def _encode_number(number: int) -> str:
-    return "".join(chr(SURROGATE + digit) for digit in divmod(number, SURROGATES))
-
-
-def _decode_number(surrogates: str) -> int:
-    high, low = (ord(c) - SURROGATE for c in surrogates)
-    return high * SURROGATES + low
+    @cached_property
+    def _escapes(self) -> dict[str, str]:
+        """Two lone surrogates for each special token, and the token for these."""
+        surrogates = (chr(first) + chr(second) for first in SURROGATES for second in SURROGATES)
+        escapes = dict(zip(self.special_tokens, surrogates, strict=False))
+        return escapes | {pair: token for token, pair in escapes.items()}
 
 
 class NamedTemplate(Template):
@@ -246,7 +230,7 @@ class NamedTemplate(Template):
         return {"role": turn.role, "content": self._escape(turn.text), "input": self._escape(turn.input)}
 
     def _spell_out(self, begin: str, end: str) -> str:
-        return self.source.replace("BEGIN", _quote(begin)).replace("END", _quote(end))
+        return self.source.replace("BEGIN", repr(begin)).replace("END", repr(end))  # jinja has Python's escapes
 
 
 class ModelTemplate(Template):
@@ -349,11 +333,6 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 # The named templates
 
 
-def _quote(text: str) -> str:
-    """The text as a jinja string, which has Python's escapes."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
-
-
 def _pair(name: str, *roles: str) -> str:
     """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
     return (
@@ -364,16 +343,14 @@ def _pair(name: str, *roles: str) -> str:
     )
 
 
-def _alpaca(name: str, tail: str) -> str:
-    first, second = (form.split("{instruction}") for form in (PAIRED, ALONE))
-    middle, last = first[1].split("{input}")
-    return (
-        _pair(name) + "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}"
-        "{% elif m['input'] is defined and m['input'] %}"
-        f"{{{{ {_quote(first[0])} + m['content'] + {_quote(middle)} + m['input'] + {_quote(last + tail)} }}}}"
-        f"{{% else %}}{{{{ {_quote(second[0])} + m['content'] + {_quote(second[1] + tail)} }}}}"
-        "{% endif %}{% endfor %}"
-    )
+_ALPACA = (
+    "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}{% else %}"
+    "Below is an instruction that describes a task"
+    "{% if m['input'] %}, paired with an input that provides further context{% endif %}. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{{ m['content'] }}\n\n"
+    "{% if m['input'] %}### Input:\n{{ m['input'] }}\n\n{% endif %}"
+    "### Response:TAIL{% endif %}{% endfor %}"
+)
 
 
 def _open_messages(name: str) -> str:
@@ -426,16 +403,16 @@ _LLAMA2 = (
 )
 
 _WORDS = ("[INST]", "[/INST]")
-_ALL = (
+_TEMPLATES = (
     NamedTemplate("plain", _PLAIN),
-    NamedTemplate("alpaca", _alpaca("alpaca", ""), inputs=True),
-    NamedTemplate("alpaca-newline", _alpaca("alpaca-newline", "\n"), inputs=True),
+    NamedTemplate("alpaca", _pair("alpaca") + _ALPACA.replace("TAIL", ""), inputs=True),
+    NamedTemplate("alpaca-newline", _pair("alpaca-newline") + _ALPACA.replace("TAIL", "\n"), inputs=True),
     NamedTemplate("mistral", _MISTRAL, words=_WORDS),
     NamedTemplate("llama2", _LLAMA2, words=_WORDS),
     NamedTemplate("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     NamedTemplate("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
-TEMPLATES = {template.name: template for template in _ALL}
+TEMPLATES = {template.name: template for template in _TEMPLATES}
 """The named templates, by name."""
 
 
