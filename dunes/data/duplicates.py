@@ -130,8 +130,3 @@ def _first(firsts: list[int], number: int) -> int:
 def _join(firsts: list[int], a: int, b: int) -> None:
     low, high = sorted((_first(firsts, a), _first(firsts, b)))
     firsts[high] = low
-
-
-def text_digests(texts: Iterable[tuple[str, str]]) -> set[bytes]:
-    """Digests of named texts, regardless of their white space."""
-    return {content_digest([text]) for _, text in texts}

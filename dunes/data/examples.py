@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import chain, groupby
+from itertools import chain, cycle, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,20 +154,17 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
     Raises ValueError like `read_records`, and if no record has text.
     """
-    read_text: Callable[[Any], str] | None = None
-    has_text, keys = False, ""
-    for place, row in rows(path, fields):
-        if read_text is None:
-            _, read_text = _at(place, text_reader, row, fields)
-            keys = _keys(row)
+    remaining, has_text = rows(path, fields), False
+    if (first := next(remaining, None)) is None:
+        raise ValueError(f"{path}: {NO_RECORDS}")
+    _, read_text = _at(first[0], text_reader, first[1], fields)
+    for place, row in chain([first], remaining):
         text = _at(place, read_text, row)
         has_text = has_text or bool(text)
         yield place, text
-    if read_text is None:
-        raise ValueError(f"{path}: {NO_RECORDS}")
     if not has_text:
         expected = f"text in {_name_fields(fields)}" if fields else "records with text"
-        raise ValueError(f"{path}: expected {expected}, found {keys}; {NAME_FIELD}")
+        raise ValueError(f"{path}: expected {expected}, found {_keys(first[1])}; {NAME_FIELD}")
 
 
 SHOWN_FIELDS = 20
@@ -445,11 +442,9 @@ MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
     texts = _list(row, "data")
-    sides = ("user", "assistant")
-    for i, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise ValueError(f"data: text {i}: expected a string, found {_type(text)}")
-    return tuple(Turn(sides[i % 2], _encodable("data", text)) for i, text in enumerate(texts))
+    if bad := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
+        raise ValueError(f"data: text {bad[0] + 1}: expected a string, found {_type(texts[bad[0]])}")
+    return tuple(map(Turn, cycle(("user", "assistant")), (_encodable("data", text) for text in texts)))
 
 
 def _plain_text(row: dict[str, Any]) -> Conversation:

@@ -21,7 +21,7 @@ from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, typ
 from dunes.completion.protocol import LineCompleter
 from dunes.data import collect_corpus
 from dunes.data.document import NamedText, document_texts
-from dunes.data.duplicates import content_digest, text_digests
+from dunes.data.duplicates import content_digest
 from dunes.progress import Display, print_table, report, shown_by
 from dunes.text.lines import split_lines
 from dunes.units import plural
@@ -118,7 +118,7 @@ def scored_files(
     Files with the text of a training file, or a digest in `seen`, are left out regardless of white space, and so
     are near-duplicates of training lines unless `all_lines`. Raises ValueError if nothing is left.
     """
-    digests = text_digests(training) | {*seen}
+    digests = {content_digest([text]) for _, text in training} | {*seen}
     unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
     index = LineIndex(() if all_lines else (text for _, text in training))
     files, line_count = [], 0

@@ -79,7 +79,7 @@ class Tokenizer:
         Raises ValueError for an unknown kind, or if the vocabulary is too small for all bytes.
         """
         if kind == "bytes":
-            return cls(_byte_level(library.bpe(_vocab(_ALPHABET), [])))
+            return cls(_byte_level(library.bpe({char: i for i, char in enumerate(_ALPHABET)}, [])))
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
@@ -375,10 +375,6 @@ def _config_for_json(config: dict[str, Any]) -> bytes:
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
-def _vocab(tokens: Iterable[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate(tokens)}
-
-
 def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
@@ -405,8 +401,8 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _char_level(characters: Sequence[str]) -> tokenizers.Tokenizer:
-    model = models.WordLevel(_vocab([*characters, UNKNOWN]), unk_token=UNKNOWN)
-    inner = tokenizers.Tokenizer(model)
+    vocab = {token: i for i, token in enumerate([*characters, UNKNOWN])}
+    inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     inner.pre_tokenizer = _split_chars()
     inner.decoder = decoders.Fuse()
     add_special(inner, SPECIAL)
