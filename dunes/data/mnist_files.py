@@ -99,7 +99,7 @@ def _shape(path: Path, header: bytes) -> list[int]:
         raise ValueError(f"{path}: begins with {start}; expected 000008 and 1 to 8 dimensions (IDX)")
     if len(header) < 4 + 4 * dimensions:
         raise ValueError(f"{path}: ends within its header; download it again")
-    shape = np.frombuffer(header, ">u4", dimensions, 4).tolist()
+    shape: list[int] = np.frombuffer(header, ">u4", dimensions, 4).tolist()
     if math.prod(shape) > MAX_BYTES:
         raise ValueError(f"{path}: the header promises {math.prod(shape):,} bytes; at most {MAX_BYTES:,} are read")
     return shape

@@ -120,10 +120,8 @@ def collect_corpus(
     if not documents:
         names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
-    unread = corpus.notes[SHOWN:]
-    corpus.notes[SHOWN:] = (
-        [f"skipped: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
-    )
+    if unread := corpus.notes[SHOWN:]:
+        corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
     corpus.notes[:0] = describe_records([*documents.values()])
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
@@ -151,7 +149,7 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
     tested = {d.digest for d in test}
     train = [d for d in corpus.train if d.digest not in tested]
-    train, valid, test = ([*sorted(documents, key=_file_order)] for documents in (train, corpus.valid, test))
+    train, valid, test = (sorted(documents, key=_file_order) for documents in (train, corpus.valid, test))
     return replace(corpus, train=train, valid=valid, test=test)
 
 
