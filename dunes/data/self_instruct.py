@@ -296,8 +296,5 @@ class InstructionIndex:
         return bounds
 
 
-def _number_occurrences(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
-    counts: Counter[str] = Counter()
-    for token in tokens:
-        counts[token] += 1
-        yield token, counts[token]
+def _number_occurrences(tokens: Iterable[str]) -> list[tuple[str, int]]:
+    return [(token, number) for token, times in Counter(tokens).items() for number in range(times)]

@@ -146,7 +146,7 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
 
 
 def _write_ids(file: Path, ids: TokenIds) -> None:
-    packed = {"starts": ids.starts, "end": ids.end} if isinstance(ids, PackedText) else {}
+    packed: dict[str, Any] = {"starts": ids.starts, "end": ids.end} if isinstance(ids, PackedText) else {}
     np.savez(file, ids=_id_array(ids), **packed)
 
 
