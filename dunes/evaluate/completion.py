@@ -233,7 +233,7 @@ def score_completer(
 def evaluate_completion(
     folder: Path,
     sources: Sequence[str] = (),
-    options: CompletionOptions = CompletionOptions(),
+    options: CompletionOptions | None = None,
     *,
     files: int | None = None,
     any_base: bool = False,
@@ -246,6 +246,7 @@ def evaluate_completion(
     that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises ValueError for
     an invalid folder or setting, and if there is nothing to score.
     """
+    options = options or CompletionOptions()
     for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}; it must be at least 1")

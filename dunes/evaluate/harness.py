@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,17 +104,15 @@ class Harness(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """The log-likelihood of each text, scored in windows of the model's context without overlap."""
-        windows: list[Question] = []
-        owners: list[int] = []
-        for i, request in enumerate(requests):
+        questions: list[Question] = []
+        stops = []
+        for request in requests:
             ids = self.tok_encode(request.args[0])
             rolling = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
-            windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
-            owners += [i] * (len(windows) - len(owners))
-        logprobs = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            logprobs[owner] += logprob
-        return logprobs
+            questions += [(None, *make_disjoint_window(pair)) for pair in rolling]
+            stops.append(len(questions))
+        logprobs = [logprob for logprob, _ in self._loglikelihood_tokens(questions)]
+        return [sum(logprobs[start:stop], 0.0) for start, stop in pairwise([0, *stops])]
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
         """Answers in the order of the questions; questions that differ only in their last id share a row."""
