@@ -128,7 +128,10 @@ def _json(place: str, data: bytes) -> Any:
 
 def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     _, name, scan = TABLES[suffix]
-    polars = _polars(path, name)
+    try:
+        polars: Any = import_module("polars")
+    except ImportError:
+        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
     try:
         table = getattr(polars, scan)(path.absolute(), glob=False, hive_partitioning=False)
         if columns := [name for name in table.collect_schema().names() if name in fields]:
@@ -145,10 +148,3 @@ def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterat
             message = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be read as {name}: {message}") from None
         raise
-
-
-def _polars(path: Path, name: str) -> Any:
-    try:
-        return import_module("polars")
-    except ImportError:
-        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
