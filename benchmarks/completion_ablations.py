@@ -21,9 +21,8 @@ from dunes.completion.protocol import LineCompleter, Suggestion
 from dunes.completion.search import CompleteOptions
 from dunes.completion.text import FileTokenizer
 from dunes.data import collect_corpus
-from dunes.data.duplicates import document_texts
-from dunes.evaluate.completion_score import CompleterScore, Point
-from dunes.evaluate.scored_lines import ScoredFile, scored_files
+from dunes.data.document import document_texts
+from dunes.evaluate.completion import CompleterScore, Point, ScoredFile, scored_files
 from dunes.generate.copying import LEAST, Candidates, Gate
 from dunes.progress import Display, print_table
 

@@ -17,8 +17,7 @@ from dunes.cli import augment_verb
 from dunes.data import PackedText
 from dunes.evaluate import comparison
 from dunes.evaluate.comparison import Comparison, Measurement, measure_folder
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, require_separate
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, require_separate
 from dunes.runs.augment import augment_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

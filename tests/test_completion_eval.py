@@ -15,10 +15,16 @@ from dunes.completion.keystrokes import FileSuggestions, Typing, fit_threshold, 
 from dunes.completion.protocol import Suggestion
 from dunes.data import collect_corpus
 from dunes.data.duplicates import content_digest
-from dunes.evaluate import completion_report as report
-from dunes.evaluate.completion_report import evaluate_completion
-from dunes.evaluate.completion_score import COPY, CompletionOptions, Point, score_completer
-from dunes.evaluate.scored_lines import LineIndex, scored_files
+from dunes.evaluate import completion as report
+from dunes.evaluate.completion import (
+    COPY,
+    CompletionOptions,
+    LineIndex,
+    Point,
+    evaluate_completion,
+    score_completer,
+    scored_files,
+)
 from dunes.generate.context_index import ContextIndex
 
 CODE = "".join(

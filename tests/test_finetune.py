@@ -40,7 +40,8 @@ ROWS = [{"instruction": question, "input": "", "output": answer} for question, a
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = " ".join(f"{r['instruction']} {r['output']}" for r in ROWS) + templates.ALONE
+    prompt = templates.get_template("alpaca").render((templates.Turn("user", "{instruction}"),))[1].text
+    text = " ".join(f"{r['instruction']} {r['output']}" for r in ROWS) + prompt
     return Tokenizer.train("bpe", [text], 400)
 
 

@@ -19,7 +19,7 @@ from dunes.checkpoint.trained_text import remember_sources, split_documents, tru
 from dunes.completion.store import read_gate, read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
-from dunes.evaluate.score import calibration_ids, evaluation_tokens
+from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens
 from dunes.files.model_file import find_file
 from dunes.models import llama
 from dunes.models.initialise import initialise
@@ -278,7 +278,7 @@ READS = {
 def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign, tmp_path, monkeypatch):
     loaded, read = checkpoint.load(foreign), READS[read]
     with monkeypatch.context() as patch:
-        patch.setattr("dunes.evaluate.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
+        patch.setattr("dunes.evaluate.text_loss.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
         refuses(r"private' as .*pass --trust-sources, or name", read, loaded)
     for trust in (trust_sources, checkpoint.trust_cards):
         with trust():

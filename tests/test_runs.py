@@ -26,8 +26,7 @@ from dunes.checkpoint.architecture import has_own_form
 from dunes.checkpoint.export import export
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
-from dunes.evaluate.score import evaluation_tokens, score_folder
-from dunes.evaluate.text_loss import Score, evaluate
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_folder
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import Display

@@ -380,7 +380,7 @@ def evaluate(
     if unsupported := [f"--{name}" for name, value in of_harness.items() if value is not None]:
         raise ValueError(f"{unsupported[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
-    from dunes.evaluate.score import score_folder
+    from dunes.evaluate.text_loss import score_folder
     from dunes.units import plural
 
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **text)
@@ -392,8 +392,7 @@ def evaluate(
 
 def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lines: bool, **options: Any) -> None:
     from dunes import checkpoint
-    from dunes.evaluate.completion_report import evaluate_completion
-    from dunes.evaluate.completion_score import CompletionOptions
+    from dunes.evaluate.completion import CompletionOptions, evaluate_completion
 
     settings = CompletionOptions(all_lines=all_lines)
     settings = settings if lines is None else replace(settings, lines=lines)

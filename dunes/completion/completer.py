@@ -25,8 +25,8 @@ from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.completion.store import read_gate, read_index, read_sources
 from dunes.completion.text import near_text, without_overlap
 from dunes.data import Document, header_name
-from dunes.data.document import NamedText
-from dunes.data.duplicates import document_texts, text_digests
+from dunes.data.document import NamedText, document_texts
+from dunes.data.duplicates import content_digest
 from dunes.flags import STDLIB
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource
@@ -79,7 +79,7 @@ class FolderCompleter(CompletionEngine):
         """Digests of all training and validation texts; None if they cannot be determined."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
-            return text_digests(document_texts([*corpus.train, *corpus.valid]))
+            return {content_digest([text]) for _, text in document_texts([*corpus.train, *corpus.valid])}
         return None
 
     def test_documents(self) -> list[Document]:

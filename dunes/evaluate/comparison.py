@@ -146,10 +146,8 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
 
 
 def _write_ids(file: Path, ids: TokenIds) -> None:
-    if isinstance(ids, PackedText):
-        np.savez(file, ids=_id_array(ids), starts=ids.starts, end=ids.end)
-    else:
-        np.savez(file, ids=_id_array(ids))
+    packed: dict[str, Any] = {"starts": ids.starts, "end": ids.end} if isinstance(ids, PackedText) else {}
+    np.savez(file, ids=_id_array(ids), **packed)
 
 
 def _read_ids(file: Path) -> TokenIds:

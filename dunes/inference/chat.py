@@ -92,7 +92,7 @@ class ChatModel:
         return True
 
     def _render(self, *talk: Turn) -> None:
-        next(iter(self.template.render([talk], add_generation_prompt=True)))
+        self.template.render(talk, add_generation_prompt=True)
 
 
 @dataclass(frozen=True)

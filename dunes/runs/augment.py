@@ -30,7 +30,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
+from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens, missing_source, require_separate
 from dunes.progress import phase, report, shown_by
 from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural

@@ -25,11 +25,10 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
+from dunes.data.batches import Batch, Batches, collate
 from dunes.data.examples import Example, Record, trained_spans
-from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
-from dunes.evaluate.score import evaluation_tokens
-from dunes.evaluate.text_loss import Score, evaluate, score_batches
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
 from dunes.files.json_file import append_text
 from dunes.flags import option
 from dunes.inference.text_generator import TextGenerator

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
-from dunes.data.document import Document, plain_document
+from dunes.data.document import Document, holds_records, plain_document
 from dunes.data.examples import (
     Example,
     Record,
@@ -25,7 +25,6 @@ from dunes.data.examples import (
     tokenize_records,
 )
 from dunes.data.files import SourceFile, Walk, skipped_line
-from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
 from dunes.data.sources import validation_share
 from dunes.evaluate.text_loss import Score
