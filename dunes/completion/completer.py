@@ -29,7 +29,7 @@ from dunes.data.document import NamedText
 from dunes.data.duplicates import document_texts, text_digests
 from dunes.flags import STDLIB
 from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import TextSource
+from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.packages import step_source
 
 LONGEST = 128
@@ -203,8 +203,7 @@ class CopyNearest:
         """The rest of the line after the match; empty if nothing matches."""
         above = before.encode(errors="replace")
         sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
-        matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
-        (length, positions), text = max(matches, key=lambda match: match[0][0])
+        length, positions, text = longest_match(sources, above[-LONGEST:])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
         typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
         rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dunes.generate.context_index import ContextIndex, last_match
 
-LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Lengths of the matches that are blended, besides the longest."""
 FOLLOWERS = 256
 """Maximum positions of a match that are read."""
@@ -82,8 +82,10 @@ class TextSource(NamedTuple):
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
-        match = self.contexts.longest(context, self.text)
-        return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
+        if not (matches := self.contexts.matches(context)):
+            return 0, []
+        positions = self.contexts.positions(matches[-1], CONTINUATIONS)
+        return matches[-1].length, sorted(positions.tolist(), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,7 @@ class Copies:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
-        length, positions, text = _longest((*sources.near_text, *sources.far_text), context)
+        length, positions, text = longest_match((*sources.near_text, *sources.far_text), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
@@ -203,7 +205,7 @@ class Copies:
 
     def near_match(self, ids: Sequence[int]) -> int:
         """Length in bytes of the longest match of a text in its own file."""
-        return _longest(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
+        return longest_match(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """Last bytes of a text since its last sentinel, with the uncovered typed bytes."""
@@ -213,7 +215,7 @@ class Copies:
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """First ids of the lines after the longest match, with their frequencies."""
-        length, positions, text = _longest(part, context)
+        length, positions, text = longest_match(part, context)
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
@@ -223,7 +225,7 @@ class Copies:
         return Followers(ids, counts / max(1, len(first_ids)), last, length, len(positions))
 
 
-def _longest(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
+def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
     """Longest match of the end of `context`: its length, positions after it, and its text; the first if equal."""
     matches = ((*source.longest(context), source.text) for source in sources)
     return max(matches, key=lambda match: match[0], default=(0, [], b""))
@@ -243,11 +245,11 @@ def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
     """Ids that followed this context in an index."""
-    matches = [*index.matches(context)]
-    if not matches:
+    if not (matches := index.matches(context, LENGTHS)):
         return NONE
-    longest, places = matches[-1], matches[-1].last - matches[-1].first
-    levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > places]
+    *shorter, longest = matches
+    places = longest.last - longest.first
+    levels = [match for match in shorter if match.last - match.first > places]
     next_ids = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
     ids, place = np.unique(np.concatenate(next_ids), return_inverse=True)
     level = np.repeat(np.arange(len(next_ids)), [len(items) for items in next_ids])
