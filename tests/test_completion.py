@@ -18,6 +18,7 @@ from conftest import display, metaspace_tokenizer, refuses, toy, training_output
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
+from dunes.completion import Cancelled, Suggestion
 from dunes.completion import fit as completion_fit
 from dunes.completion import index as completion_index
 from dunes.completion.completer import (
@@ -33,21 +34,20 @@ from dunes.completion.copy_gate import (
     even_share,
     fit_gate,
     places_of,
+    read_gate,
     scored_places,
     text_logprobs,
+    write_gate,
 )
-from dunes.completion.copy_mixture import Mixture
+from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import fit_mixture, right_by_line, typed_files
-from dunes.completion.index import index_texts, named_texts
-from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.index import index_texts, named_texts, read_index, write_index
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
-from dunes.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
-from dunes.generate.remembered import RememberedLogits
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines

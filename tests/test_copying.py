@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dunes.completion.copy_mixture import RememberedLogits, assign_rows
 from dunes.completion.search import Beam, beam_search
 from dunes.generate import PrefixCache, copying, generate, prefix_cache
 from dunes.generate.context_index import ContextIndex, sorted_contexts
@@ -29,7 +30,6 @@ from dunes.generate.copying import (
     mixture_loss,
     top_ids,
 )
-from dunes.generate.remembered import RememberedLogits, assign_rows
 from own_parts import Wrapped
 from small_models import random_model
 
@@ -550,7 +550,7 @@ def test_remembered_logits_are_those_of_the_model(family):
             if chance.random() < 0.3:
                 more = grow(6)
                 found.append(known.after_one(asked[0], more))
-                found += [known.get([*asked[0], *more[: n + 1]]) for n in range(len(more))]
+                found += [known.get([*asked[0], *more[: n + 1]]).logits for n in range(len(more))]
                 asked += [asked[0], *([*asked[0], *more[: n + 1]] for n in range(len(more)))]
             count = len(forwards)
             pairs = zip(found, asked, strict=True)

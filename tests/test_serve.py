@@ -21,8 +21,8 @@ import torch
 
 from conftest import display, eventually, raising, toy
 from dunes.checkpoint import load_with_tokenizer
+from dunes.completion import Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.protocol import Suggestion
 from dunes.completion.search import CompleteOptions
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator

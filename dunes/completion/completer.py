@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +16,13 @@ from dunes.checkpoint.card import read_card
 from dunes.checkpoint.folder import saved_folder
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
-from dunes.completion.cuts import first_line, whole_words
+from dunes.completion import Cancelled, Suggestion
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex
+from dunes.completion.index import TextIndex, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
-from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
-from dunes.completion.store import read_gate, read_index, read_sources
-from dunes.completion.text import near_text, without_overlap
+from dunes.completion.text import first_line, near_text, whole_words, without_overlap
 from dunes.data import Document, header_name
 from dunes.data.document import NamedText
 from dunes.data.duplicates import document_texts, text_digests
@@ -34,6 +33,8 @@ from dunes.generate.packages import step_source
 
 LONGEST = 128
 """Longest match before the cursor, in bytes."""
+FILTERED = 4
+"""Indexes without some files that are cached while there is no model."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
@@ -94,6 +95,7 @@ class CopyCompleter:
 
     def __init__(self, index: TextIndex) -> None:
         self.index, self._open = index, dict[str, str | None]()
+        self._without = lru_cache(FILTERED)(index.without)
 
     @property
     def training_files(self) -> list[tuple[str, str]]:
@@ -111,7 +113,7 @@ class CopyCompleter:
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
-        far = [*self.index.without({name, *self._open}).texts, *sources]
+        far = [*self._without(self.index.names & {name, *self._open}).texts, *sources]
         copied = _copy_line(far, before, after, options)
         room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
         if len(copied.text) > room:

@@ -1,19 +1,29 @@
-"""The gate that mixes a model and its copies, fitted on files that neither has seen."""
+"""The gate that mixes a model and its copies, fitted on files that neither has seen.
+
+`gate.safetensors` and `gate.json` in RUN/completion have a gate, its thresholds and figures. They are written at
+the end of a run.
+"""
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dunes import tree
 from dunes.checkpoint import LoadedModel
+from dunes.completion.index import FOLDER, damage_reported, read_record
 from dunes.completion.text import TokenizedText
+from dunes.files.atomic import write_file
+from dunes.files.model_file import find_file
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
 
 PLACES = 20_000
@@ -38,7 +48,8 @@ FEWEST = 8
 """Minimum positions per text. With fewer, many small files give only positions with little text above, and the
 gate lost 0.17 nats on others (docs/log/completion.md, "Completion of lines: probabilities given what is typed, a
 gate of whole files")."""
-
+FORMAT = 2
+REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 SourcesOf = Callable[[list[int]], Sources]
 """Returns the sources to copy from after these ids of a file."""
@@ -165,3 +176,26 @@ def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> It
             logprobs = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
         yield from logprobs[position - start :]
         position = start + len(logprobs)
+
+
+def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
+    """Write the gate of a run, with the facts fitted and measured with it."""
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
+    write_file(run / FOLDER / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
+
+
+def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
+    """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
+    find_file(run, f"{FOLDER}/gate.safetensors")
+    if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
+        return None
+    with damage_reported(run, "gate", REMEDY):
+        gate = Gate()
+        gate.load_state_dict(load_file(run / FOLDER / "gate.safetensors"))
+        if not all(p.isfinite().all() for p in gate.parameters()):
+            raise ValueError("it has infinite numbers or NaN")
+        thresholds = facts.get("thresholds", {}).values()
+        if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
+            raise ValueError("thresholds that are not finite")
+        return gate.requires_grad_(False), facts

@@ -9,22 +9,29 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
+from dunes.completion import Cancelled, Suggestion
 from dunes.completion.copy_gate import scored_places
-from dunes.completion.copy_mixture import Mixture
-from dunes.completion.cuts import first_line, first_word
-from dunes.completion.index import PARTS, TextIndex, index_texts
-from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.copy_mixture import Mixture, RememberedLogits
+from dunes.completion.index import TextIndex, index_texts
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
-from dunes.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.completion.text import (
+    BELOW,
+    FileTokenizer,
+    fim_form,
+    first_line,
+    first_word,
+    near_text,
+    window,
+    without_overlap,
+)
 from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, join_far
-from dunes.generate.remembered import RememberedLogits
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
 
@@ -36,7 +43,7 @@ MERGED = 3
 """Number of indexes of changed files above which the smaller ones are merged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenFiles:
     """Texts of the files that changed since the index was built, by name (None: deleted), and indexes of them.
     Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
@@ -46,8 +53,7 @@ class OpenFiles:
 
     def far(self, name: str) -> Far:
         """The sources to copy from in these files, except the file `name`."""
-        older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
-        return join_far([index.without(hidden | {name}) for index, hidden in older])
+        return join_far([index.without(index.names - (names - {name})) for names, index in self.parts])
 
 
 class CompletionEngine:
@@ -72,8 +78,6 @@ class CompletionEngine:
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
-        self._sources = lru_cache(PARTS)(self._find_sources)
-        self._indexed = lru_cache(PARTS)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
         """Set the text of the file with this path, after it was opened or changed; None if it was deleted."""
@@ -103,13 +107,11 @@ class CompletionEngine:
 
     def use(self, files: OpenFiles) -> None:
         """Complete lines with these open files from now on."""
-        if files is not self._open:
-            self._open = files
-            self._sources.cache_clear()
+        self._open = files
 
     def index_files(self, files: Sequence[NamedText]) -> None:
         """Index files in advance that the options of the next requests contain."""
-        self._indexed(tuple(files))
+        self.files.recent(index_texts, tuple(files), self.files)
 
     def complete(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
@@ -167,7 +169,7 @@ class CompletionEngine:
             if cancelled():
                 raise Cancelled("nobody waits")
             logits = model.after_one([*window(ids, self.loaded.context_length - 1)])
-            alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
+            alone = self.files.logprobs(logits)
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(LIKELY, len(mixed)))
             pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
@@ -205,18 +207,24 @@ class CompletionEngine:
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
         """The sources to copy from at a cursor between these ids; the same object while the lines are the same."""
-        return self._sources(tuple(above), tuple(below), name, tuple(texts))
+        parts = (tuple(above), tuple(below)) if below else (tuple(above),)
+        return self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
-        """Sources in all files but this one: unchanged files of the index, changed files, and these texts."""
-        parts = [self.index.without({name, *self._open.texts})] if self.index else []
-        return join_far([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
+        """Sources in all files but this one: unchanged files of the index, open files, and these texts."""
+        parts = [self._open.far(name)]
+        if self.index:
+            hidden = self.index.names & {name, *self._open.texts}
+            parts = [self.files.recent(self.index.without, hidden), *parts]
+        if texts:
+            parts.append(self.files.recent(index_texts, tuple(texts), self.files).without())
+        return join_far(parts)
 
     def _find_sources(
-        self, above: tuple[int, ...], below: tuple[int, ...], name: str, texts: tuple[NamedText, ...]
+        self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
+        # The open files, which `far` reads, are an argument for the cache.
         pieces, far = self.files.pieces, self.far(name, texts)
-        parts = [above, below] if below else [above]
         near_texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
         near_ids = [index_ids(part, len(pieces)) for part in parts]
         return Sources(near_ids, far.ids, near_texts, far.texts, self._vocabulary)

@@ -15,14 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import Places, fit_gate, places_of
-from dunes.completion.cuts import file_lines, sample_lines
+from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
-from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
-from dunes.completion.protocol import LineCompleter
-from dunes.completion.store import write_gate, write_index
+from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
+from dunes.completion.keystrokes import FileSuggestions, TypedFile, file_lines, fit_threshold, sample_lines
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus
 from dunes.data.document import NamedText

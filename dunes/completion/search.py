@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dunes.completion.copy_mixture import Mixture
-from dunes.completion.cuts import first_word, whole_words
+from dunes.completion.text import first_word, whole_words
 from dunes.data.document import NamedText
 from dunes.generate.copying import is_word
 from dunes.text.lines import split_lines

@@ -7,10 +7,18 @@ from typing import Literal
 
 import numpy as np
 
-from dunes.completion.cuts import CutPoint, cut_points, first_line, first_word, sample_lines
+from dunes.completion import LineCompleter
 from dunes.completion.fit import Interval, file_means, interval
-from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
-from dunes.completion.protocol import LineCompleter
+from dunes.completion.keystrokes import (
+    CutPoint,
+    FileSuggestions,
+    Typing,
+    cut_points,
+    mean_saved,
+    sample_lines,
+    type_file,
+)
+from dunes.completion.text import first_line, first_word
 from dunes.evaluate.scored_lines import ScoredFile
 from dunes.progress import report
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from dunes.completion.cuts import Line, file_lines
+from dunes.completion.keystrokes import Line, file_lines
 from dunes.data.document import NamedText
 from dunes.data.duplicates import content_digest, text_digests
 from dunes.text.lines import split_lines

@@ -86,7 +86,12 @@ class ContextIndex:
     def _reader(self, size: int) -> Callable[[int], bytes]:
         """A function that returns the `size` bytes before a position, read backwards; fewer at the start."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
-        return lambda position: backwards[(start := end - position * step) : start + size]
+
+        def before(position: int) -> bytes:
+            start = end - position * step
+            return backwards[start : start + size]
+
+        return before
 
     def _narrow(self, match: Match, length: int, key: bytes) -> Match:
         before = self._reader(len(key))
