@@ -719,7 +719,7 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
 
 def test_records_without_names_are_copied_from():
     engine = engine_of([("", CODE), ("", OTHER)])
-    assert len(engine.sources([1]).far[0]) == len(engine.sources([1], name="x.py").far[0]) > 0
+    assert len(engine.sources([1]).far[0].ids) == len(engine.sources([1], name="x.py").far[0].ids) > 0
     copied = copier(("", "alpha = beta\n")).complete("x\nalpha = ")
     assert copied.text == "beta"
 

@@ -233,10 +233,11 @@ def encode(data):
 
 
 def sources_of(near=b"", far=b""):
-    parts = [[index_ids(encode(text), len(PIECES))] if text else [] for text in (near, far)]
-    indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)))
-    data = [[TextSource(near)] if near else [], [indexed] if far else []]
-    return Sources(*parts, *data, Vocabulary(PIECES, encode))
+    near_ids, far_ids = (index_ids(encode(text), len(PIECES)) for text in (near, far))
+    indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)), far_ids)
+    return Sources(
+        [TextSource(near, None, near_ids)] * bool(near), [indexed] * bool(far), Vocabulary(PIECES, encode)
+    )
 
 
 def test_candidates_are_what_any_source_proposes_with_what_each_knows():

@@ -56,8 +56,8 @@ class FolderCompleter(CompletionEngine):
         than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        copied = _copy_line(self.far(name, options.files).texts, before, after, options)
-        ids = self._encode(copied.text.encode())[: options.max_tokens]
+        copied = _copy_line(self.far(name, options.files), before, after, options)
+        ids = self.files.line(copied.text)[: options.max_tokens]
         text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
         if text != copied.text:
             copied = replace(copied, text=whole_words(text), ends_line=False)
@@ -113,7 +113,7 @@ class CopyCompleter:
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
-        far = [*self._without(self.index.names & {name, *self._open}).texts, *sources]
+        far = [self._without(self.index.names & {name, *self._open}), *sources]
         copied = _copy_line(far, before, after, options)
         room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
         if len(copied.text) > room:

@@ -31,7 +31,7 @@ from dunes.completion.text import (
     without_overlap,
 )
 from dunes.data.document import NamedText
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, join_far
+from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
 
@@ -51,9 +51,9 @@ class OpenFiles:
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
 
-    def far(self, name: str) -> Far:
+    def far(self, name: str) -> list[TextSource]:
         """The sources to copy from in these files, except the file `name`."""
-        return join_far([index.without(index.names - (names - {name})) for names, index in self.parts])
+        return [index.without(index.names - (names - {name})) for names, index in self.parts]
 
 
 class CompletionEngine:
@@ -73,7 +73,8 @@ class CompletionEngine:
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
-        self._vocabulary = Vocabulary(self.files.pieces, self._encode)
+        encode = lambda line: self.files.line(line.decode(errors="ignore"))
+        self._vocabulary = Vocabulary(self.files.pieces, encode)
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
@@ -210,27 +211,23 @@ class CompletionEngine:
         parts = (tuple(above), tuple(below)) if below else (tuple(above),)
         return self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
 
-    def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
+    def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
         """Sources in all files but this one: unchanged files of the index, open files, and these texts."""
-        parts = [self._open.far(name)]
+        sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}
-            parts = [self.files.recent(self.index.without, hidden), *parts]
+            sources = [self.files.recent(self.index.without, hidden), *sources]
         if texts:
-            parts.append(self.files.recent(index_texts, tuple(texts), self.files).without())
-        return join_far(parts)
+            sources.append(self.files.recent(index_texts, tuple(texts), self.files).without())
+        return sources
 
     def _find_sources(
         self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
         # The open files, which `far` reads, are an argument for the cache.
-        pieces, far = self.files.pieces, self.far(name, texts)
-        near_texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
-        near_ids = [index_ids(part, len(pieces)) for part in parts]
-        return Sources(near_ids, far.ids, near_texts, far.texts, self._vocabulary)
-
-    def _encode(self, line: bytes) -> tuple[int, ...]:
-        return self.files.line(line.decode(errors="ignore"))
+        pieces = self.files.pieces
+        near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
+        return Sources(near, self.far(name, texts), self._vocabulary)
 
     def _mixture_of(self, width: int) -> Mixture:
         """The mixture for `width` beams. Only a single beam uses a compiled step, whose weights may be rounded."""

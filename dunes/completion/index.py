@@ -24,7 +24,7 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
-from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
+from dunes.generate.copying import DEPTH_BYTES, TextSource
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
@@ -58,15 +58,15 @@ class TextIndex:
         """Names of the files; records have none."""
         return frozenset(file.name for file in self.files if file.name)
 
-    def without(self, hidden: Set[str] = frozenset()) -> Far:
-        """The sources to copy from, without the files of these names, all of them in `names`."""
+    def without(self, hidden: Set[str] = frozenset()) -> TextSource:
+        """The text to copy from, without the files of these names, all of them in `names`."""
         if not hidden:
-            return Far([self.ids], [TextSource(self.text, self.contexts)])
+            return TextSource(self.text, self.contexts, self.ids)
         ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
         places = [(a, b) for a, b in pairwise(ends) if a.name in hidden]
         ids = self.ids.without([(a.start, b.start) for a, b in places])
         contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in places])
-        return Far([ids], [TextSource(self.text, contexts)])
+        return TextSource(self.text, contexts, ids)
 
     def texts(self) -> list[tuple[str, str]]:
         """The name and the text of each file."""

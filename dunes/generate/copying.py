@@ -72,10 +72,11 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text of bytes with the index of its contexts; without an index it is searched from its end."""
+    """A text as bytes, and its ids. Without an index of its contexts, the text is searched from its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
+    ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """Length of the longest match of the end of `context`, and positions after it, the last one first."""
@@ -86,19 +87,6 @@ class TextSource(NamedTuple):
             return 0, []
         positions = self.contexts.positions(matches[-1], CONTINUATIONS)
         return matches[-1].length, sorted(positions.tolist(), reverse=True)
-
-
-@dataclass(frozen=True)
-class Far:
-    """Texts of other files, as ids and as bytes."""
-
-    ids: Sequence[ContextIndex] = ()
-    texts: Sequence[TextSource] = ()
-
-
-def join_far(parts: Sequence[Far]) -> Far:
-    """Concatenate the texts of several sources."""
-    return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
 
 
 @dataclass(frozen=True)
@@ -131,15 +119,10 @@ def is_word(character: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Texts to copy from, as ids and as bytes.
+    """Texts to copy from: `near` has the text above the cursor and the rest of the file, `far` other files."""
 
-    `near` has the text above the cursor and the rest of the file, `far` other files.
-    """
-
-    near: Sequence[ContextIndex]
-    far: Sequence[ContextIndex]
-    near_text: Sequence[TextSource]
-    far_text: Sequence[TextSource]
+    near: Sequence[TextSource]
+    far: Sequence[TextSource]
     vocabulary: Vocabulary
 
     USES: ClassVar[int] = 3
@@ -153,9 +136,10 @@ class Sources:
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, self.USES), np.float32)
-        for index in self.near:
-            uses[:, 0] += np.bincount(index.items, minlength=size)[:size]
-        above = self.near[0].items if self.near else np.zeros(0, np.uint16)
+        near = [source.ids.items for source in self.near if source.ids is not None]
+        for items in near:
+            uses[:, 0] += np.bincount(items, minlength=size)[:size]
+        above = near[0] if near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
         places[above] = np.arange(len(above))  # the last one, if an id occurs again
         uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
@@ -179,9 +163,10 @@ class Copies:
         """Ids that may follow, from all sources and from `top`, the model's most probable ids."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
-        parts = ([followers(index, ids) for index in part] for part in (sources.near, sources.far))
-        by_source = [max(part, key=lambda source: source.length, default=NONE) for part in parts]
-        by_source += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
+        parts = sources.near, sources.far
+        by_part = ([followers(source.ids, ids) for source in part if source.ids is not None] for part in parts)
+        by_source = [max(part, key=lambda source: source.length, default=NONE) for part in by_part]
+        by_source += [self._lines(part, context, rest) for part in parts]
         union = np.unique(np.concatenate([np.array(top, np.int64), *(source.ids for source in by_source)]))
         columns = [column for source in by_source for column in _columns(source, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
@@ -194,7 +179,7 @@ class Copies:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
-        length, positions, text = longest_match((*sources.near_text, *sources.far_text), context)
+        length, positions, text = longest_match((*sources.near, *sources.far), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
@@ -205,7 +190,7 @@ class Copies:
 
     def near_match(self, ids: Sequence[int]) -> int:
         """Length in bytes of the longest match of a text in its own file."""
-        return longest_match(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
+        return longest_match(self.sources.near, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """Last bytes of a text since its last sentinel, with the uncovered typed bytes."""
