@@ -36,7 +36,6 @@ from dunes.completion.copy_gate import (
     places_of,
     read_gate,
     scored_places,
-    text_logprobs,
     write_gate,
 )
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
@@ -48,6 +47,7 @@ from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
+from dunes.generate.decode import text_logprobs
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
@@ -693,7 +693,7 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
 
 
 def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
-    rows = text_logprobs(LOADED, [70] * 100_000)
+    rows = text_logprobs(LOADED.model, [70] * 100_000, CONTEXT)
     assert next(rows).shape == (BPE.vocab,)
     del forwards[:]
     text = FileTokenizer(BPE, True).tokenize(CODE * 100)

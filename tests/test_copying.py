@@ -430,7 +430,7 @@ def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **opt
         lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
         width=width,
-        ends=lambda ids: ids[-1] == end,
+        ends=lambda beam: beam.ids[-1] == end,
         **options,
     )
     assert [beam.total for beam in beams] == sorted((beam.total for beam in beams), reverse=True)
@@ -512,7 +512,7 @@ def test_a_search_is_over_when_its_beams_are_decided():
         prompt,
         width=3,
         max_tokens=9,
-        ends=lambda ids: False,
+        ends=lambda beam: False,
         decided=decided,
     )
     assert beams == seen[-1]

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.completion.index import FOLDER, damage_reported, read_record
 from dunes.completion.text import TokenizedText
 from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
+from dunes.generate.decode import text_logprobs
 
 PLACES = 20_000
 """Maximum number of positions that the gate is fitted on."""
@@ -149,7 +149,7 @@ def scored_places(
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
-    logprobs = text_logprobs(loaded, text.ids, first)
+    logprobs = text_logprobs(loaded.model, text.ids, loaded.context_length, first)
     copied, copies, stale = 0, None, 0
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
         if stop > first and (copies is None or start - copied >= stale):
@@ -160,22 +160,6 @@ def scored_places(
             own = next(logprobs)
             context = text.ids[max(0, place - CONTEXT) : place]
             yield text.ids[place], own, copies.candidates(context, top_ids(own))
-
-
-def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
-    """Log-probabilities (V,) of each of the ids from index `first` >= 1 on.
-
-    Windows overlap by half, so that all ids after the first window have half of the context length before them.
-    """
-    context, model = loaded.context_length, loaded.model
-    half = max(1, context // 2)
-    data, position = torch.tensor(ids[:-1], device=next(model.parameters()).device), first - 1
-    while position < len(data):
-        start = max(0, position - half)
-        with torch.no_grad(), tree.mode(model, False):
-            logprobs = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
-        yield from logprobs[position - start :]
-        position = start + len(logprobs)
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:

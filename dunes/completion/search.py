@@ -107,7 +107,10 @@ class LineSearch:
     def beams(self) -> list[Beam]:
         """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
-        beams = [Beam()] if self.options.width == 1 else self._beam_search()
+        beams = [Beam()]
+        if self.options.width > 1:
+            most, after = min(self.limit, BEAMED), self.mixture.after
+            beams = beam_search(after, self.prompt, self.options.width, most, self.ends, self._is_decided)
         if beams and not self.ends(beams[0]) and self._is_hopeless(beams):  # a user may accept the first word
             beams.sort(key=self._word_logprob, reverse=True)
             best = [self._decode(beam) for beam in beams[:count]]
@@ -139,16 +142,6 @@ class LineSearch:
             total, size, ids = total + logprob, size + len(self.pieces[id]), [*ids, id]
         ends_word = size == end and is_word(text.encode()[-1:])
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
-
-    def _beam_search(self) -> list[Beam]:
-        return beam_search(
-            self.mixture.after,
-            self.prompt,
-            width=self.options.width,
-            max_tokens=min(self.limit, BEAMED),
-            ends=lambda ids: self.ends(Beam(tuple(ids))),
-            decided=self._is_decided,
-        )
 
     def _decode(self, beam: Beam) -> Beam:
         """The beam with greedily decoded ids, until it ends, or has a whole word and is hopeless."""
@@ -243,10 +236,9 @@ class LineSearch:
 def beam_search(
     logprobs: Callable[[Sequence[Sequence[int]]], Sequence[Tensor]],
     prompt: Sequence[int],
-    *,
     width: int,
     max_tokens: int,
-    ends: Callable[[Sequence[int]], bool],
+    ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
     """Beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if nothing may follow.
@@ -260,7 +252,7 @@ def beam_search(
         rows = logprobs([[*prompt, *beam.ids] for beam in beams])
         extended = [b for beam, row in zip(beams, rows, strict=True) for b in _extensions(beam, row, width)]
         extended = sorted(extended, key=lambda beam: -beam.total)[:width]
-        finished += [beam for beam in extended if ends(beam.ids)]
+        finished += filter(ends, extended)
         best = max((beam.total for beam in finished), default=-torch.inf)
         beams = [beam for beam in extended if beam.total > best]
         ranked = sorted([*finished, *beams], key=lambda beam: -beam.total)

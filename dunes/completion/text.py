@@ -14,6 +14,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
 from dunes.data.fim import FILE
 from dunes.generate.copying import is_word
+from dunes.generate.sampling import log_probs
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines, valid_text
 
@@ -77,7 +78,7 @@ class FileTokenizer:
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probabilities (V,) of the tokenizer's ids, on the CPU as the gate is, from a model's logits."""
-        return logits[: len(self.pieces)].float().cpu().log_softmax(-1)
+        return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:
         """The ids of a line or part of a line; a very long one is encoded in pieces."""
