@@ -386,12 +386,12 @@ def test_a_line_without_a_word_is_the_last_choice():
     assert search(b"")._word_logprob(beam(b"a", b"(", b"x")) == -1
     for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", beam(b"\xe6"))]:
         assert search(typed)._word_logprob(empty) == -math.inf
-    assert search(b"")._word_logprob(Beam((engine.files.end,), (-1.0,))) == -math.inf
+    assert search(b"")._word_logprob(Beam((engine.files.tokenizer.eos,), (-1.0,))) == -math.inf
 
 
 def test_an_empty_suggestion_is_as_probable_as_its_line(monkeypatch):
     engine = engine_of([("a.py", CODE)])
-    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam((engine.files.end,), (-1.0,))])
+    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam((engine.files.tokenizer.eos,), (-1.0,))])
     assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1))
 
 

@@ -72,6 +72,7 @@ def test_matches_are_those_of_a_search_for_every_length(depth):
             assert found == [*brute_matches(text, context, depth)]
             longest = max(longest, len(found))
     assert longest == depth, "also of texts longer than the depth"
+    assert ContextIndex(np.full(5000, 70_000), depth=depth).matches([70_000] * 300)[-1].length == depth
 
 
 @pytest.mark.parametrize("depth", [1, 3, 16, 64])

@@ -56,12 +56,12 @@ class FolderCompleter(CompletionEngine):
         than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        copied = _copy_line(self.far(name, options.files), before, after, options)
-        ids = self.files.line(copied.text)[: options.max_tokens]
-        text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
-        if text != copied.text:
-            copied = replace(copied, text=whole_words(text), ends_line=False)
-        return [copied]
+
+        def shorten(text: str) -> str:
+            ids = self.files.line(text)[: options.max_tokens]
+            return b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
+
+        return [_copy_line(self.far(name, options.files), before, after, options, shorten)]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -114,11 +114,8 @@ class CopyCompleter:
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
         far = [self._without(self.index.names & {name, *self._open}), *sources]
-        copied = _copy_line(far, before, after, options)
         room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
-        if len(copied.text) > room:
-            copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
-        return [copied]
+        return [_copy_line(far, before, after, options, lambda text: text[:room])]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
         """The texts of files as given, to pass to `use`."""
@@ -133,13 +130,17 @@ class CopyCompleter:
         return 0.5
 
 
-def _copy_line(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
-    """The copied line, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
+def _copy_line(
+    far: Sequence[TextSource], before: str, after: str, options: CompleteOptions, shorten: Callable[[str], str]
+) -> Suggestion:
+    """The copied line, cut at a stop string and by `shorten`. Raises Cancelled if `options.cancelled()`."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     copied = CopyNearest(far).complete(near_text(before), after)
-    ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
-    return replace(copied, text=copied.text[: min(ends)], ends_line=False) if ends else copied
+    if ends := [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]:
+        copied = replace(copied, text=copied.text[: min(ends)], ends_line=False)
+    text = shorten(copied.text)
+    return copied if text == copied.text else replace(copied, text=whole_words(text), ends_line=False)
 
 
 def name_in_sources(path: Path, folder: Path) -> str:

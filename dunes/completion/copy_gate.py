@@ -26,8 +26,6 @@ from dunes.files.model_file import find_file
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
 from dunes.generate.decode import text_logprobs
 
-PLACES = 20_000
-"""Maximum number of positions that the gate is fitted on."""
 BATCH = 256
 """Positions per step of Adam."""
 RATE = 5e-3
@@ -94,7 +92,7 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
+    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
     """About `most` positions, equally many per text, in chunks spread over each text; None if there are none."""
     random = np.random.default_rng(0)

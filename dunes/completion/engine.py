@@ -5,11 +5,12 @@ The last ids of the typed line are generated again, since a token may continue p
 text behind the cursor comes first in the prompt, as in training, so that a typed character costs about one id.
 """
 
-import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
@@ -134,7 +135,7 @@ class CompletionEngine:
         line, typed = self.files.split_typed(text.ids[text.starts[-1] :])
         # Without text below the line, the continuation is taken as unknown.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
-        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.end]
+        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
@@ -160,26 +161,21 @@ class CompletionEngine:
         """
         before, name = near_text(before), valid_text(name)
         text, size = self.files.tokenize(before + rest, name), len(before.encode())
-        ends = itertools.accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])
-        first = text.starts[0] + next((n for n, end in enumerate(ends) if end > size), len(text.ids))
-        ids, tokens = text.ids[:first], list[dict[str, Any]]()
+        ends = [*accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])]
         copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
-        for id in text.ids[first:]:
+        decode, tokens = lambda id: self.files.pieces[id].decode(errors="replace"), list[dict[str, Any]]()
+        for place in range(text.starts[0] + bisect_right(ends, size), len(text.ids)):
             if cancelled():
                 raise Cancelled("nobody waits")
-            logits = model.after_one([*window(ids, self.loaded.context_length - 1)])
-            alone = self.files.logprobs(logits)
+            ids, id = text.ids[:place], text.ids[place]
+            alone = self.files.logprobs(model.after_one([*window(ids, self.loaded.context_length - 1)]))
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(LIKELY, len(mixed)))
             pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-            alternatives = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in pairs]
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            tokens.append(
-                {"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": alternatives}
-            )
-            ids.append(id)
+            tokens.append({"text": decode(id), **probs, "likely": [[decode(i), prob] for i, prob in pairs]})
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:

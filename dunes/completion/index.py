@@ -24,7 +24,7 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
-from dunes.generate.copying import DEPTH_BYTES, TextSource
+from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
@@ -115,11 +115,10 @@ def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextI
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in texts:
         indexed.append(IndexedFile(name, len(ids), len(data)))
-        ids += [*files.tokenize(text, name).ids, files.end]
+        ids += [*files.tokenize(text, name).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    dtype = np.uint16 if len(files.pieces) <= 1 << 16 else np.uint32
-    contexts = ContextIndex(np.frombuffer(bytes(data), np.uint8), depth=DEPTH_BYTES)
-    return TextIndex(indexed, ContextIndex(np.array(ids, dtype)), bytes(data), contexts)
+    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES)
+    return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 
 def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow_links: bool = False) -> None:

@@ -99,11 +99,6 @@ class LineSearch:
         self.pieces = mixture.files.pieces
         self.limit = min(options.max_tokens or LIMIT * options.lines, room)
 
-    @property
-    def typed(self) -> bytes:
-        """Bytes that the ids must start with."""
-        return self.mixture.copies.typed
-
     def beams(self) -> list[Beam]:
         """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
@@ -135,7 +130,7 @@ class LineSearch:
 
     def logprob(self, beam: Beam, text: str) -> float:
         """Log-probability that this text follows the typed part, and that its last identifier is complete."""
-        total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
+        total, size, end, ids = 0.0, 0, len(self.mixture.copies.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:
                 break
@@ -174,7 +169,7 @@ class LineSearch:
         """The line that repeats the one above with a name replaced, if any, as a beam."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
-        line = self.typed + f"{self.renamed}\n".encode()
+        line = self.mixture.copies.typed + f"{self.renamed}\n".encode()
         ids = self.mixture.copies.sources.vocabulary.encode(line)
         beam = self._score(ids) if b"".join(self.pieces[i] for i in ids) == line else None
         if beam and beam.total < REPEATED:
@@ -222,7 +217,7 @@ class LineSearch:
 
     def _data(self, beam: Beam) -> bytes:
         """Bytes of the ids without the typed part."""
-        return b"".join(self.pieces[i] for i in beam.ids)[len(self.typed) :]
+        return b"".join(self.pieces[i] for i in beam.ids)[len(self.mixture.copies.typed) :]
 
     def _word_logprob(self, beam: Beam) -> float:
         """Log-probability of the first word; -inf without one."""

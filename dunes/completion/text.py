@@ -66,15 +66,10 @@ class FileTokenizer:
         self.ends_word = torch.tensor([not is_word(piece[:1]) for piece in self.pieces])
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
-        self._allowed = lru_cache(256)(self._find_allowed)
+        self.allowed = lru_cache(256)(self._find_allowed)
         self.shorter = lru_cache(256)(self._find_shorter)
         self.recent = lru_cache(RECENT)(lambda make, *arguments: make(*arguments))
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
-
-    @property
-    def end(self) -> int:
-        """The id after a file."""
-        return self.tokenizer.eos
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probabilities (V,) of the tokenizer's ids, on the CPU as the gate is, from a model's logits."""
@@ -99,14 +94,13 @@ class FileTokenizer:
                 return ids[:cut], tail
         return ids, b""
 
-    def allowed(self, typed: bytes) -> Tensor | None:
+    def _find_allowed(self, typed: bytes) -> Tensor | None:
         """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
 
         These ids start with the bytes, or are a prefix of them: the line may be spelled in shorter tokens.
         """
-        return self._allowed(typed) if typed else None
-
-    def _find_allowed(self, typed: bytes) -> Tensor:
+        if not typed:
+            return None
         allowed = torch.zeros(len(self.pieces), dtype=torch.bool)
         begins = lambda piece: piece[: len(typed)]
         first, last = bisect_left(self._sorted, typed, key=begins), bisect_right(self._sorted, typed, key=begins)
