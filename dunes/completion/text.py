@@ -41,7 +41,7 @@ QUOTES = "\"'`"
 _LINE_END = re.compile(r"[\r\n]")
 CACHED_LINES = 1 << 16
 """Lines whose ids are cached: after a keystroke, all but one are the same."""
-RECENT = 8
+RECENT = 12
 """Results of `FileTokenizer.recent` that are cached. A file has four: lines above the cursor, sources to copy
 from, the index without this file, and an index of the request's files."""
 
