@@ -168,21 +168,16 @@ def describe_generation(
 
     `max_tokens` is the limit of new tokens, None if the text was interrupted.
     """
-    count = len(times) - 1
+    count, cache = len(times) - 1, generator.cache
     if count:
-        yield describe_rates(min(prompt, generator.context_length), times) + _describe_form(generator.cache)
+        form = ""
+        if cache and cache.format and cache.cache:
+            form = f", int{cache.format.bits} cache of {format_bytes(cache.cache.nbytes)}"
+        elif cache and cache.step:
+            form = f", compiled with {str(cache.step.dtype).removeprefix('torch.')} weights"
+        yield describe_rates(min(prompt, generator.context_length), times) + form
     if max_tokens is not None and count < max_tokens:
         yield f"the model ended the text after {count} of {plural(max_tokens, 'token')}"
-
-
-def _describe_form(cache: PrefixCache | None) -> str:
-    """Suffix that describes a quantized cache or a compiled step; empty for the plain model."""
-    if cache is not None and cache.format and cache.cache:
-        return f", int{cache.format.bits} cache of {format_bytes(cache.cache.nbytes)}"
-    step = cache.step if cache is not None else None
-    if step is None:
-        return ""
-    return f", compiled with {str(step.dtype).removeprefix('torch.')} weights"
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
