@@ -143,7 +143,8 @@ class Mixture:
         Raises Cancelled.
         """
         self._request += 1
-        self._version += copies.sources is not self._sources or gate is not self.gate
+        if copies.sources is not self._sources or gate is not self.gate:
+            self._version += 1  # all mixtures are outdated
         self._sources, self.copies, self.gate, self._cancelled = copies.sources, copies, gate, cancelled
         self.logits.begin(len(prompt) + room)
         if self.logits.get(prompt) is None:

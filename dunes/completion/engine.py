@@ -165,7 +165,8 @@ class CompletionEngine:
         copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
-        decode, tokens = lambda id: self.files.pieces[id].decode(errors="replace"), list[dict[str, Any]]()
+        decode = partial(bytes.decode, errors="replace")
+        tokens = list[dict[str, Any]]()
         for place in range(text.starts[0] + bisect_right(ends, size), len(text.ids)):
             if cancelled():
                 raise Cancelled("nobody waits")
@@ -175,7 +176,8 @@ class CompletionEngine:
             best = mixed.topk(min(LIKELY, len(mixed)))
             pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            tokens.append({"text": decode(id), **probs, "likely": [[decode(i), prob] for i, prob in pairs]})
+            likely = [[decode(self.files.pieces[i]), prob] for i, prob in pairs]
+            tokens.append({"text": decode(self.files.pieces[id]), **probs, "likely": likely})
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:
@@ -205,7 +207,8 @@ class CompletionEngine:
     ) -> Sources:
         """The sources to copy from at a cursor between these ids; the same object while the lines are the same."""
         parts = (tuple(above), tuple(below)) if below else (tuple(above),)
-        return self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
+        sources: Sources = self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
+        return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
         """Sources in all files but this one: unchanged files of the index, open files, and these texts."""

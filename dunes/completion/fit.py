@@ -182,8 +182,8 @@ def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int
     """About `lines` lines of these files, or of the first files, with the completer's suggestions in them."""
     texts = texts[:lines]
     lines_per_file = math.ceil(lines / max(1, len(texts)))
-    sample = lambda name, text: sample_lines(name, text, file_lines(text), count=lines_per_file)
-    return [(FileSuggestions(completer, name, text), sample(name, text)) for name, text in texts]
+    samples = [sample_lines(name, text, file_lines(text), count=lines_per_file) for name, text in texts]
+    return [(FileSuggestions(completer, *pair), sample) for pair, sample in zip(texts, samples, strict=True)]
 
 
 @dataclass(frozen=True)
