@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.cuts import CutPoint, cut_points
-from dunes.completion.protocol import LineCompleter
+from dunes.completion.keystrokes import CutPoint, cut_points
 from dunes.data.document import document_texts
 from dunes.evaluate.completion import Point, ScoredFile, scored_files
 from dunes.progress import Display

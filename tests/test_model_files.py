@@ -16,7 +16,8 @@ from dunes.checkpoint.folder import open_verified_source, write_card
 from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
-from dunes.completion.store import read_gate, read_index
+from dunes.completion.copy_gate import read_gate
+from dunes.completion.index import read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
 from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens

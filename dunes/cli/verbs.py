@@ -158,8 +158,7 @@ def generate(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.generate.packages import step_source
-        from dunes.inference.text_generator import TextGenerator
-        from dunes.inference.write import describe_generation
+        from dunes.inference.text_generator import TextGenerator, describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
     measure.keep_freed_memory()

@@ -14,11 +14,21 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.cuts import CutPoint, Line, cut_points, file_lines, first_line, first_word, sample_lines
 from dunes.completion.fit import Interval, file_means, interval
-from dunes.completion.keystrokes import FileSuggestions, Typing, mean_saved, type_file
-from dunes.completion.protocol import LineCompleter
+from dunes.completion.keystrokes import (
+    CutPoint,
+    FileSuggestions,
+    Line,
+    Typing,
+    cut_points,
+    file_lines,
+    mean_saved,
+    sample_lines,
+    type_file,
+)
+from dunes.completion.text import first_line, first_word
 from dunes.data import collect_corpus
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest

@@ -25,7 +25,7 @@ from dunes.completion.fit import (
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
-from dunes.inference.write import sample_text
+from dunes.inference.text_generator import sample_text
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
