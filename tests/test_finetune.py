@@ -21,7 +21,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
 from dunes.runs import loop as loop_module
-from dunes.runs import timings as timings_module
+from dunes.runs import run as run_module
 from dunes.runs.augment import augment_folder, history
 from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory, optimizer
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, choose_batch, choose_steps, learning_rate
@@ -566,7 +566,7 @@ def test_validation_may_have_a_file_of_its_own_and_a_leak_that_differs_in_space_
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
     looks = itertools.count()
-    for module in (loop_module, timings_module):
+    for module in (loop_module, run_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())

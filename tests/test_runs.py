@@ -34,7 +34,6 @@ from dunes.progress import Display
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
@@ -213,7 +212,7 @@ def looks(monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     monkeypatch.setattr(run_module, "CLOSING", 0.1)
     looks = itertools.count()
-    for module in (loop_module, timings_module):
+    for module in (loop_module, run_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     return looks
 

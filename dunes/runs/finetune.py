@@ -52,13 +52,13 @@ from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memo
 from dunes.runs.run import (
     FINAL_TOKENS,
     Run,
+    Timings,
     card_facts,
     new_run,
     run_lock,
     set_trainable,
     trainable_state,
 )
-from dunes.runs.timings import Timings
 from dunes.text import templates
 from dunes.train import adamw, cast_frozen
 from dunes.train.loss import next_token_loss

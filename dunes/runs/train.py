@@ -35,8 +35,7 @@ from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
-from dunes.runs.timings import Timings
+from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import muon, scale_rates
