@@ -65,15 +65,12 @@ def augment_folder(
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)
-    with nullcontext() if calibration is None else shown_by(scale=_calibrating):
+    # A change that calibrates takes nearly all of the time.
+    scale = partial(np.interp, xp=(0.0, *CHANGING, 1.0), fp=(0.0, 0.03, 0.9, 1.0))
+    with nullcontext() if calibration is None else shown_by(scale=scale):
         lines = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
         report("written", 1.0)
     return lines
-
-
-def _calibrating(share: float) -> float:
-    """The progress of a change that calibrates, which takes nearly all of the time."""
-    return float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0)))
 
 
 def _spill_into(folder: Path) -> Spill:

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -199,14 +198,8 @@ def unique_tokens(config: TrainConfig, size: int) -> float:
 
 
 def meta_model(config: TrainConfig) -> Decoder:
-    """The model of a config on the meta device."""
-    with torch.device("meta"):
-        return build_model(config)
-
-
-def build_model(config: TrainConfig) -> Decoder:
-    """The model of a config, before the text is tokenized."""
-    return architecture_for(config, vocabulary(config)).build()
+    """The model of a config on the meta device, before the text is tokenized."""
+    return architecture_for(config, vocabulary(config)).outline()
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
@@ -234,12 +227,9 @@ def config_for(config: TrainConfig, vocab: int) -> Any:
     """The family's config of the configured shape, or with about the configured number of parameters.
 
     Embeddings count as parameters. Widths are 32 or multiples of 64, with about one layer for each 64 of width.
+    The widths of experts add up to a dense model's.
     """
-    return _with_experts(_dense_config(config, vocab), config)
-
-
-def _with_experts(dense: Any, config: TrainConfig) -> Any:
-    """A family's config with the run's number of experts, whose widths add up to the same total."""
+    dense = _dense_config(config, vocab)
     if not set(EXPERT_OPTIONS) & config.changed():
         return dense
     count, balance = config.expert_count, {"balance": 0.0} if config.balancing == "bias" else {}
@@ -334,7 +324,7 @@ def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
     shape = Shape(config.batch, config.context_length, autocast_dtype(config))
-    return process_memory(build or partial(build_model, config), shape)
+    return process_memory(build or architecture_for(config, vocabulary(config)).build, shape)
 
 
 def describe_machine(machine: Machine) -> str:

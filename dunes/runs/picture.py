@@ -1,6 +1,7 @@
 """Plots of a run's loss and load of experts, and of a comparison before and after a change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -22,35 +23,29 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
     `records` are lines of metrics.jsonl. `score` is the validation score of the saved weights, from step `step`.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
-    x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
-    axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
-    axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
-    bits = score.bits_per_byte / score.loss if score.loss else 0.0
-    if checks := _checks(records, bits):
-        axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
-    if is_drawable(score.loss):
-        values = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-        label = f"saved: step {step}, {values}"
-        axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats/token")
-    if 0 < bits < inf:
-        conversions: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
-        axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")
-    axes.grid(alpha=0.3)
-    axes.spines[["top"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130)
+    with _figure(path, 8, 4.5) as figure:
+        axes = figure.add_subplot()
+        steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
+        x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
+        axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
+        axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
+        bits = score.bits_per_byte / score.loss if score.loss else 0.0
+        if checks := _checks(records, bits):
+            axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
+        if is_drawable(score.loss):
+            label = f"saved: step {step}, {score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+            axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
+        axes.set(xlabel="step", ylabel="loss, nats/token")
+        if 0 < bits < inf:
+            conversions = (lambda loss: loss * bits, lambda value: value / bits)
+            axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")
+        axes.grid(alpha=0.3)
+        axes.spines[["top"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Plot size, memory and speed of a model after a change, relative to before, as bars in a PNG."""
-    from matplotlib.figure import Figure
-
     a, b = comparison.before, comparison.after
     ratios = {
         "size on disk": b.size / max(1, a.size),
@@ -58,15 +53,24 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         "prefill, tokens/s": b.prefill / a.prefill,
         "decoding, tokens/s": b.decode / a.decode,
     }
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
-    axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.invert_yaxis()
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
-    axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
-    axes.spines[["top", "right"]].set_visible(False)
+    with _figure(path, 8, 3.5) as figure:
+        axes = figure.add_subplot()
+        bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+@contextmanager
+def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure, which is written as a PNG at the end."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     figure.savefig(path, dpi=130)
 
 
@@ -130,12 +134,10 @@ def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
     steps = [r for r in records if (r.get("metrics") or {}).get(LOAD)]
     if not steps:
         return False
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    _draw_loads(figure, [r["metrics"][LOAD] for r in steps])
-    _draw_violations(figure, [r["step"] for r in steps], [r["metrics"][LOAD] for r in steps])
-    figure.savefig(path, dpi=130)
+    loads = [r["metrics"][LOAD] for r in steps]
+    with _figure(path, 10, 4.5) as figure:
+        _draw_loads(figure, loads)
+        _draw_violations(figure, [r["step"] for r in steps], loads)
     return True
 
 

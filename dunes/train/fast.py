@@ -21,7 +21,7 @@ from dunes import tree
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.train.loss import Loss
-from dunes.train.rules import Rule, State, rule_of
+from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
@@ -72,7 +72,7 @@ def fast_run(
 def why_plain(trainer: Trainer) -> str:
     """The reason why this trainer has no compiled form; empty if it has one."""
     if rule_of(trainer.optimizer) is None:
-        return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.rules"
+        return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.optim"
     if trainer.accumulate > 1 or trainer.ranks > 1:
         return "gradients are accumulated over several batches or ranks"
     if any(hasattr(m, name) for m in trainer.model.modules() for name in ("before_step", "after_step")):
