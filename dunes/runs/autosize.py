@@ -116,9 +116,9 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
     Nothing is measured for a complete config. A resumed run's config may be incomplete, as options are measured
     again; dropout and weight decay that were unset then stay unset.
     """
-    given = config.dtype and config.threads and config.size and config.batch and config.context_length
-    regular = not config.complete or None not in (config.dropout, config.weight_decay)
-    if given and (resumed or regular):
+    complete = config.dtype and config.threads and config.size and config.batch and config.context_length
+    regularized = not config.complete or None not in (config.dropout, config.weight_decay)
+    if complete and (resumed or regularized):
         return config if resumed else with_hardware(config), []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
@@ -158,8 +158,8 @@ def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[Train
         sizes = [min(sizes, key=lambda s: abs(s - target))]
     candidates = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
     estimates = [(estimate(each, size, machine), each) for each in candidates]
-    best, fitting = min(estimates, key=lambda pair: pair[0].bits)
-    return fitting, best
+    best, sized = min(estimates, key=lambda pair: pair[0].bits)
+    return sized, best
 
 
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:

@@ -331,9 +331,9 @@ class PaceCheck:
         tokens = fmean([*self.tokens][-len(run.pace) :])
         rate = tokens / fmean(run.pace)
         estimated = config.rate if config.rate and tokens >= SMALL_STEP else 0.0
-        wall, own = perf_counter() - self._start[0], process_time() - self._start[1]
+        wall, processor = perf_counter() - self._start[0], process_time() - self._start[1]
         usable = min(config.threads or 1, _cores())
-        share = own / (wall * usable)
+        share = processor / (wall * usable)
         if rate >= SLOW * estimated if estimated else share >= SLOW or _load() <= _cores():
             return ""
         self.warned = True

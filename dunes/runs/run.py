@@ -38,7 +38,7 @@ METRICS = "metrics.jsonl"
 """The file in a run's folder that has a record for each interval."""
 FORMAT = 2
 """Format version of plan.json."""
-KEPT = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
+STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of a run that its state stores unchanged."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
@@ -388,7 +388,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
-        **{name: getattr(run, name) for name in KEPT},
+        **{name: getattr(run, name) for name in STATE_FIELDS},
     }
 
 
@@ -427,7 +427,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:] = state["schedule"]
         run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
-    for name in (*KEPT, "best", "last"):
+    for name in (*STATE_FIELDS, "best", "last"):
         setattr(run, name, state[name])
     run.timings.seconds.update(state["timings"])
     truncate_metrics(run.folder / METRICS, run.trainer.number)

@@ -213,10 +213,10 @@ def prepare(
         loaded = with_context(base, max(config.context_length, base.context_length))
     optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config, base))
-    built = [p.p for p in dropouts(model)]
+    probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
-        set_dropout(model, [config.dropout] * len(built))
-    return new_run(folder, config, TrainTask(config, tokens, loaded, built, completion), optimizer)
+        set_dropout(model, [config.dropout] * len(probabilities))
+    return new_run(folder, config, TrainTask(config, tokens, loaded, probabilities, completion), optimizer)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:

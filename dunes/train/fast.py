@@ -107,8 +107,8 @@ class Unit:
         options = _compile_options(trainer.device, draws)
         # A code object of its own: torch keeps compiled forms by it, and at most eight.
         plain = Unit._steps
-        own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
-        self._compiled = torch.compile(MethodType(own, self), fullgraph=True, dynamic=False, options=options)
+        copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+        self._compiled = torch.compile(MethodType(copy, self), fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
         start, trainer = perf_counter(), self.trainer
@@ -123,7 +123,7 @@ class Unit:
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
         seconds = (perf_counter() - start) / self.steps
         pairs = zip(rows, scales, means, strict=True)
-        return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, own) for row, scale, own in pairs]
+        return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The compiled function: [loss, count, norm, finite] of each step (K, 4), float64, and its metrics."""
@@ -210,9 +210,9 @@ def _run_units(
             yield step
             trainer.raise_if_diverged(step)
         if len(seconds) == 1 + TIMED_CALLS:
-            own, first = min(seconds[1:]), seconds[0] * unit.steps
-            times = f"{1e3 * own:.2f} ms a step against {1e3 * plain:.2f} plain, after {first:.1f} s of compiling"
-            if own > plain:
+            fast, first = min(seconds[1:]), seconds[0] * unit.steps
+            times = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain, after {first:.1f} s of compiling"
+            if fast > plain:
                 line(f"plain loop: the compiled one takes {times}")
                 return stream
             line(f"compiled loop, {unit.steps} steps in a call: {times}")

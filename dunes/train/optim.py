@@ -93,8 +93,8 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
         if not selected:
-            some = ", ".join(matrices) or "none"
-            raise ValueError(f"{where!r} selects no trainable matrix; the matrices are: {some[:300]}")
+            names = ", ".join(matrices) or "none"
+            raise ValueError(f"{where!r} selects no trainable matrix; the matrices are: {names[:300]}")
         return selected
     tables: set[Tensor] = {p for m in model.modules() if hasattr(m, "embedding_dim") for p in m.parameters()}
     in_blocks: set[Tensor] = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2}
@@ -138,7 +138,7 @@ def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
     params: dict[float, list[Tensor]] = {}
     for p in group["params"]:
         params.setdefault(factors.get(p, 1.0), []).append(p)
-    return [group | {"params": some, "lr": group["lr"] * factor} for factor, some in params.items()]
+    return [group | {"params": members, "lr": group["lr"] * factor} for factor, members in params.items()]
 
 
 class Muon(Optimizer):
