@@ -324,7 +324,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     config, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
     baseline = Baseline(Score(30.0, 10, 10), None, [], "")
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
-    monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(FinetuneTask, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
     assert "warning: no better than the base model" in out

@@ -418,7 +418,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         with run.timings("final validation"):
             if run.best_weights:
                 load_trainable_state(run.model, run.best_weights)
-            score = run.best if interrupted and run.best else run.score(FINAL_TOKENS)
+            score = run.best if interrupted and run.best else run.task.score(FINAL_TOKENS)
             saved_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not interrupted:

@@ -171,6 +171,12 @@ class Run:
     def model(self) -> Decoder:
         return self.task.loaded.model
 
+    @property
+    def hardware(self) -> str:
+        """Dtype, device and threads, as text."""
+        threads = plural(self.config.threads or 1, "thread")
+        return f"{self.config.dtype} on {self.trainer.device.type}, {threads}"
+
     def done(self, step: int) -> float:
         """Progress after this many steps, from 0 to 1."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
@@ -184,10 +190,6 @@ class Run:
         average = timed["steps"] / max(1, number) or timed["first step"]
         return max(0, self.config.steps - number) * (fmean(self.pace) if self.pace else average)
 
-    def score(self, limit: int | None = None) -> Score:
-        """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(limit)
-
     @property
     def closing_seconds(self) -> float:
         """Estimated seconds of the end of the run, with the final validation as fast as the last one."""
@@ -196,7 +198,7 @@ class Run:
     def check(self, limit: int) -> Score:
         """Validate the model on about `limit` tokens, and store its weights if they are the best so far."""
         start = perf_counter()
-        self.last = score = self.score(limit)
+        self.last = score = self.task.score(limit)
         self.seconds_per_token = (perf_counter() - start) / score.tokens
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.

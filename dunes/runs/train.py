@@ -39,7 +39,7 @@ from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, ru
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import muon, scale_rates
-from dunes.units import format_count, plural
+from dunes.units import format_count
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, whose duration must not depend on the machine."""
@@ -285,12 +285,11 @@ class TrainTask:
 
     def begin(self, run: Run) -> list[str]:
         config = self.config
-        assert config.threads, "set by `autosize_run`"
         summary = (
             f"{config.base or config.family}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
-            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
+            f"{run.hardware}; {config.length}"
         )
         return [summary] if self.completion is None else [summary, begin_completion(run.folder, self.completion)]
 
