@@ -18,10 +18,10 @@ import torch
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
-from dunes.child_process import python_command
 from dunes.cores import share_cores
 from dunes.data import PackedText, TokenIds
 from dunes.evaluate.text_loss import evaluate
+from dunes.extra import python_command
 from dunes.generate import PrefixCache, generate
 from dunes.generate.packages import load_step
 from dunes.units import format_bytes

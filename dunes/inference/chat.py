@@ -21,7 +21,7 @@ from dunes.augment import adapter_active, lora
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.folder import LoadedModel, readable_folder
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
-from dunes.child_process import python_command
+from dunes.extra import python_command
 from dunes.files.atomic import write_file
 from dunes.files.trust import cards_trusted
 from dunes.generate import Sampler
