@@ -56,7 +56,7 @@ def train_and_score(config: TrainConfig) -> dict[str, Any]:
     assert config.steps is not None, "set by the caller"
     for _ in islice(train_steps(run), config.steps):
         pass
-    score = run.score()
+    score = run.task.score()
     return {"bits_per_byte": score.bits_per_byte, "loss": score.loss}
 
 

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import dunes
 from dunes import measure
-from dunes.evaluate.completion_report import evaluate_completion
-from dunes.evaluate.completion_score import COPY, CompletionOptions
-from dunes.evaluate.score import score_folder
+from dunes.evaluate.completion import COPY, CompletionOptions, evaluate_completion
+from dunes.evaluate.text_loss import score_folder
 from dunes.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

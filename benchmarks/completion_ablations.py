@@ -12,18 +12,16 @@ from functools import partial
 from pathlib import Path
 
 from dunes import measure
+from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.cuts import cut_points, first_line
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import interval
-from dunes.completion.keystrokes import FileSuggestions
-from dunes.completion.protocol import LineCompleter, Suggestion
+from dunes.completion.keystrokes import FileSuggestions, cut_points
 from dunes.completion.search import CompleteOptions
-from dunes.completion.text import FileTokenizer
+from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import collect_corpus
-from dunes.data.duplicates import document_texts
-from dunes.evaluate.completion_score import CompleterScore, Point
-from dunes.evaluate.scored_lines import ScoredFile, scored_files
+from dunes.data.document import document_texts
+from dunes.evaluate.completion import CompleterScore, Point, ScoredFile, scored_files
 from dunes.generate.copying import LEAST, Candidates, Gate
 from dunes.progress import Display, print_table
 

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from dunes import measure
 from dunes.completion.completer import FolderCompleter
-from dunes.completion.cuts import file_lines
+from dunes.completion.keystrokes import file_lines
 from dunes.completion.search import LIMIT, CompleteOptions
 from dunes.completion.text import near_text, window
 from dunes.progress import print_table

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dunes import measure
+from dunes.completion import Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.cuts import first_line
-from dunes.completion.protocol import Suggestion
+from dunes.completion.text import first_line
 from dunes.progress import print_table
 
 import torch

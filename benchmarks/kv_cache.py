@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from dunes import checkpoint
-from dunes.evaluate.score import evaluation_tokens
+from dunes.evaluate.text_loss import evaluation_tokens
 from dunes.generate import PrefixCache, generate
 from dunes.models import llama
 from dunes.models.initialise import initialise

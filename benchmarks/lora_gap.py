@@ -25,8 +25,7 @@ from dunes import augment, checkpoint, measure, tree
 from dunes.bench import plot
 from dunes.checkpoint import LoadedModel
 from dunes.data import Batches, examples
-from dunes.evaluate import score
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import evaluate, evaluation_tokens
 from dunes.extra import extra
 from dunes.files.json_file import append_record, read_records
 from dunes.parts import Decoder
@@ -125,7 +124,7 @@ def validation_loss(model: Decoder, data: Batches, dtype: torch.dtype) -> float:
 
 def own_text_bits(loaded: LoadedModel, dtype: torch.dtype) -> float:
     """Bits/byte on the base's validation split, in windows spread over it."""
-    return evaluate(loaded, score.evaluation_tokens(loaded)[0], dtype, OWN).bits_per_byte
+    return evaluate(loaded, evaluation_tokens(loaded)[0], dtype, OWN).bits_per_byte
 
 
 @torch.no_grad()

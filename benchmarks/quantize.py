@@ -17,8 +17,7 @@ from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
-from dunes.evaluate.score import calibration_ids
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import calibration_ids, evaluate
 
 import numpy as np
 

@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -45,7 +46,8 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
         list(islice(stream, 5))
         timings: dict[bool, list[float]] = {True: [], False: []}
         blocked = []
-        with Saver(print, strict=True) as saver:
+        with ThreadPoolExecutor(1) as pool:
+            saver = Saver(pool, print, strict=True)
             for _ in range(rounds):
                 for saving in (False, True):
                     start = time.perf_counter()

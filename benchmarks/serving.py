@@ -24,7 +24,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 
 from dunes.completion.completer import FolderCompleter
-from dunes.completion.cuts import file_lines
+from dunes.completion.keystrokes import file_lines
 from dunes.progress import print_table
 
 import numpy as np

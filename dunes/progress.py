@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from dunes.units import format_seconds
@@ -29,7 +28,7 @@ Line = Callable[[str], object]
 """Called with a line of text for the user."""
 Show = Callable[[str, float], object]
 """Called with a description of the current phase and the fraction of the work done."""
-_show: ContextVar[Show | None] = ContextVar("show", default=None)
+_show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 WIDTH = 240
 """Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
@@ -66,9 +65,7 @@ class Display:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.console.is_terminal and not self.quiet:
             self._bar.stop()
 
@@ -114,7 +111,7 @@ class Display:
 @contextmanager
 def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
     """Call `show`, or the outer one, for what is reported inside, with the fraction done on another `scale`."""
-    outer = show or _show.get() or (lambda text, done: None)
+    outer = show or _show.get()
     token = _show.set(lambda text, done: outer(text, scale(done)))
     try:
         yield
@@ -124,14 +121,13 @@ def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda 
 
 def report(text: str, done: float) -> None:
     """Show a description of the current phase and the fraction of the work done."""
-    if (show := _show.get()) is not None:
-        show(text, done)
+    _show.get()(text, done)
 
 
 @contextmanager
 def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
     """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
-    show, reached = _show.get() or (lambda text, done: None), 0.0  # a loop may report from another thread
+    show, reached = _show.get(), 0.0  # a loop may report from another thread
 
     def listen(share: float) -> None:
         nonlocal reached

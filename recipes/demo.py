@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 from dunes.cli.recipe import run_recipe
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.cuts import CutPoint, cut_points
-from dunes.completion.protocol import LineCompleter
-from dunes.data.duplicates import document_texts
-from dunes.evaluate.completion_score import Point
-from dunes.evaluate.scored_lines import ScoredFile, scored_files
+from dunes.completion.keystrokes import CutPoint, cut_points
+from dunes.data.document import document_texts
+from dunes.evaluate.completion import Point, ScoredFile, scored_files
 from dunes.progress import Display
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

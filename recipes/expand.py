@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dunes import checkpoint
 from dunes.cli.recipe import run_recipe
-from dunes.evaluate.score import score_folder
+from dunes.evaluate.text_loss import score_folder
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.runs.train import train

@@ -14,7 +14,7 @@ from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import mixtral
 from dunes.models.initialise import initialise
-from dunes.runs.expert_load import max_violation
+from dunes.runs.picture import max_violation
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, muon
 from dunes.train.loss import next_token_loss

@@ -10,7 +10,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.cli.recipe import run_recipe
 from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
-from dunes.inference.write import sample_text
+from dunes.inference.text_generator import sample_text
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.text import Tokenizer

@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from dunes import measure
 from dunes.cli.main import main
-from dunes.inference.write import sample_text
+from dunes.inference.text_generator import sample_text
 from dunes.ops.float32_products import repeat_choice
 from dunes.progress import Display
 from dunes.runs.train import train

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conftest import refuses
-from dunes.completion.protocol import Suggestion
+from dunes.completion import Suggestion
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

@@ -12,13 +12,12 @@ import torch
 from conftest import change_json, display, refuses, write_programs
 from dunes import checkpoint
 from dunes.augment.options import Quantize
-from dunes.child_process import python_command
 from dunes.cli import augment_verb
 from dunes.data import PackedText
 from dunes.evaluate import comparison
 from dunes.evaluate.comparison import Comparison, Measurement, measure_folder
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, require_separate
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, require_separate
+from dunes.extra import python_command
 from dunes.runs.augment import augment_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

@@ -18,6 +18,7 @@ from conftest import display, metaspace_tokenizer, refuses, toy, training_output
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
+from dunes.completion import Cancelled, Suggestion
 from dunes.completion import fit as completion_fit
 from dunes.completion import index as completion_index
 from dunes.completion.completer import (
@@ -33,21 +34,20 @@ from dunes.completion.copy_gate import (
     even_share,
     fit_gate,
     places_of,
+    read_gate,
     scored_places,
-    text_logprobs,
+    write_gate,
 )
-from dunes.completion.copy_mixture import Mixture
+from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import fit_mixture, right_by_line, typed_files
-from dunes.completion.index import index_texts, named_texts
-from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.index import index_texts, named_texts, read_index, write_index
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
-from dunes.completion.store import read_gate, read_index, write_gate, write_index
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
 from dunes.generate.copying import Copies, Gate
-from dunes.generate.remembered import RememberedLogits
+from dunes.generate.decode import text_logprobs
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines
@@ -386,12 +386,12 @@ def test_a_line_without_a_word_is_the_last_choice():
     assert search(b"")._word_logprob(beam(b"a", b"(", b"x")) == -1
     for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", beam(b"\xe6"))]:
         assert search(typed)._word_logprob(empty) == -math.inf
-    assert search(b"")._word_logprob(Beam((engine.files.end,), (-1.0,))) == -math.inf
+    assert search(b"")._word_logprob(Beam((engine.files.tokenizer.eos,), (-1.0,))) == -math.inf
 
 
 def test_an_empty_suggestion_is_as_probable_as_its_line(monkeypatch):
     engine = engine_of([("a.py", CODE)])
-    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam((engine.files.end,), (-1.0,))])
+    monkeypatch.setattr(LineSearch, "beams", lambda self: [Beam((engine.files.tokenizer.eos,), (-1.0,))])
     assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1))
 
 
@@ -693,7 +693,7 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
 
 
 def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
-    rows = text_logprobs(LOADED, [70] * 100_000)
+    rows = text_logprobs(LOADED.model, [70] * 100_000, CONTEXT)
     assert next(rows).shape == (BPE.vocab,)
     del forwards[:]
     text = FileTokenizer(BPE, True).tokenize(CODE * 100)
@@ -719,7 +719,7 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
 
 def test_records_without_names_are_copied_from():
     engine = engine_of([("", CODE), ("", OTHER)])
-    assert len(engine.sources([1]).far[0]) == len(engine.sources([1], name="x.py").far[0]) > 0
+    assert len(engine.sources([1]).far[0].ids) == len(engine.sources([1], name="x.py").far[0].ids) > 0
     copied = copier(("", "alpha = beta\n")).complete("x\nalpha = ")
     assert copied.text == "beta"
 

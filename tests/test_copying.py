@@ -1,6 +1,5 @@
 """Copying and beam search: what followed a context before, its blend with a model, and the most probable line."""
 
-import itertools
 import math
 import random
 from collections import Counter
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from dunes.completion.copy_mixture import RememberedLogits, assign_rows
 from dunes.completion.search import Beam, beam_search
 from dunes.generate import PrefixCache, copying, generate, prefix_cache
 from dunes.generate.context_index import ContextIndex, sorted_contexts
@@ -30,7 +30,6 @@ from dunes.generate.copying import (
     mixture_loss,
     top_ids,
 )
-from dunes.generate.remembered import RememberedLogits, assign_rows
 from own_parts import Wrapped
 from small_models import random_model
 
@@ -69,10 +68,11 @@ def test_matches_are_those_of_a_search_for_every_length(depth):
         for _ in range(4):
             start = chance.randrange(len(text) + 1)
             context = text[: start + 1] + random_text(chance, alphabet, chance.randrange(3))
-            found = [(m.length, {*index.positions(m).tolist()}) for m in index.matches(context)]
+            found = [(m.length, {*index.positions(m).tolist()}) for m in index.matches(context, range(1, depth))]
             assert found == [*brute_matches(text, context, depth)]
             longest = max(longest, len(found))
     assert longest == depth, "also of texts longer than the depth"
+    assert ContextIndex(np.full(5000, 70_000), depth=depth).matches([70_000] * 300)[-1].length == depth
 
 
 @pytest.mark.parametrize("depth", [1, 3, 16, 64])
@@ -88,13 +88,13 @@ def test_the_order_is_that_of_reversed_contexts(depth):
 def test_a_known_order_is_used_and_zeros_before_the_text_match_nothing():
     text = np.array([0, 0, 0, 1], np.uint8)
     index = ContextIndex(text, depth=8)
-    assert [m.length for m in index.matches([0] * 8)] == [1, 2, 3]
-    assert [*ContextIndex(text, index.order, 8).matches([0])] == [*index.matches([0])]
-    assert [*index.matches([])] == [*index.matches([7])] == []
+    assert [m.length for m in index.matches([0] * 8, range(1, 8))] == [1, 2, 3]
+    assert ContextIndex(text, index.order, 8).matches([0]) == index.matches([0]) != []
+    assert index.matches([]) == index.matches([7]) == []
     empty = ContextIndex(text[:0])
     assert len(empty) == 0
-    assert [*empty.matches([1])] == []
-    assert len(sorted_contexts(np.zeros(5, np.uint32), 5)) == 0
+    assert empty.matches([1]) == []
+    assert len(sorted_contexts(np.zeros(0, np.uint32), 5)) == 0
 
 
 def test_without_ranges_no_position_in_them_is_found():
@@ -107,13 +107,13 @@ def test_without_ranges_no_position_in_them_is_found():
         assert part.order.tolist() == [p for p in index.order.tolist() if p not in hidden]
         context = random_text(chance, alphabet, 6)
         expected = [(n, rest) for n, p in brute_matches(text, context, 12) if (rest := p - hidden)]
-        assert [(m.length, {*part.positions(m).tolist()}) for m in part.matches(context)] == expected
+        assert [(m.length, {*part.positions(m).tolist()}) for m in part.matches(context, range(1, 12))] == expected
         assert len(index.order) == len(text), "the index itself is as it was"
 
 
 def test_at_most_about_so_many_positions_are_spread_over_a_match():
     index = ContextIndex(np.zeros(1000, np.uint8))
-    (match,) = itertools.islice(index.matches([0]), 1)
+    (match,) = index.matches([0])
     assert len(index.positions(match)) == 999
     few = index.positions(match, 10).tolist()
     assert 10 <= len(few) < 20
@@ -121,19 +121,21 @@ def test_at_most_about_so_many_positions_are_spread_over_a_match():
     assert max(few) - min(few) > 800
 
 
-def test_the_longest_match_of_bytes_is_the_last_one_of_all_lengths():
+def test_the_longest_match_is_the_last_one_of_all_lengths():
     longest = 0
     for chance, alphabet, text in texts(400, seed=8):
-        text, alphabet = [i % 256 for i in text], [i % 256 for i in alphabet[:300]]
-        index = ContextIndex(np.array(text, np.uint8), depth=chance.choice([1, 5, 64]))
-        hidden = sorted(chance.randrange(len(text) + 1) for _ in range(2))
-        for part in (index, index.without([(hidden[0], hidden[1])])):
+        dtype, size = chance.choice([(np.uint8, 256), (np.uint16, 1 << 16), (np.uint32, (1 << 32) - 1)])
+        text, alphabet = [i % size for i in text], [i % size for i in alphabet[:300]]
+        depth, hidden = chance.choice([1, 5, 64]), sorted(chance.randrange(len(text) + 1) for _ in range(2))
+        index = ContextIndex(np.array(text, dtype), depth=depth)
+        for part, cut in ((index, range(0)), (index.without([(hidden[0], hidden[1])]), range(*hidden))):
             for _ in range(4):
                 start = text[: chance.randrange(len(text) + 1)]
                 context = start + random_text(chance, alphabet, chance.randrange(3))
-                *_, expected = (0, 0, 0), *part.matches(context)
-                assert part.longest(bytes(context), bytes(text)) == expected
-                longest = max(longest, expected[0])
+                expected = [n for n, p in brute_matches(text, context, depth) if p - {*cut}]
+                matches = part.matches(bytes(context) if size == 256 else context)
+                assert [match.length for match in matches] == expected[-1:]
+                longest = max(longest, *expected, 0)
     assert longest > 20
 
 
@@ -232,10 +234,11 @@ def encode(data):
 
 
 def sources_of(near=b"", far=b""):
-    parts = [[index_ids(encode(text), len(PIECES))] if text else [] for text in (near, far)]
-    indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)))
-    data = [[TextSource(near)] if near else [], [indexed] if far else []]
-    return Sources(*parts, *data, Vocabulary(PIECES, encode))
+    near_ids, far_ids = (index_ids(encode(text), len(PIECES)) for text in (near, far))
+    indexed = TextSource(far, ContextIndex(np.frombuffer(far, np.uint8)), far_ids)
+    return Sources(
+        [TextSource(near, None, near_ids)] * bool(near), [indexed] * bool(far), Vocabulary(PIECES, encode)
+    )
 
 
 def test_candidates_are_what_any_source_proposes_with_what_each_knows():
@@ -428,7 +431,7 @@ def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **opt
         lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)],
         prompt,
         width=width,
-        ends=lambda ids: ids[-1] == end,
+        ends=lambda beam: beam.ids[-1] == end,
         **options,
     )
     assert [beam.total for beam in beams] == sorted((beam.total for beam in beams), reverse=True)
@@ -510,7 +513,7 @@ def test_a_search_is_over_when_its_beams_are_decided():
         prompt,
         width=3,
         max_tokens=9,
-        ends=lambda ids: False,
+        ends=lambda beam: False,
         decided=decided,
     )
     assert beams == seen[-1]
@@ -549,7 +552,7 @@ def test_remembered_logits_are_those_of_the_model(family):
             if chance.random() < 0.3:
                 more = grow(6)
                 found.append(known.after_one(asked[0], more))
-                found += [known.get([*asked[0], *more[: n + 1]]) for n in range(len(more))]
+                found += [known.get([*asked[0], *more[: n + 1]]).logits for n in range(len(more))]
                 asked += [asked[0], *([*asked[0], *more[: n + 1]] for n in range(len(more)))]
             count = len(forwards)
             pairs = zip(found, asked, strict=True)

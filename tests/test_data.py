@@ -32,8 +32,8 @@ from dunes.data import (
     shards,
     token_shard,
 )
+from dunes.data.batches import shuffle_index
 from dunes.data.document import BLOCK, GIANT
-from dunes.data.windows import shuffle_index
 from dunes.progress import shown_by
 from dunes.text import Tokenizer
 

@@ -29,8 +29,8 @@ from dunes import checkpoint
 from dunes.augment import apply_change, attach, quantize
 from dunes.bench import BENCHMARKS
 from dunes.cli.main import main
+from dunes.data.batches import Rows
 from dunes.data.mnist_files import drawn_digits
-from dunes.data.windows import Rows
 from dunes.models import mistral
 from dunes.models.initialise import initialise
 from dunes.models.mnist import mlp

@@ -14,7 +14,7 @@ from dunes.augment import apply_change, quantize, undo_change
 from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
 from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
-from dunes.evaluate.score import calibration_ids
+from dunes.evaluate.text_loss import calibration_ids
 from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary

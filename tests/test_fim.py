@@ -30,10 +30,8 @@ from dunes.data import (
     token_shard,
 )
 from dunes.data.fim import draw_middle, find_headers, sentinels
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, score_folder
-from dunes.evaluate.text_loss import evaluate
-from dunes.inference.text_generator import TextGenerator
-from dunes.inference.write import sample_text
+from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, score_folder
+from dunes.inference.text_generator import TextGenerator, sample_text
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
 from dunes.runs.train import TrainTask, train

@@ -21,7 +21,7 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
 from dunes.runs import loop as loop_module
-from dunes.runs import timings as timings_module
+from dunes.runs import run as run_module
 from dunes.runs.augment import augment_folder, history
 from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory, optimizer
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, choose_batch, choose_steps, learning_rate
@@ -40,7 +40,8 @@ ROWS = [{"instruction": question, "input": "", "output": answer} for question, a
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    text = " ".join(f"{r['instruction']} {r['output']}" for r in ROWS) + templates.ALONE
+    prompt = templates.get_template("alpaca").render((templates.Turn("user", "{instruction}"),))[1].text
+    text = " ".join(f"{r['instruction']} {r['output']}" for r in ROWS) + prompt
     return Tokenizer.train("bpe", [text], 400)
 
 
@@ -324,7 +325,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     config, folder = asked(base, examples, method=method, steps=6), tmp_path / "run"
     baseline = Baseline(Score(30.0, 10, 10), None, [], "")
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
-    monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(FinetuneTask, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
     out = finetuned(config, folder)
     assert "warning: no better than the base model" in out
@@ -566,7 +567,7 @@ def test_validation_may_have_a_file_of_its_own_and_a_leak_that_differs_in_space_
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
     looks = itertools.count()
-    for module in (loop_module, timings_module):
+    for module in (loop_module, run_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())

@@ -28,7 +28,7 @@ from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama3, llama_cpp, sentencepiece, templates
+from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama_cpp, ranked_bpe, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
@@ -460,7 +460,7 @@ def byte_level(name):
 
 FOREIGN = {
     **{name: partial(byte_level, name) for name in PATTERNS},
-    "llama 3": lambda: Tokenizer(llama3.convert(ranked(ranks()))),
+    "llama 3": lambda: Tokenizer(ranked_bpe.convert_llama3(ranked(ranks()))),
     "sentencepiece": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs"))),
     "no prefix": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs, no prefix"))),
     "symbols": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs, symbols"))),

@@ -16,10 +16,11 @@ from dunes.checkpoint.folder import open_verified_source, write_card
 from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
-from dunes.completion.store import read_gate, read_index
+from dunes.completion.copy_gate import read_gate
+from dunes.completion.index import read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
-from dunes.evaluate.score import calibration_ids, evaluation_tokens
+from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens
 from dunes.files.model_file import find_file
 from dunes.models import llama
 from dunes.models.initialise import initialise
@@ -278,7 +279,7 @@ READS = {
 def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign, tmp_path, monkeypatch):
     loaded, read = checkpoint.load(foreign), READS[read]
     with monkeypatch.context() as patch:
-        patch.setattr("dunes.evaluate.score.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
+        patch.setattr("dunes.evaluate.text_loss.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
         refuses(r"private' as .*pass --trust-sources, or name", read, loaded)
     for trust in (trust_sources, checkpoint.trust_cards):
         with trust():

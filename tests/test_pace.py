@@ -9,8 +9,8 @@ import pytest
 
 from conftest import display, toy, training_output
 from dunes.runs import finetune_data
-from dunes.runs import pace as module
-from dunes.runs.pace import PaceCheck
+from dunes.runs import loop as module
+from dunes.runs.loop import PaceCheck
 from dunes.runs.run import read_metrics
 from dunes.runs.train import train
 

@@ -13,8 +13,8 @@ from torch import nn
 from conftest import refuses
 from dunes import augment, tree
 from dunes.checkpoint import LoadedModel
-from dunes.data import Batches, Example, PackedText, Windows, packing
-from dunes.data.packing import best_fit, collate
+from dunes.data import Batches, Example, PackedText, Windows, batches
+from dunes.data.batches import best_fit, collate
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
@@ -147,12 +147,12 @@ def test_in_float32_too():
 
 
 def broken_parts(monkeypatch, change):
-    original = packing._row
+    original = batches._row
 
     def row(examples, context):
         return np.stack(change(*original(examples, context).copy(), examples))
 
-    monkeypatch.setattr(packing, "_row", row)
+    monkeypatch.setattr(batches, "_row", row)
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -187,7 +187,7 @@ def test_a_target_across_an_edge_is_seen(monkeypatch):
         targets = np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE)
         return np.stack([ids[:-1], targets, positions[:-1]])
 
-    monkeypatch.setattr(packing, "_row", shifted)
+    monkeypatch.setattr(batches, "_row", shifted)
     with pytest.raises(AssertionError):
         differs("llama")
 

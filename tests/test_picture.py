@@ -11,7 +11,7 @@ from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
 from dunes.runs.run import Run, read_metrics
 from dunes.runs.tensorboard import read_samples
-from dunes.runs.train import train
+from dunes.runs.train import TrainTask, train
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_means_are_of_what_lies_on_both_sides():
 def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
     """Validation is best at the first check."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
-    monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     best = {}
     real_check = Run.check
 

@@ -14,7 +14,7 @@ from dunes.augment.options import Prune
 from dunes.checkpoint.export import export
 from dunes.cli import verbs
 from dunes.cli.augment_verb import COMMANDS
-from dunes.evaluate.score import calibration_ids
+from dunes.evaluate.text_loss import calibration_ids
 from dunes.runs.augment import augment_folder, quantize_folder
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig

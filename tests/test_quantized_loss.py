@@ -11,8 +11,7 @@ from dunes.augment import apply_change
 from dunes.augment.calibrate import calibration_tokens
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trust_sources
-from dunes.evaluate.score import calibration_ids, evaluation_tokens
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens
 
 __all__ = ["characters"]  # a fixture
 INT8, NF4, INT4, INT3 = ({"kind": kind} for kind in ("int8", "nf4", "int4", "int3"))

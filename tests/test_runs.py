@@ -26,15 +26,13 @@ from dunes.checkpoint.architecture import has_own_form
 from dunes.checkpoint.export import export
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
-from dunes.evaluate.score import evaluation_tokens, score_folder
-from dunes.evaluate.text_loss import Score, evaluate
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_folder
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import Display
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs import timings as timings_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
@@ -213,7 +211,7 @@ def looks(monkeypatch):
     """Time here is how often somebody looked at the clock, so that no machine is too slow."""
     monkeypatch.setattr(run_module, "CLOSING", 0.1)
     looks = itertools.count()
-    for module in (loop_module, timings_module):
+    for module in (loop_module, run_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     return looks
 
@@ -565,7 +563,7 @@ def test_several_checks_above_the_best_are_a_warning():
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     """Validation that is best at the first check and worse ever after."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
-    monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(train_module.TrainTask, "score", lambda self, limit=None: next(scores))
     kept = {}
     real = run_module.Run.check
 
@@ -588,7 +586,7 @@ def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeyp
     """Validation is best at step 25 and rises from then on; the fourth one after it is at step 150."""
     bits = (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)
     scores = iter([Score(1e3 * b, 10, 10) for b in (*bits[:7], bits[7], bits[7])])
-    monkeypatch.setattr(run_module.Run, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(train_module.TrainTask, "score", lambda self, limit=None: next(scores))
     (show, out), folder = display(), tmp_path / "run"
     assert train(toy(code, steps=None, minutes=60, compile="off"), folder, show) == 0
     assert len(read_metrics(folder / "metrics.jsonl")) == 150

@@ -21,8 +21,8 @@ import torch
 
 from conftest import display, eventually, raising, toy
 from dunes.checkpoint import load_with_tokenizer
+from dunes.completion import Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
-from dunes.completion.protocol import Suggestion
 from dunes.completion.search import CompleteOptions
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator
@@ -1008,7 +1008,7 @@ def test_a_small_change_among_many_open_files_is_indexed_alone(run):
         sizes.append([len(index.text) for _, index in completer._open.parts])
     assert all(len(part) <= 5 for part in sizes)
     assert all(part[0] == sizes[0][0] for part in sizes), "the large one is not made again"
-    copied = lambda before: CopyNearest(completer.far("new.py").texts).complete(before).text
+    copied = lambda before: CopyNearest(completer.far("new.py")).complete(before).text
     for i in range(12):
         assert copied(f"x = later_call_{i}") == "(2)"
     assert copied("y = changed_") == "11(3)"

@@ -14,7 +14,7 @@ import tokenizers
 
 from conftest import change_json, refuses
 from dunes.checkpoint import LoadedModel
-from dunes.text import DecodeStream, Tokenizer, llama3, sentencepiece, tekken
+from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
@@ -57,7 +57,7 @@ def trained(name):
 @cache
 def shipped(name):
     """A file of mistral_common, converted."""
-    convert = tekken.convert if name in TEKKEN else sentencepiece.convert
+    convert = ranked_bpe.convert_tekken if name in TEKKEN else sentencepiece.convert
     return Tokenizer(convert((DATA / name).read_bytes()))
 
 
@@ -143,7 +143,7 @@ def small_tekken(**changes):
 
 
 def test_a_word_spelled_like_a_special_token_is_plain_text_where_the_pattern_leaves_it_whole():
-    ours = Tokenizer(tekken.convert(json.dumps(small_tekken()).encode()))
+    ours = Tokenizer(ranked_bpe.convert_tekken(json.dumps(small_tekken()).encode()))
     assert ours.encode("</s>") == [4 + b for b in b"</s>"]
     assert not {0, 1, 2, 3} & set(ours.encode("</s> <s> hello<s> <unk> <SPECIAL_3>"))
     assert ours.encode("hello") == [4 + 259]
@@ -634,12 +634,12 @@ def ranked(tokens):
 
 def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
-    names = {t: len(ranks()) + i for i, t in enumerate(llama3.SPECIAL)}
+    names = {t: len(ranks()) + i for i, t in enumerate(ranked_bpe.LLAMA3_SPECIAL)}
     assert len(names) == 256
     known = {"begin_of_text": 0, "end_of_text": 1, "start_header_id": 6, "end_header_id": 7, "eot_id": 9}
     assert all(names[f"<|{t}|>"] == len(ranks()) + i for t, i in known.items())
     theirs = tiktoken.Encoding(
-        "llama3", pat_str=llama3.PATTERN, special_tokens=names,
+        "llama3", pat_str=ranked_bpe.LLAMA3_PATTERN, special_tokens=names,
         mergeable_ranks={t: i for i, t in enumerate(ranks())},
     )  # fmt: skip
     ours = Tokenizer.load(folder(tmp_path, "tokenizer.model", ranked(ranks())))

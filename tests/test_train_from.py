@@ -18,8 +18,7 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.export import export
 from dunes.checkpoint.source import open_source
-from dunes.evaluate.score import evaluation_tokens
-from dunes.evaluate.text_loss import evaluate
+from dunes.evaluate.text_loss import evaluate, evaluation_tokens
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
 from dunes.runs.autosize import memory_advice

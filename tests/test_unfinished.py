@@ -21,7 +21,7 @@ from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import decide_change, make_change
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.evaluate import comparison
-from dunes.evaluate.score import calibration_ids
+from dunes.evaluate.text_loss import calibration_ids
 from dunes.progress import shown_by
 from dunes.runs import augment
 from dunes.runs.augment import augment_folder, undo_folder

@@ -15,15 +15,13 @@ from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
-from dunes.completion import completer
+from dunes.completion import Suggestion, completer
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.protocol import Suggestion
 from dunes.completion.search import Beam, LineSearch
 from dunes.generate import Token
 from dunes.inference import text_generator
 from dunes.inference.sampling_options import SamplingOptions
-from dunes.inference.text_generator import TextGenerator
-from dunes.inference.write import describe_rates
+from dunes.inference.text_generator import TextGenerator, describe_rates
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
@@ -109,7 +107,7 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
 
 @pytest.mark.parametrize("end", ["", "\n", "\r\n", "\r", "\n\n", "\r\nmore", "\r\r\n"])
 def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
-    monkeypatch.setattr("dunes.generate.remembered.RememberedLogits.begin", lambda self, length: None)
+    monkeypatch.setattr("dunes.completion.copy_mixture.RememberedLogits.begin", lambda self, length: None)
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
         engine = CompletionEngine(LoadedModel(None, tokenizer, 64))
         ids = [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos]

@@ -11,7 +11,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.bench.subject import Setting, Subject, of_folder, of_shape
-from dunes.child_process import python_command
+from dunes.extra import python_command
 from dunes.measure import Allocations
 from dunes.models import FAMILIES
 from dunes.runs import memory

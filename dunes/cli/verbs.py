@@ -163,8 +163,7 @@ def generate(
     with _quick_imports():
         from dunes import checkpoint, measure
         from dunes.generate.packages import step_source
-        from dunes.inference.text_generator import TextGenerator
-        from dunes.inference.write import describe_generation
+        from dunes.inference.text_generator import TextGenerator, describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
     measure.keep_freed_memory()
@@ -385,7 +384,7 @@ def evaluate(
     if unsupported := [f"--{name}" for name, value in of_harness.items() if value is not None]:
         raise ValueError(f"{unsupported[0]} applies to tasks; select them with --tasks")
     from dunes import checkpoint
-    from dunes.evaluate.score import score_folder
+    from dunes.evaluate.text_loss import score_folder
     from dunes.units import plural
 
     score, files = score_folder(checkpoint.locate_model(model).folder, sources, any_base, **text)
@@ -397,8 +396,7 @@ def evaluate(
 
 def _completion(model: str, sources: tuple[str, ...], lines: int | None, all_lines: bool, **options: Any) -> None:
     from dunes import checkpoint
-    from dunes.evaluate.completion_report import evaluate_completion
-    from dunes.evaluate.completion_score import CompletionOptions
+    from dunes.evaluate.completion import CompletionOptions, evaluate_completion
 
     settings = CompletionOptions(all_lines=all_lines)
     settings = settings if lines is None else replace(settings, lines=lines)

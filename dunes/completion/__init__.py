@@ -1,5 +1,33 @@
 """Line completion: engine, index, copies, gate, simulated typing and the thresholds fitted by it.
 
 Start with `completer.find_completer`, `completer.FolderCompleter` and `search.CompleteOptions`; any
-`protocol.LineCompleter` can be scored and served.
+`LineCompleter` can be scored and served.
 """
+
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["Cancelled", "LineCompleter", "Suggestion"]
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """The rest of a line; `word` is the probability in [0, 1] that its first word is right, `line` that all of it
+    is. `ends_line` is False if the line goes on."""
+
+    text: str
+    word: float = 1.0
+    line: float = 1.0
+    ends_line: bool = True
+
+
+class LineCompleter(Protocol):
+    """Completes lines. The answers depend on the arguments alone, not on earlier requests."""
+
+    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
+        """The rest of the line, given the text before and after the cursor and the file's path."""
+        ...
+
+
+class Cancelled(Exception):
+    """A completion was cancelled."""

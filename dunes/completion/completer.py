@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -16,24 +16,25 @@ from dunes.checkpoint.card import read_card
 from dunes.checkpoint.folder import saved_folder
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
-from dunes.completion.cuts import first_line, whole_words
+from dunes.completion import Cancelled, Suggestion
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex
+from dunes.completion.index import TextIndex, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
-from dunes.completion.protocol import Cancelled, Suggestion
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
-from dunes.completion.store import read_gate, read_index, read_sources
-from dunes.completion.text import near_text, without_overlap
+from dunes.completion.text import first_line, near_text, whole_words, without_overlap
 from dunes.data import Document, header_name
-from dunes.data.document import NamedText
-from dunes.data.duplicates import document_texts, text_digests
+from dunes.data.document import NamedText, document_texts
+from dunes.data.duplicates import content_digest
 from dunes.flags import STDLIB
 from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import TextSource
+from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.packages import step_source
 
 LONGEST = 128
 """Longest match before the cursor, in bytes."""
+FILTERED = 4
+"""Indexes without some files that are cached while there is no model."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
@@ -55,12 +56,12 @@ class FolderCompleter(CompletionEngine):
         than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-        copied = _copy_line(self.far(name, options.files).texts, before, after, options)
-        ids = self._encode(copied.text.encode())[: options.max_tokens]
-        text = b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
-        if text != copied.text:
-            copied = replace(copied, text=whole_words(text), ends_line=False)
-        return [copied]
+
+        def shorten(text: str) -> str:
+            ids = self.files.line(text)[: options.max_tokens]
+            return b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
+
+        return [_copy_line(self.far(name, options.files), before, after, options, shorten)]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -79,7 +80,7 @@ class FolderCompleter(CompletionEngine):
         """Digests of all training and validation texts; None if they cannot be determined."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
-            return text_digests(document_texts([*corpus.train, *corpus.valid]))
+            return {content_digest([text]) for _, text in document_texts([*corpus.train, *corpus.valid])}
         return None
 
     def test_documents(self) -> list[Document]:
@@ -94,6 +95,7 @@ class CopyCompleter:
 
     def __init__(self, index: TextIndex) -> None:
         self.index, self._open = index, dict[str, str | None]()
+        self._without = lru_cache(FILTERED)(index.without)
 
     @property
     def training_files(self) -> list[tuple[str, str]]:
@@ -111,12 +113,9 @@ class CopyCompleter:
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
-        far = [*self.index.without({name, *self._open}).texts, *sources]
-        copied = _copy_line(far, before, after, options)
+        far = [self._without(self.index.names & {name, *self._open}), *sources]
         room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
-        if len(copied.text) > room:
-            copied = replace(copied, text=whole_words(copied.text[:room]), ends_line=False)
-        return [copied]
+        return [_copy_line(far, before, after, options, lambda text: text[:room])]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
         """The texts of files as given, to pass to `use`."""
@@ -131,13 +130,17 @@ class CopyCompleter:
         return 0.5
 
 
-def _copy_line(far: Sequence[TextSource], before: str, after: str, options: CompleteOptions) -> Suggestion:
-    """The copied line, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
+def _copy_line(
+    far: Sequence[TextSource], before: str, after: str, options: CompleteOptions, shorten: Callable[[str], str]
+) -> Suggestion:
+    """The copied line, cut at a stop string and by `shorten`. Raises Cancelled if `options.cancelled()`."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     copied = CopyNearest(far).complete(near_text(before), after)
-    ends = [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]
-    return replace(copied, text=copied.text[: min(ends)], ends_line=False) if ends else copied
+    if ends := [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]:
+        copied = replace(copied, text=copied.text[: min(ends)], ends_line=False)
+    text = shorten(copied.text)
+    return copied if text == copied.text else replace(copied, text=whole_words(text), ends_line=False)
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
@@ -203,8 +206,7 @@ class CopyNearest:
         """The rest of the line after the match; empty if nothing matches."""
         above = before.encode(errors="replace")
         sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
-        matches = [(source.longest(above[-LONGEST:]), source.text) for source in sources]
-        (length, positions), text = max(matches, key=lambda match: match[0][0])
+        length, positions, text = longest_match(sources, above[-LONGEST:])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
         typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
         rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""

@@ -1,23 +1,31 @@
-"""The gate that mixes a model and its copies, fitted on files that neither has seen."""
+"""The gate that mixes a model and its copies, fitted on files that neither has seen.
+
+`gate.safetensors` and `gate.json` in RUN/completion have a gate, its thresholds and figures. They are written at
+the end of a run.
+"""
 
 # Shapes: N places, C candidates, F features, V vocabulary.
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dunes import tree
 from dunes.checkpoint import LoadedModel
+from dunes.completion.index import FOLDER, damage_reported, read_record
 from dunes.completion.text import TokenizedText
+from dunes.files.atomic import write_file
+from dunes.files.model_file import find_file
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
+from dunes.generate.decode import text_logprobs
 
-PLACES = 20_000
-"""Maximum number of positions that the gate is fitted on."""
 BATCH = 256
 """Positions per step of Adam."""
 RATE = 5e-3
@@ -38,7 +46,8 @@ FEWEST = 8
 """Minimum positions per text. With fewer, many small files give only positions with little text above, and the
 gate lost 0.17 nats on others (docs/log/completion.md, "Completion of lines: probabilities given what is typed, a
 gate of whole files")."""
-
+FORMAT = 2
+REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 SourcesOf = Callable[[list[int]], Sources]
 """Returns the sources to copy from after these ids of a file."""
@@ -65,11 +74,11 @@ class Places(NamedTuple):
         return mixture_loss(change, part.logprobs, part.target, part.mask, part.target_logprob, part.rest_logprob)
 
 
-def fit_gate(places: Places, seed: int = 0) -> Gate:
+def fit_gate(places: Places) -> Gate:
     """A gate trained to minimise the loss at these positions."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         gate = Gate()
     optimizer = torch.optim.Adam(gate.parameters(), RATE)
     steps = min(max(STEPS[0], len(places.target) // PLACES_PER_STEP), STEPS[1])
@@ -83,7 +92,7 @@ def fit_gate(places: Places, seed: int = 0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int = PLACES
+    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
     """About `most` positions, equally many per text, in chunks spread over each text; None if there are none."""
     random = np.random.default_rng(0)
@@ -138,7 +147,7 @@ def scored_places(
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
-    logprobs = text_logprobs(loaded, text.ids, first)
+    logprobs = text_logprobs(loaded.model, text.ids, loaded.context_length, first)
     copied, copies, stale = 0, None, 0
     for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
         if stop > first and (copies is None or start - copied >= stale):
@@ -151,17 +160,24 @@ def scored_places(
             yield text.ids[place], own, copies.candidates(context, top_ids(own))
 
 
-def text_logprobs(loaded: LoadedModel, ids: Sequence[int], first: int = 1) -> Iterator[Tensor]:
-    """Log-probabilities (V,) of each of the ids from index `first` >= 1 on.
+def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
+    """Write the gate of a run, with the facts fitted and measured with it."""
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
+    write_file(run / FOLDER / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
 
-    Windows overlap by half, so that all ids after the first window have half of the context length before them.
-    """
-    context, model = loaded.context_length, loaded.model
-    half = max(1, context // 2)
-    data, position = torch.tensor(ids[:-1], device=next(model.parameters()).device), first - 1
-    while position < len(data):
-        start = max(0, position - half)
-        with torch.no_grad(), tree.mode(model, False):
-            logprobs = model(data[None, start : start + context])[0].float().log_softmax(-1).cpu()
-        yield from logprobs[position - start :]
-        position = start + len(logprobs)
+
+def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
+    """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
+    find_file(run, f"{FOLDER}/gate.safetensors")
+    if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
+        return None
+    with damage_reported(run, "gate", REMEDY):
+        gate = Gate()
+        gate.load_state_dict(load_file(run / FOLDER / "gate.safetensors"))
+        if not all(p.isfinite().all() for p in gate.parameters()):
+            raise ValueError("it has infinite numbers or NaN")
+        thresholds = facts.get("thresholds", {}).values()
+        if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
+            raise ValueError("thresholds that are not finite")
+        return gate.requires_grad_(False), facts

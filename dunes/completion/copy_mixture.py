@@ -1,31 +1,139 @@
-"""Distribution of the next id at a cursor: the mixture of model and copies, restricted to what is typed."""
+"""Distribution of the next id at a cursor: the mixture of model and copies, restricted to what is typed.
+
+Logits and mixtures after texts are cached from one request to the next: after a keystroke most texts are the same.
+"""
 
 # Shapes: V vocabulary.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from dunes.completion.protocol import Cancelled
+from dunes.completion import Cancelled
 from dunes.completion.text import FileTokenizer
 from dunes.generate.copying import Copies, Gate, Sources
-from dunes.generate.prefix_cache import PieceReader
-from dunes.generate.remembered import Remembered, RememberedLogits
+from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
+from dunes.generate.step import CompiledStep
 
 PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""
+ROOM = 128
+"""Capacities are multiples of this, since growing copies all keys and values."""
+FEW = 32
+"""Requests with fewer texts than this, and than the previous request, may have been cancelled."""
+
+
+@dataclass
+class Entry:
+    """The logits (V,) after a text; the last mixture (V,) from them, its request, and the rest of its inputs."""
+
+    logits: Tensor
+    mixed: Tensor | None = None
+    request: int = 0
+    inputs: tuple[object, ...] = ()
+
+
+class RememberedLogits:
+    """Cached logits (V,) after texts, for a model whose weights must not change.
+
+    Up to `width` texts, which should have a common prefix, are evaluated in one batch, a single text by the
+    `step`, if any. Texts that this request used, or the previous one that was not cancelled, are not evaluated
+    again, nor is the prefix of a text that is in the KV cache.
+    """
+
+    def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
+        self.cache, self.rows = PrefixCache(model, step=step), PrefixCache(model, width)
+        self._previous = dict[tuple[int, ...], Entry]()
+        self._current = dict[tuple[int, ...], Entry]()
+
+    def begin(self, length: int) -> None:
+        """Begin a request for texts of up to `length` ids, and drop entries that the last one did not use."""
+        if len(self._current) >= min(len(self._previous), FEW):
+            self._previous, self._current = self._current, {}
+        room = -(-length // ROOM) * ROOM
+        self.cache.reserve(room)
+        self.rows.reserve(room)
+
+    def get(self, text: Sequence[int]) -> Entry | None:
+        """The entry of a text; None if it is not cached."""
+        key = tuple(text)
+        if key not in self._current and key in self._previous:
+            self._current[key] = self._previous[key]
+        return self._current.get(key)
+
+    def after(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The logits after each of these texts."""
+        missing = [list(text) for text in texts if self.get(text) is None]
+        if len(missing) == 1:
+            self.after_one(missing[0])
+        elif missing:
+            self._evaluate(missing)
+        return [self._current[tuple(text)].logits for text in texts]
+
+    def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
+        """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
+
+        A model that mixes tokens, which has no KV cache, evaluates the text alone.
+        """
+        ids = [*text, *(more if self.cache.cache is not None else ())]
+        rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
+        for length, row in zip(range(len(text), len(ids) + 1), rows, strict=True):
+            self._put(ids[:length], row)
+        return rows[0]
+
+    def _put(self, text: Sequence[int], logits: Tensor) -> None:
+        if self.get(text) is None:
+            self._current[tuple(text)] = Entry(logits)
+
+    def _evaluate(self, texts: Sequence[list[int]]) -> None:
+        """Evaluate texts in one batch, in rows with their prefixes if possible, else in new rows."""
+        rows = assign_rows(self.rows.ids, texts)
+        missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
+        if self.rows.cache is not None and max(missing) > PADDED:
+            rows = self._copy_prefix(texts)
+        for row, logits in self.rows.logits(rows).items():
+            self._put(rows[row], logits[-1])
+
+    def _copy_prefix(self, texts: Sequence[list[int]]) -> dict[int, list[int]]:
+        """Rows for these texts with copies of their common prefix, so that nearly all ids are evaluated once."""
+        assert self.cache.cache is not None, "both caches are of the same model"
+        start = texts[0][: min(common_length(texts[0], text, 0) for text in texts)]
+        if len(start) - common_length(self.cache.ids[0], start, 0) > PADDED:
+            self.after_one(start)
+        first = torch.zeros(len(self.rows.ids), dtype=torch.long, device=self.cache.cache.length.device)
+        self.rows.cache = self.cache.cache.select_rows(first)
+        self.rows.ids = [list(self.cache.ids[0]) for _ in self.rows.ids]
+        return assign_rows(self.rows.ids, texts)
+
+
+def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:
+    """A row for each text; if possible, one that contains all but its last id."""
+    free, rows, later = set(range(len(cached))), dict[int, list[int]](), []
+    for text in texts:
+        row = next((r for r in sorted(free) if list(cached[r]) == text[:-1]), None)
+        if row is None:
+            later.append(text)
+        else:
+            rows[row] = text
+            free.discard(row)
+    for text in later:
+        rows[free.pop()] = text
+    return dict(sorted(rows.items()))
 
 
 class Mixture:
-    """Next-id log-probabilities (V,) after texts, cached for the last request while its sources stay the same."""
+    """Next-id log-probabilities (V,) after texts, cached with the logits while gate and sources stay the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
-        self._cache = Remembered[tuple[tuple[int, ...], bytes, bool], Tensor]()
         self._reader = PieceReader()
-        self._mixed_from: tuple[Sources | None, Gate | None] = None, None
+        self._request = self._version = 0
+        self._sources: Sources | None = None
+        self.gate: Gate | None = None
 
     def begin(
         self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
@@ -34,11 +142,10 @@ class Mixture:
 
         Raises Cancelled.
         """
-        if self._mixed_from[0] is not copies.sources or self._mixed_from[1] is not gate:
-            self._cache = Remembered()
-        self._cache.begin()
-        self._request_logprobs: dict[tuple[int, ...], Tensor] = {}
-        self._mixed_from, self.copies, self.gate, self._cancelled = (copies.sources, gate), copies, gate, cancelled
+        self._request += 1
+        if copies.sources is not self._sources or gate is not self.gate:
+            self._version += 1  # all mixtures are outdated
+        self._sources, self.copies, self.gate, self._cancelled = copies.sources, copies, gate, cancelled
         self.logits.begin(len(prompt) + room)
         if self.logits.get(prompt) is None:
             for _ in self._reader.read(self.logits.cache, 0, prompt):
@@ -48,8 +155,8 @@ class Mixture:
         """Next-id log-probabilities (V,) after each text, -inf for ids that contradict the typed text. Raises
         Cancelled."""
         self._stop_if_cancelled()
-        rows = self.logits.after(texts)
-        return [self._logprobs(text, logits) for text, logits in zip(texts, rows, strict=True)]
+        self.logits.after(texts)
+        return [self._mixed(text) for text in texts]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
         """The same for one text. A forward also evaluates up to `room` ids that copies propose."""
@@ -70,14 +177,14 @@ class Mixture:
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
         """Log-probability that an identifier at the end of this text is complete; 0 if not evaluated."""
-        mixed = self._request_logprobs.get(tuple(text))
+        mixed = self._evaluated(text)
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 
     def _typed_prob(self, text: tuple[int, ...]) -> float:
         rest = self.copies.uncovered(text)
         if not rest:
             return 1.0
-        if (mixed := self._request_logprobs.get(text)) is None:
+        if (mixed := self._evaluated(text)) is None:
             return 0.0
         probs = mixed.exp()
         total = float(probs.sum())
@@ -89,17 +196,22 @@ class Mixture:
         if self._cancelled():
             raise Cancelled("a newer request came")
 
-    def _logprobs(self, text: Sequence[int], logits: Tensor) -> Tensor:
-        rest, first = self.copies.uncovered(text), len(text) == self.copies.start
-        key = tuple(text), rest, first
-        if (mixed := self._cache.get(key)) is None:
-            mixed = self._mix(text, logits, self.files.allowed(rest), first)
-            self._cache.put(key, mixed)
-        self._request_logprobs[key[0]] = mixed
-        return mixed
+    def _evaluated(self, text: Sequence[int]) -> Tensor | None:
+        """The log-probabilities (V,) after a text; None if this request has not evaluated it."""
+        entry = self.logits.get(text)
+        return entry.mixed if entry is not None and entry.request == self._request else None
 
-    def _mix(self, text: Sequence[int], logits: Tensor, allowed: Tensor | None, first: bool) -> Tensor:
-        mixed = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)  # the gate is on the CPU
+    def _mixed(self, text: Sequence[int]) -> Tensor:
+        entry, rest = self.logits.get(text), self.copies.uncovered(text)
+        assert entry is not None, "its logits were evaluated"
+        inputs = self._version, rest, len(text) == self.copies.start
+        if entry.mixed is None or entry.inputs != inputs:
+            entry.mixed, entry.inputs = self._mix(text, entry.logits, rest), inputs
+        entry.request = self._request
+        return entry.mixed
+
+    def _mix(self, text: Sequence[int], logits: Tensor, rest: bytes) -> Tensor:
+        mixed, allowed = self.files.logprobs(logits), self.files.allowed(rest)
         if allowed is not None:
             allowed = allowed[: len(mixed)]
         if self.gate:
@@ -108,5 +220,5 @@ class Mixture:
             mixed = mixed.masked_fill(~allowed, -math.inf)
             # Condition on what is typed. An id that is a part of it is weighed by its continuation, so later ids
             # are not.
-            mixed = mixed.log_softmax(-1) if first else mixed
+            mixed = mixed.log_softmax(-1) if len(text) == self.copies.start else mixed
         return mixed

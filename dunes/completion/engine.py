@@ -5,26 +5,34 @@ The last ids of the typed line are generated again, since a token may continue p
 text behind the cursor comes first in the prompt, as in training, so that a typed character costs about one id.
 """
 
-import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
+from dunes.completion import Cancelled, Suggestion
 from dunes.completion.copy_gate import scored_places
-from dunes.completion.copy_mixture import Mixture
-from dunes.completion.cuts import first_line, first_word
-from dunes.completion.index import PARTS, TextIndex, index_texts
-from dunes.completion.protocol import Cancelled, Suggestion
+from dunes.completion.copy_mixture import Mixture, RememberedLogits
+from dunes.completion.index import TextIndex, index_texts
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
-from dunes.completion.text import BELOW, FileTokenizer, fim_form, near_text, window, without_overlap
+from dunes.completion.text import (
+    BELOW,
+    FileTokenizer,
+    fim_form,
+    first_line,
+    first_word,
+    near_text,
+    window,
+    without_overlap,
+)
 from dunes.data.document import NamedText
-from dunes.generate.copying import Copies, Far, Gate, Sources, TextSource, Vocabulary, index_ids, join_far
-from dunes.generate.remembered import RememberedLogits
+from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
 
@@ -36,7 +44,7 @@ MERGED = 3
 """Number of indexes of changed files above which the smaller ones are merged."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpenFiles:
     """Texts of the files that changed since the index was built, by name (None: deleted), and indexes of them.
     Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
@@ -44,10 +52,9 @@ class OpenFiles:
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
 
-    def far(self, name: str) -> Far:
+    def far(self, name: str) -> list[TextSource]:
         """The sources to copy from in these files, except the file `name`."""
-        older = [(index, {file.name for file in index.files} - names) for names, index in self.parts]
-        return join_far([index.without(hidden | {name}) for index, hidden in older])
+        return [index.without(index.names - (names - {name})) for names, index in self.parts]
 
 
 class CompletionEngine:
@@ -67,13 +74,12 @@ class CompletionEngine:
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
-        self._vocabulary = Vocabulary(self.files.pieces, self._encode)
+        encode = lambda line: self.files.line(line.decode(errors="ignore"))
+        self._vocabulary = Vocabulary(self.files.pieces, encode)
         self._find_step = find_step
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
-        self._sources = lru_cache(PARTS)(self._find_sources)
-        self._indexed = lru_cache(PARTS)(lambda texts: index_texts(texts, self.files).without(()))
 
     def update(self, name: str, text: str | None) -> None:
         """Set the text of the file with this path, after it was opened or changed; None if it was deleted."""
@@ -103,13 +109,11 @@ class CompletionEngine:
 
     def use(self, files: OpenFiles) -> None:
         """Complete lines with these open files from now on."""
-        if files is not self._open:
-            self._open = files
-            self._sources.cache_clear()
+        self._open = files
 
     def index_files(self, files: Sequence[NamedText]) -> None:
         """Index files in advance that the options of the next requests contain."""
-        self._indexed(tuple(files))
+        self.files.recent(index_texts, tuple(files), self.files)
 
     def complete(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
@@ -131,7 +135,7 @@ class CompletionEngine:
         line, typed = self.files.split_typed(text.ids[text.starts[-1] :])
         # Without text below the line, the continuation is taken as unknown.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
-        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.end]
+        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
@@ -157,26 +161,23 @@ class CompletionEngine:
         """
         before, name = near_text(before), valid_text(name)
         text, size = self.files.tokenize(before + rest, name), len(before.encode())
-        ends = itertools.accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])
-        first = text.starts[0] + next((n for n, end in enumerate(ends) if end > size), len(text.ids))
-        ids, tokens = text.ids[:first], list[dict[str, Any]]()
+        ends = [*accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])]
         copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
         model = self._mixture_of(DEFAULTS.width).logits
         model.begin(self.loaded.context_length)
-        for id in text.ids[first:]:
+        decode = partial(bytes.decode, errors="replace")
+        tokens = list[dict[str, Any]]()
+        for place in range(text.starts[0] + bisect_right(ends, size), len(text.ids)):
             if cancelled():
                 raise Cancelled("nobody waits")
-            logits = model.after_one([*window(ids, self.loaded.context_length - 1)])
-            alone = logits[: len(self.files.pieces)].float().cpu().log_softmax(-1)
+            ids, id = text.ids[:place], text.ids[place]
+            alone = self.files.logprobs(model.after_one([*window(ids, self.loaded.context_length - 1)]))
             mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
             best = mixed.topk(min(LIKELY, len(mixed)))
             pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-            alternatives = [[self.files.pieces[i].decode(errors="replace"), prob] for i, prob in pairs]
             probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            tokens.append(
-                {"text": self.files.pieces[id].decode(errors="replace"), **probs, "likely": alternatives}
-            )
-            ids.append(id)
+            likely = [[decode(self.files.pieces[i]), prob] for i, prob in pairs]
+            tokens.append({"text": decode(self.files.pieces[id]), **probs, "likely": likely})
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:
@@ -205,24 +206,27 @@ class CompletionEngine:
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
         """The sources to copy from at a cursor between these ids; the same object while the lines are the same."""
-        return self._sources(tuple(above), tuple(below), name, tuple(texts))
+        parts = (tuple(above), tuple(below)) if below else (tuple(above),)
+        sources: Sources = self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
+        return sources
 
-    def far(self, name: str, texts: Collection[NamedText] = ()) -> Far:
-        """Sources in all files but this one: unchanged files of the index, changed files, and these texts."""
-        parts = [self.index.without({name, *self._open.texts})] if self.index else []
-        return join_far([*parts, self._open.far(name), *([self._indexed(tuple(texts))] if texts else [])])
+    def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
+        """Sources in all files but this one: unchanged files of the index, open files, and these texts."""
+        sources = self._open.far(name)
+        if self.index:
+            hidden = self.index.names & {name, *self._open.texts}
+            sources = [self.files.recent(self.index.without, hidden), *sources]
+        if texts:
+            sources.append(self.files.recent(index_texts, tuple(texts), self.files).without())
+        return sources
 
     def _find_sources(
-        self, above: tuple[int, ...], below: tuple[int, ...], name: str, texts: tuple[NamedText, ...]
+        self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
-        pieces, far = self.files.pieces, self.far(name, texts)
-        parts = [above, below] if below else [above]
-        near_texts = [TextSource(b"".join(pieces[i] for i in part)) for part in parts]
-        near_ids = [index_ids(part, len(pieces)) for part in parts]
-        return Sources(near_ids, far.ids, near_texts, far.texts, self._vocabulary)
-
-    def _encode(self, line: bytes) -> tuple[int, ...]:
-        return self.files.line(line.decode(errors="ignore"))
+        # The open files, which `far` reads, are an argument for the cache.
+        pieces = self.files.pieces
+        near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
+        return Sources(near, self.far(name, texts), self._vocabulary)
 
     def _mixture_of(self, width: int) -> Mixture:
         """The mixture for `width` beams. Only a single beam uses a compiled step, whose weights may be rounded."""

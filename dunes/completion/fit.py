@@ -8,21 +8,19 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import Places, fit_gate, places_of
-from dunes.completion.cuts import file_lines, sample_lines
+from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts
-from dunes.completion.keystrokes import FileSuggestions, TypedFile, fit_threshold
-from dunes.completion.protocol import LineCompleter
-from dunes.completion.store import write_gate, write_index
+from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
+from dunes.completion.keystrokes import FileSuggestions, TypedFile, file_lines, fit_threshold, sample_lines
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus
 from dunes.data.document import NamedText
@@ -49,6 +47,7 @@ LEAST = 8
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """Target shares of accepted suggestions, for which thresholds are fitted."""
 RESAMPLES = 2_000
+Text = TypeVar("Text")
 
 
 @dataclass(frozen=True)
@@ -75,12 +74,11 @@ def prepare_completion(
     texts = named_texts(documents, 0, 1 - BEFORE * tail) if tail else full_texts
     validation = first_documents(corpus.valid) if corpus.valid else ()
     gate = named_texts(documents, 1 - BEHIND * tail) if tail else named_texts(validation)
-    if omitted := len(corpus.train) - len(texts):
-        display.line(
-            f"note: {plural(omitted, 'file')} beyond the first 12 MB of training text cannot be copied from"
-        )
-    index = index_texts(texts, tokenizer)
-    return CompletionFiles(index, gate, full_texts if tail else [*full_texts, *gate], sources, follow_links)
+    if len(texts) < len(corpus.train):
+        omitted = plural(len(corpus.train) - len(texts), "file")
+        display.line(f"note: {omitted} beyond the first 12 MB of training text cannot be copied from")
+    all_texts = full_texts if tail else [*full_texts, *gate]
+    return CompletionFiles(index_texts(texts, tokenizer), gate, all_texts, sources, follow_links)
 
 
 def begin_completion(run: Path, files: CompletionFiles) -> str:
@@ -111,22 +109,22 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    lines = _scale(LINES, seconds)
-    typed, copied = (
-        typed_files(completer, _unseen_texts(texts), lines) for completer in (engine, CopyCompleter(files.index))
-    )
+    unseen, lines = _unseen_texts(texts), _scale(LINES, seconds)
+    typed, copied = (typed_files(c, unseen, lines) for c in (engine, CopyCompleter(files.index)))
     model_shares, copy_shares = right_by_line(typed), right_by_line(copied)
     facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
-    facts["thresholds"] = {"word": _thresholds(copied if facts["copies"] else typed)}
+    used = copied if facts["copies"] else typed
+    # 2.0, above all probabilities, for an unreachable acceptance.
+    facts["thresholds"] = {"word": [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]}
     write_gate(run, gate, facts)
     write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
     verdict = ""
     if facts["copies"]:
-        verdict = f"; it has {100 * model_shares.mean():.0f} % of ends right and copying "
-        verdict += (
-            f"{100 * copy_shares.mean():.0f} %, so lines are copied, without the model: train longer, or on "
+        right = [f"{100 * shares.mean():.0f} %" for shares in (model_shares, copy_shares)]
+        verdict = (
+            f"; it has {right[0]} of ends right and copying {right[1]}, so lines are copied, without the model: "
+            f"train longer, or on more text ({plural(len(model_shares), 'line')})"
         )
-        verdict += f"more text ({plural(len(model_shares), 'line')})"
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
         f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
@@ -149,11 +147,6 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
-def _thresholds(typed: Sequence[TypedFile]) -> list[tuple[float, float]]:
-    """Pairs of acceptance and threshold; an unreachable acceptance gets 2.0, above all probabilities."""
-    return [(acceptance, min(fit_threshold(typed, acceptance), 2.0)) for acceptance in ACCEPTANCES]
-
-
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:
     rate, least, most = rule
     return int(min(most, max(least, rate * seconds)))
@@ -168,8 +161,10 @@ def fit_mixture(
     The first gate leaves out every third text, so that thresholds fitted on these are not overconfident. The
     second gate is fitted on all texts, and is the one to use.
     """
-    parts = [text for number, text in enumerate(texts) if number % 3] or texts, _unseen_texts(texts)
-    places, unseen = _places(engine, parts[0], most * 2 // 3), _places(engine, parts[1], most // 3)
+    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
+    seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
+    places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
+    unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
     if places is None or unseen is None:
         return None, {}
     gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
@@ -178,25 +173,17 @@ def fit_mixture(
     return gates, facts
 
 
-def _unseen_texts(texts: Sequence[NamedText]) -> Sequence[NamedText]:
+def _unseen_texts(texts: Sequence[Text]) -> Sequence[Text]:
     """Every third text, unseen by the first gate."""
     return texts[::3]
-
-
-def _places(engine: CompletionEngine, texts: Sequence[NamedText], most: int) -> Places | None:
-    tokenized = [engine.files.tokenize(text, name) for name, text in texts]
-    return places_of(engine.loaded, tokenized, engine.sources, most)
 
 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
     """About `lines` lines of these files, or of the first files, with the completer's suggestions in them."""
     texts = texts[:lines]
     lines_per_file = math.ceil(lines / max(1, len(texts)))
-    typed: list[TypedFile] = []
-    for name, text in texts:
-        sample = sample_lines(name, text, file_lines(text), count=lines_per_file)
-        typed.append((FileSuggestions(completer, name, text), sample))
-    return typed
+    samples = [sample_lines(name, text, file_lines(text), count=lines_per_file) for name, text in texts]
+    return [(FileSuggestions(completer, *pair), sample) for pair, sample in zip(texts, samples, strict=True)]
 
 
 @dataclass(frozen=True)

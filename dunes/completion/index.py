@@ -1,21 +1,36 @@
-"""Files indexed for copying from them."""
+"""Files indexed for copying from them, in memory and in RUN/completion.
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+There `index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` their
+names and offsets; both are written in the first seconds of a run, and again with the validation files at its end.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from dunes.completion.text import FileTokenizer
 from dunes.data import Document
-from dunes.generate.context_index import ContextIndex
-from dunes.generate.copying import DEPTH_BYTES, Far, TextSource
+from dunes.files import json_file
+from dunes.files.atomic import write_file
+from dunes.files.model_file import find_file
+from dunes.generate.context_index import DEPTH, ContextIndex
+from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
+
+FOLDER, FORMAT = "completion", 1
+REMEDY = "remove this folder to complete without it, or train again"
 
 MOST = 12_000_000
 """Maximum bytes of text in an index; more take longer than ten seconds to sort."""
-PARTS = 4
-"""Size of three LRU caches: filtered indexes, sources at cursors, and indexed files of single requests."""
 SHORT = 4_000
 """Minimum bytes of a text that is split into parts."""
 
@@ -31,29 +46,27 @@ class IndexedFile:
 
 @dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids and as bytes, each with an index of its contexts; the last results of `without` are cached."""
+    """Files as ids and as bytes, each with an index of its contexts."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex
     text: bytes
     contexts: ContextIndex
 
-    def without(self, names: Collection[str]) -> Far:
-        """The sources to copy from, without the files of these names; records have no names."""
-        return self._part(frozenset(file.name for file in self.files if file.name and file.name in names))
-
     @cached_property
-    def _part(self) -> Callable[[frozenset[str]], Far]:
-        return lru_cache(PARTS)(self._find_part)
+    def names(self) -> frozenset[str]:
+        """Names of the files; records have none."""
+        return frozenset(file.name for file in self.files if file.name)
 
-    def _find_part(self, hidden: frozenset[str]) -> Far:
+    def without(self, hidden: Set[str] = frozenset()) -> TextSource:
+        """The text to copy from, without the files of these names, all of them in `names`."""
         if not hidden:
-            return Far([self.ids], [TextSource(self.text, self.contexts)])
+            return TextSource(self.text, self.contexts, self.ids)
         ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
         places = [(a, b) for a, b in pairwise(ends) if a.name in hidden]
         ids = self.ids.without([(a.start, b.start) for a, b in places])
         contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in places])
-        return Far([ids], [TextSource(self.text, contexts)])
+        return TextSource(self.text, contexts, ids)
 
     def texts(self) -> list[tuple[str, str]]:
         """The name and the text of each file."""
@@ -102,8 +115,74 @@ def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextI
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in texts:
         indexed.append(IndexedFile(name, len(ids), len(data)))
-        ids += [*files.tokenize(text, name).ids, files.end]
+        ids += [*files.tokenize(text, name).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    dtype = np.uint16 if len(files.pieces) <= 1 << 16 else np.uint32
-    contexts = ContextIndex(np.frombuffer(bytes(data), np.uint8), depth=DEPTH_BYTES)
-    return TextIndex(indexed, ContextIndex(np.array(ids, dtype)), bytes(data), contexts)
+    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES)
+    return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
+
+
+def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow_links: bool = False) -> None:
+    """Write the index of a run, and the sources of its text."""
+    tensors = {"ids": index.ids.items, "order": index.ids.order}
+    tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
+    files = [[f.name, f.start, f.first_byte] for f in index.files]
+    record = {"format": FORMAT, "files": files, "sources": [*sources], "follow_links": follow_links}
+    (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    data = save({name: np.ascontiguousarray(items) for name, items in tensors.items()})
+    write_file(run / FOLDER / "index.safetensors", data)
+    write_file(run / FOLDER / "files.json", json.dumps(record).encode())
+
+
+def read_sources(run: Path) -> Mapping[str, Any]:
+    """The sources of an index's text and their `follow_links`, as in a card; empty if they were not recorded.
+    Raises ValueError for a damaged record."""
+    return read_record(run, "files.json", FORMAT, REMEDY) or {}
+
+
+def read_index(run: Path) -> TextIndex | None:
+    """The index of a run; None if it has none. Raises ValueError for a damaged one."""
+    find_file(run, f"{FOLDER}/index.safetensors")
+    if (record := read_record(run, "files.json", FORMAT, REMEDY)) is None:
+        return None
+    with damage_reported(run, "index", REMEDY):
+        tensors = load_file(run / FOLDER / "index.safetensors")
+        ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
+        contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
+        files = [IndexedFile(str(name), *map(int, places[-2:])) for name, *places in record["files"]]
+        bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
+        if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
+            raise ValueError("files that overlap")
+        text = contexts.items.tobytes()
+        text.decode()
+        if any(text[f.first_byte - 1 : f.first_byte] != b"\0" for f in files[1:]) or text[-1:] not in (b"", b"\0"):
+            raise ValueError("files without an end")
+        return TextIndex(files, ids, text, contexts)
+
+
+def _context_index(items: NDArray[Any], order: NDArray[Any], dtypes: Collection[Any], depth: int) -> ContextIndex:
+    if items.dtype not in dtypes or order.dtype != np.int32 or items.shape != order.shape or items.ndim != 1:
+        raise ValueError(f"{items.dtype} {items.shape} with an order of {order.dtype} {order.shape}")
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(items):
+        raise ValueError(f"positions outside of {len(items)} items")
+    return ContextIndex(items, order, depth)
+
+
+def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any] | None:
+    """A record in RUN/completion; None if it does not exist. Raises ValueError for one in another format."""
+    if (path := find_file(run, f"{FOLDER}/{name}")) is None:
+        return None
+    record = json_file.read(path)
+    if not isinstance(record, dict) or record.get("format") != format:
+        raise ValueError(f"{path}: not in format {format}, which this version reads; {remedy}")
+    return record
+
+
+@contextmanager
+def damage_reported(run: Path, subject: str, remedy: str) -> Iterator[None]:
+    """Raise ValueError with the remedy for any error of reading a damaged file inside."""
+    errors = OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError
+    try:
+        yield
+    except (*errors, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{run / FOLDER}: a damaged {subject} ({reason}); {remedy}") from None

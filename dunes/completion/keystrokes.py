@@ -1,24 +1,91 @@
-"""Keys saved by completion: lines are typed with a suggestion after every key.
+"""Simulated typing: cursors in the lines of a file, and keys saved with a suggestion after every key.
 
-The simulated user is greedy and knows the line: the first word of a suggestion is accepted as soon as it saves a
-key. Keys saved are thus an upper bound. Indentation is free, and Enter is not counted.
+Cursors and lines are a pure function of the seed, the file's name and its text, so that all completers get the
+same requests, and a new file changes no position in another. The simulated user is greedy and knows the line: the
+first word of a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation
+is free, and Enter is not counted.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from time import perf_counter
+from typing import Literal
 
 import numpy as np
 
-from dunes.completion.cuts import Line, first_line, first_word
-from dunes.completion.protocol import LineCompleter, Suggestion
+from dunes.completion import LineCompleter, Suggestion
+from dunes.completion.text import first_line, first_word, unmatched
+from dunes.text.lines import split_lines
 
 ACCEPTANCE = 0.35
 """Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
 GRID = 33
 """Number of thresholds that are tried."""
+LONGEST = 200
+"""Longest line that is typed, in characters: nobody types longer ones, and each character is a request."""
+_IDENTIFIER = re.compile(r"\w\w")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank: `text` without indentation and trailing white space; the offsets of its start and
+    of the line's end in the file, in characters."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CutPoint:
+    """A cursor in a line of a file. `offset` and `end` (of the line) are in characters from the start of the file,
+    `rest` is the text between them, without trailing white space and never empty. `behind` has the closing
+    brackets that an editor inserted behind the cursor; `rest` then ends before them."""
+
+    offset: int
+    end: int
+    rest: str
+    kind: Literal["character", "line start", "closed"]
+    mid_identifier: bool
+    behind: str = ""
+
+
+def file_lines(text: str) -> list[Line]:
+    """The lines of a file that are not blank."""
+    lines, start = [], 0
+    for line in split_lines(text):
+        if content := line.strip():
+            body = line.rstrip("\r\n")
+            lines.append(Line(start + len(line) - len(line.lstrip()), start + len(body), content))
+        start += len(line)
+    return lines
+
+
+def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
+    cursor inside brackets that the line closes later occurs twice, also with the closing brackets behind it.
+
+    Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
+    short ones. A cursor has at least one character of the line before it (without indentation), and one after it.
+    """
+    random = _generator(name, text, seed)
+    longer = [line for line in lines if len(line.text) > 1]
+    sample = [longer[i] for i in np.sort(random.choice(len(longer), min(count, len(longer)), replace=False))]
+    cuts = [_cut_point(text, line, int(random.integers(1, len(line.text))), "character") for line in sample]
+    starts = np.sort(random.choice(len(lines), min(-(-count // 3), len(lines)), replace=False))
+    with_brackets = [other for cut in cuts if (other := _inside_brackets(text, cut))]
+    return cuts + [_cut_point(text, lines[i], 0, "line start") for i in starts] + with_brackets
+
+
+def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
+    """At most `count` of the lines of at most 200 characters, in their order."""
+    lines = [line for line in lines if len(line.text) <= LONGEST]
+    indices = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
+    return [lines[number] for number in np.sort(indices)]
 
 
 @dataclass(frozen=True)
@@ -140,3 +207,24 @@ def mean_saved(typed: Iterable[Typing]) -> float:
     """Mean over files of the share of keys saved; NaN without typed files."""
     shares = [file.saved for file in typed if file.characters]
     return sum(shares) / len(shares) if shares else math.nan
+
+
+def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "line start"]) -> CutPoint:
+    offset = line.start + column
+    inside = bool(_IDENTIFIER.fullmatch(text, offset - 1, offset + 1))
+    return CutPoint(offset, line.end, line.text[column:], kind, inside)
+
+
+def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
+    """The cursor with the closing brackets of all open ones behind it, if the line closes the innermost later."""
+    typed = split_lines(text[: cut.offset])[-1]
+    behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
+    if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():
+        return None
+    return replace(cut, rest=cut.rest[:place].rstrip(), kind="closed", behind=behind)
+
+
+def _generator(name: str, text: str, seed: int) -> np.random.Generator:
+    hashed = blake2b(f"{seed}\0{name}\0".encode(errors="surrogatepass"), digest_size=16)
+    hashed.update(text.encode(errors="surrogatepass"))
+    return np.random.default_rng(int.from_bytes(hashed.digest()))

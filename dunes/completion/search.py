@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dunes.completion.copy_mixture import Mixture
-from dunes.completion.cuts import first_word, whole_words
+from dunes.completion.text import first_word, whole_words
 from dunes.data.document import NamedText
 from dunes.generate.copying import is_word
 from dunes.text.lines import split_lines
@@ -99,15 +99,13 @@ class LineSearch:
         self.pieces = mixture.files.pieces
         self.limit = min(options.max_tokens or LIMIT * options.lines, room)
 
-    @property
-    def typed(self) -> bytes:
-        """Bytes that the ids must start with."""
-        return self.mixture.copies.typed
-
     def beams(self) -> list[Beam]:
         """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
-        beams = [Beam()] if self.options.width == 1 else self._beam_search()
+        beams = [Beam()]
+        if self.options.width > 1:
+            most, after = min(self.limit, BEAMED), self.mixture.after
+            beams = beam_search(after, self.prompt, self.options.width, most, self.ends, self._is_decided)
         if beams and not self.ends(beams[0]) and self._is_hopeless(beams):  # a user may accept the first word
             beams.sort(key=self._word_logprob, reverse=True)
             best = [self._decode(beam) for beam in beams[:count]]
@@ -132,23 +130,13 @@ class LineSearch:
 
     def logprob(self, beam: Beam, text: str) -> float:
         """Log-probability that this text follows the typed part, and that its last identifier is complete."""
-        total, size, end, ids = 0.0, 0, len(self.typed) + len(text.encode()), [*self.prompt]
+        total, size, end, ids = 0.0, 0, len(self.mixture.copies.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:
                 break
             total, size, ids = total + logprob, size + len(self.pieces[id]), [*ids, id]
         ends_word = size == end and is_word(text.encode()[-1:])
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
-
-    def _beam_search(self) -> list[Beam]:
-        return beam_search(
-            self.mixture.after,
-            self.prompt,
-            width=self.options.width,
-            max_tokens=min(self.limit, BEAMED),
-            ends=lambda ids: self.ends(Beam(tuple(ids))),
-            decided=self._is_decided,
-        )
 
     def _decode(self, beam: Beam) -> Beam:
         """The beam with greedily decoded ids, until it ends, or has a whole word and is hopeless."""
@@ -181,7 +169,7 @@ class LineSearch:
         """The line that repeats the one above with a name replaced, if any, as a beam."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
-        line = self.typed + f"{self.renamed}\n".encode()
+        line = self.mixture.copies.typed + f"{self.renamed}\n".encode()
         ids = self.mixture.copies.sources.vocabulary.encode(line)
         beam = self._score(ids) if b"".join(self.pieces[i] for i in ids) == line else None
         if beam and beam.total < REPEATED:
@@ -229,7 +217,7 @@ class LineSearch:
 
     def _data(self, beam: Beam) -> bytes:
         """Bytes of the ids without the typed part."""
-        return b"".join(self.pieces[i] for i in beam.ids)[len(self.typed) :]
+        return b"".join(self.pieces[i] for i in beam.ids)[len(self.mixture.copies.typed) :]
 
     def _word_logprob(self, beam: Beam) -> float:
         """Log-probability of the first word; -inf without one."""
@@ -243,10 +231,9 @@ class LineSearch:
 def beam_search(
     logprobs: Callable[[Sequence[Sequence[int]]], Sequence[Tensor]],
     prompt: Sequence[int],
-    *,
     width: int,
     max_tokens: int,
-    ends: Callable[[Sequence[int]], bool],
+    ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
     """Beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if nothing may follow.
@@ -260,7 +247,7 @@ def beam_search(
         rows = logprobs([[*prompt, *beam.ids] for beam in beams])
         extended = [b for beam, row in zip(beams, rows, strict=True) for b in _extensions(beam, row, width)]
         extended = sorted(extended, key=lambda beam: -beam.total)[:width]
-        finished += [beam for beam in extended if ends(beam.ids)]
+        finished += filter(ends, extended)
         best = max((beam.total for beam in finished), default=-torch.inf)
         beams = [beam for beam in extended if beam.total > best]
         ranked = sorted([*finished, *beams], key=lambda beam: -beam.total)

@@ -1,5 +1,6 @@
 """A file's text as ids, as in training and completion: its path, then its lines."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
-from dunes.completion.cuts import QUOTES, first_line, unmatched
 from dunes.data.fim import FILE
 from dunes.generate.copying import is_word
+from dunes.generate.sampling import log_probs
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines, valid_text
 
@@ -28,8 +29,21 @@ FORMS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
 """Fill-in-the-middle sentinels of Qwen and of StarCoder."""
+_WORD = re.compile(r"[\r\n]*[^\w\r\n]*\w*")
+"""A word as accepted by the editor plug-in copilot.vim: line ends, other characters, then the next identifier.
+https://github.com/github/copilot.vim (AcceptWord)"""
+_TOKEN = re.compile(r"[ \t]*(?:\w+|[^\w\s])")
+"""An identifier or one other character, with the spaces before it."""
+BRACKETS = {"(": ")", "[": "]", "{": "}"}
+"""Brackets that an editor closes automatically."""
+QUOTES = "\"'`"
+"""Quotes that an editor closes automatically."""
+_LINE_END = re.compile(r"[\r\n]")
 CACHED_LINES = 1 << 16
 """Lines whose ids are cached: after a keystroke, all but one are the same."""
+RECENT = 12
+"""Results of `FileTokenizer.recent` that are cached. A file has four: lines above the cursor, sources to copy
+from, the index without this file, and an index of the request's files."""
 
 
 class TokenizedText(NamedTuple):
@@ -40,7 +54,11 @@ class TokenizedText(NamedTuple):
 
 
 class FileTokenizer:
-    """Encodes the texts of files; `header` is True if the model was trained on paths before the files."""
+    """Encodes the texts of files; `header` is True if the model was trained on paths before the files.
+
+    It caches what is computed from texts: the ids of lines, and in `recent(make, *arguments)` the results of
+    functions, since the files are the same after a keystroke.
+    """
 
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
@@ -48,15 +66,14 @@ class FileTokenizer:
         self.ends_word = torch.tensor([not is_word(piece[:1]) for piece in self.pieces])
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
-        self._allowed = lru_cache(256)(self._find_allowed)
+        self.allowed = lru_cache(256)(self._find_allowed)
         self.shorter = lru_cache(256)(self._find_shorter)
-        self._lines_above = lru_cache(2)(self._tokenize_lines)  # unchanged by a keystroke
+        self.recent = lru_cache(RECENT)(lambda make, *arguments: make(*arguments))
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
-    @property
-    def end(self) -> int:
-        """The id after a file."""
-        return self.tokenizer.eos
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """Log-probabilities (V,) of the tokenizer's ids, on the CPU as the gate is, from a model's logits."""
+        return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:
         """The ids of a line or part of a line; a very long one is encoded in pieces."""
@@ -77,14 +94,13 @@ class FileTokenizer:
                 return ids[:cut], tail
         return ids, b""
 
-    def allowed(self, typed: bytes) -> Tensor | None:
+    def _find_allowed(self, typed: bytes) -> Tensor | None:
         """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
 
         These ids start with the bytes, or are a prefix of them: the line may be spelled in shorter tokens.
         """
-        return self._allowed(typed) if typed else None
-
-    def _find_allowed(self, typed: bytes) -> Tensor:
+        if not typed:
+            return None
         allowed = torch.zeros(len(self.pieces), dtype=torch.bool)
         begins = lambda piece: piece[: len(typed)]
         first, last = bisect_left(self._sorted, typed, key=begins), bisect_right(self._sorted, typed, key=begins)
@@ -113,7 +129,7 @@ class FileTokenizer:
         """The ids of a text from its start, in lines; an unfinished last line counts as one."""
         if self.tokenizer.line_separable:
             last = max(text.rfind("\n"), text.rfind("\r")) + 1
-            above = self._lines_above(text[:last], name)
+            above = self.recent(self._tokenize_lines, text[:last], name)
             return TokenizedText([*above.ids, *self.line(text[last:])], [*above.starts, len(above.ids)])
         ids = self.start(name)
         starts = [len(ids)]
@@ -208,3 +224,34 @@ def window(ids: Sequence[int], length: int) -> Sequence[int]:
         return ids
     step = max(1, length // 4)
     return ids[-(-(len(ids) - length) // step) * step :]
+
+
+def first_line(text: str) -> str:
+    """The text up to its first line end."""
+    return _LINE_END.split(text, maxsplit=1)[0]
+
+
+def unmatched(text: str) -> tuple[str, int | None]:
+    """Closing brackets for a text's open ones, innermost first, and the position of its first unmatched closing
+    one."""
+    closing = ""
+    for place, character in enumerate(text):
+        if character in BRACKETS:
+            closing = BRACKETS[character] + closing
+        elif character in BRACKETS.values():
+            if not closing:
+                return "", place
+            closing = closing[1:]
+    return closing, None
+
+
+def whole_words(text: str) -> str:
+    """The text without its last identifier or character, which may be incomplete."""
+    *_, last = 0, *(token.start() for token in _TOKEN.finditer(text))
+    return text[:last]
+
+
+def first_word(text: str) -> str:
+    """The line up to the end of its first identifier, or the whole line if it has none."""
+    word = _WORD.match(text)
+    return word[0] if word else ""

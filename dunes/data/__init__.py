@@ -4,6 +4,7 @@ Start with `collect_corpus`, `token_shard` and `Windows` for text, `read_records
 for examples, `Rows` for tensors.
 """
 
+from dunes.data.batches import Batches, PackedText, Rows, TokenIds, Windows
 from dunes.data.document import Document, code_fraction, header_name
 from dunes.data.examples import (
     Example,
@@ -16,45 +17,14 @@ from dunes.data.examples import (
 )
 from dunes.data.fim import FillInMiddle, missing_sentinels, rejoin
 from dunes.data.mnist_files import Digits, drawn_digits, fetch_digits, read_digits
-from dunes.data.packing import Batches
 from dunes.data.preflight import DataReport, check_report, data_report
 from dunes.data.shards import Shard, TokenFile, default_cache, file_header, open_shard, token_shard
 from dunes.data.sources import Corpus, collect_corpus, hold_out_test
-from dunes.data.windows import PackedText, Rows, TokenIds, Windows
 
 __all__ = [
-    "Batches",
-    "Corpus",
-    "DataReport",
-    "Digits",
-    "Document",
-    "Example",
-    "FillInMiddle",
-    "PackedText",
-    "Record",
-    "Records",
-    "Rows",
-    "Shard",
-    "TokenFile",
-    "TokenIds",
-    "Windows",
-    "check_report",
-    "code_fraction",
-    "collect_corpus",
-    "data_report",
-    "default_cache",
-    "drawn_digits",
-    "fetch_digits",
-    "file_header",
-    "header_name",
-    "hold_out_test",
-    "missing_sentinels",
-    "open_shard",
-    "read_digits",
-    "read_records",
-    "rejoin",
-    "split_records",
-    "token_shard",
-    "tokenize_records",
-    "trained_spans",
-]
+    "Batches", "Corpus", "DataReport", "Digits", "Document", "Example", "FillInMiddle", "PackedText", "Record",
+    "Records", "Rows", "Shard", "TokenFile", "TokenIds", "Windows", "check_report", "code_fraction",
+    "collect_corpus", "data_report", "default_cache", "drawn_digits", "fetch_digits", "file_header",
+    "header_name", "hold_out_test", "missing_sentinels", "open_shard", "read_digits", "read_records", "rejoin",
+    "split_records", "token_shard", "tokenize_records", "trained_spans",
+]  # fmt: skip

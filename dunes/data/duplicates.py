@@ -6,14 +6,12 @@ permutation hashing, https://arxiv.org/abs/1208.1259).
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-
-from dunes.data.document import Document, NamedText
 
 SPLIT_VERSION = 2
 """Version of the split into training and validation: 0 splits by the hash of each text, 1 keeps near-duplicates
@@ -132,15 +130,3 @@ def _first(firsts: list[int], number: int) -> int:
 def _join(firsts: list[int], a: int, b: int) -> None:
     low, high = sorted((_first(firsts, a), _first(firsts, b)))
     firsts[high] = low
-
-
-def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
-    """The text of each document with its name, without byte order marks."""
-    for document in documents:
-        for text in document.texts():
-            yield document.name, "".join(text).removeprefix("\ufeff")
-
-
-def text_digests(texts: Iterable[NamedText]) -> set[bytes]:
-    """Digests of texts, regardless of their white space."""
-    return {content_digest([text]) for _, text in texts}

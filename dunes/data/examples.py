@@ -7,11 +7,10 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, cycle, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,8 @@ from dunes.text.lines import line_parts
 from dunes.text.templates import ANSWER_ROLES, Conversation, Template, Turn, encode_segments
 from dunes.text.tokenizer import Tokenizer
 from dunes.units import plural
+
+T = TypeVar("T")
 
 ROLES = {
     "system": "system", "developer": "system",
@@ -141,8 +142,9 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
     all_rows = list(rows(path))
     if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    name = _with_place(all_rows[0][0], lambda: _known_format(all_rows[0][1]))
-    records = [_with_place(place, partial(_record, name, row, place)) for place, row in all_rows]
+    first_place, first = all_rows[0]
+    name = _at(first_place, _known_format, first)
+    records = [_at(place, _record, name, row, place) for place, row in all_rows]
     ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
     return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
@@ -152,20 +154,17 @@ def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, 
 
     Raises ValueError like `read_records`, and if no record has text.
     """
-    read_text: Callable[[Any], str] | None = None
-    has_text, keys = False, ""
-    for place, row in rows(path, fields):
-        if read_text is None:
-            _, read_text = _with_place(place, lambda row=row: text_reader(row, fields))  # type: ignore[misc]
-            keys = _keys(row)
-        text = _with_place(place, lambda read_text=read_text, row=row: read_text(row))  # type: ignore[misc]
+    remaining, has_text = rows(path, fields), False
+    if (first := next(remaining, None)) is None:
+        raise ValueError(f"{path}: {NO_RECORDS}")
+    _, read_text = _at(first[0], text_reader, first[1], fields)
+    for place, row in chain([first], remaining):
+        text = _at(place, read_text, row)
         has_text = has_text or bool(text)
         yield place, text
-    if read_text is None:
-        raise ValueError(f"{path}: {NO_RECORDS}")
     if not has_text:
         expected = f"text in {_name_fields(fields)}" if fields else "records with text"
-        raise ValueError(f"{path}: expected {expected}, found {keys}; {NAME_FIELD}")
+        raise ValueError(f"{path}: expected {expected}, found {_keys(first[1])}; {NAME_FIELD}")
 
 
 SHOWN_FIELDS = 20
@@ -188,18 +187,17 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
                 t.full_text for t in _read(name, row) if t.trained or t.role not in ANSWER_ROLES
             )
     fields = fields or ("text",)
-    return _name_fields(fields), lambda row: _join(_field(row, name) for name in fields)
+    return _name_fields(fields), lambda row: _join(_text(_object(row), name, "") for name in fields)
 
 
 def _name_fields(fields: Sequence[str]) -> str:
     return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
 
 
-def _field(row: Any, name: str) -> str:
-    """The text in a field; empty if the field is missing."""
+def _object(row: Any, remedy: str = "") -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}")
-    return _text(row, name, "")
+        raise ValueError(f"expected a JSON object, found {_type(row)}{remedy}")
+    return row
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -211,16 +209,16 @@ def _keys(row: Any) -> str:
     return ", ".join(map(str, row))[:200] or "no keys" if isinstance(row, dict) else _type(row)
 
 
-def _with_place(place: str, make: Callable[[], Any]) -> Any:
+def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
+    """The result of `read`, with the place in front of its errors."""
     try:
-        return make()
+        return read(*arguments)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
 
 
 def _known_format(row: Any) -> str:
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}; {NAME_FIELD}")
+    row = _object(row, f"; {NAME_FIELD}")
     for name, record_format in RECORD_FORMATS.items():
         if all(key in row for key in record_format.keys):
             return name
@@ -229,9 +227,7 @@ def _known_format(row: Any) -> str:
 
 
 def _read(name: str, row: Any) -> Conversation:
-    record_format = RECORD_FORMATS[name]
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}")
+    record_format, row = RECORD_FORMATS[name], _object(row)
     if missing := [key for key in record_format.keys if key not in row]:
         raise ValueError(
             f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "
@@ -366,9 +362,7 @@ def _history(row: dict[str, Any]) -> Conversation:
     for i, pair in enumerate(pairs, 1):
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
             raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
-        turns += [
-            Turn(role, _encodable("history", t)) for role, t in zip(("user", "assistant"), pair, strict=True)
-        ]
+        turns += map(Turn, ("user", "assistant"), (_encodable("history", text) for text in pair))
     return tuple(turns)
 
 
@@ -379,8 +373,12 @@ def _messages(row: dict[str, Any]) -> Conversation:
 def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
     if not isinstance(message, dict):
         raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
-    make = lambda: Turn(name := _role(message, role), _content(message, content), "", _is_trained(message, name))
-    return _with_place(place, make)  # type: ignore[no-any-return]
+    return _at(place, _turn, message, role, content)
+
+
+def _turn(message: dict[str, Any], role_key: str, content_key: str) -> Turn:
+    role = _role(message, role_key)
+    return Turn(role, _content(message, content_key), trained=_is_trained(message, role))
 
 
 def _role(message: dict[str, Any], key: str) -> str:
@@ -433,9 +431,8 @@ def _list(row: dict[str, Any], key: str) -> list[Any]:
 
 def _sharegpt(row: dict[str, Any]) -> Conversation:
     messages = _list(row, "conversations")
-    keys = (
-        ("from", "value") if not (isinstance(messages[0], dict) and "role" in messages[0]) else ("role", "content")
-    )
+    openai = isinstance(messages[0], dict) and "role" in messages[0]
+    keys = ("role", "content") if openai else ("from", "value")
     return tuple(_message(m, f"message {i}", *keys) for i, m in enumerate(messages, 1))
 
 
@@ -445,11 +442,9 @@ MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
     texts = _list(row, "data")
-    sides = ("user", "assistant")
-    for i, text in enumerate(texts, 1):
-        if not isinstance(text, str):
-            raise ValueError(f"data: text {i}: expected a string, found {_type(text)}")
-    return tuple(Turn(sides[i % 2], _encodable("data", text)) for i, text in enumerate(texts))
+    if bad := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
+        raise ValueError(f"data: text {bad[0] + 1}: expected a string, found {_type(texts[bad[0]])}")
+    return tuple(map(Turn, cycle(("user", "assistant")), (_encodable("data", text) for text in texts)))
 
 
 def _plain_text(row: dict[str, Any]) -> Conversation:
@@ -543,16 +538,16 @@ def tokenize_records(
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
     template.check_tokenizer(tokenizer)
-    # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
-    conversations = [row.turns if row.turns[-1].role != "text" else (Turn("text", ""),) for row in rows]
-    segments = template.render(conversations, variables=[row.variables for row in rows])
     for row in rows:
-        yield _with_place(row.place, lambda row=row: _example(next(segments), tokenizer, train_on, row))  # type: ignore[misc]
+        yield _at(row.place, _example, row, template, tokenizer, train_on)
 
 
-def _example(segments: Any, tokenizer: Tokenizer, train_on: str, row: Record) -> Example:
+def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
+        # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
+        template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
+    segments = template.render(row.turns, variables=row.variables)
     if train_on == "all" and (excluded := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
         raise ValueError(
             f"a {excluded[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
@@ -584,11 +579,6 @@ def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 def _spell_out(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """The text with its special tokens spelled out."""
     special = {i: t.content for i, t in tokenizer.inner.get_added_tokens_decoder().items() if t.special}
-    text = ""
-    pending: list[int] = []
-    for i in ids:
-        if i in special:
-            text, pending = text + tokenizer.decode(pending) + special[i], []
-        else:
-            pending.append(i)
-    return text + tokenizer.decode(pending)
+    runs = groupby(ids, special.__contains__)
+    texts = ("".join(special[i] for i in run) if known else tokenizer.decode([*run]) for known, run in runs)
+    return "".join(texts)

@@ -93,7 +93,7 @@ class FillInMiddle:
         start, stop = self._longest_text(ids)
         if stop - start < LEAST:
             return ids
-        text = _decode([self._pieces[i] for i in ids[start:stop]])
+        text = _decode([self.tokenizer.token_bytes[i] for i in ids[start:stop]])
         stop += stop < len(ids) and ids[stop] == self.sentinels.end
         arranged = self._arrange(text, stop - start, random)
         return ids if arranged is None else np.concatenate([ids[:start], arranged, ids[stop:]])
@@ -106,12 +106,8 @@ class FillInMiddle:
         return ~np.isin(ids, self.sentinels[:3])
 
     @cached_property
-    def _pieces(self) -> list[bytes]:
-        return self.tokenizer.token_bytes
-
-    @cached_property
     def _is_text(self) -> NDArray[np.bool_]:
-        return np.array([bool(piece) for piece in self._pieces])
+        return np.array([bool(piece) for piece in self.tokenizer.token_bytes])
 
     def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
         """Bounds of the longest run of text ids, without a file's header and the last bytes of a cut character."""
@@ -121,8 +117,8 @@ class FillInMiddle:
 
     def _text_start(self, ids: NDArray[np.int64], start: int, stop: int) -> int:
         if start and ids[start - 1] == self.sentinels.file:
-            return next((i + 1 for i in range(start, stop) if b"\n" in self._pieces[ids[i]]), stop)
-        return next((i for i in range(start, stop) if self._pieces[ids[i]][0] & 0xC0 != 0x80), stop)
+            return next((i + 1 for i in range(start, stop) if b"\n" in self.tokenizer.token_bytes[ids[i]]), stop)
+        return next((i for i in range(start, stop) if self.tokenizer.token_bytes[ids[i]][0] & 0xC0 != 0x80), stop)
 
     def _arrange(self, text: str, size: int, random: np.random.Generator) -> list[int] | None:
         """The text, cut in three, as `size` ids; None if no tried cut fits."""

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dunes.data.files import open_plain
+from dunes.files.atomic import write_file
 from dunes.units import plural
 
 SIDE, CLASSES = 28, 10
-UINT8 = 8
-"""Code of unsigned bytes in an IDX file."""
+UINT8, MAX_DIMENSIONS = b"\0\0\x08", 8
+"""First bytes of an IDX file of unsigned bytes, and the maximum number of its dimensions."""
 MAX_BYTES = 1 << 30
 """Maximum bytes of data in a file."""
 
@@ -78,9 +79,9 @@ def read_idx(path: Path) -> Tensor:
     try:
         with open_plain(path) as file:
             stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-            shape = _shape(path, stream.read(4), stream.read(4 * 8))
-            start, count = 4 + 4 * len(shape), math.prod(shape)
-            stream.seek(start)
+            shape = _shape(path, stream.read(4 + 4 * MAX_DIMENSIONS))
+            count = math.prod(shape)
+            stream.seek(4 + 4 * len(shape))
             content = stream.read(count + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path}: cannot be read: {error}; copy or download it again") from None
@@ -90,15 +91,15 @@ def read_idx(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(shape) if count else torch.zeros(shape)
 
 
-def _shape(path: Path, magic: bytes, sizes: bytes) -> list[int]:
+def _shape(path: Path, header: bytes) -> list[int]:
     """The shape in an IDX header. Raises ValueError for other files, and for one that is too large."""
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] != UINT8 or not 1 <= magic[3] <= 8:
-        raise ValueError(
-            f"{path}: begins with {magic.hex() or 'nothing'}; expected 000008 and 1 to 8 dimensions (IDX)"
-        )
-    if len(sizes) < 4 * magic[3]:
+    dimensions = header[3] if header.startswith(UINT8) and len(header) > 3 else 0
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        start = header[:4].hex() or "nothing"
+        raise ValueError(f"{path}: begins with {start}; expected 000008 and 1 to 8 dimensions (IDX)")
+    if len(header) < 4 + 4 * dimensions:
         raise ValueError(f"{path}: ends within its header; download it again")
-    shape = [int.from_bytes(sizes[4 * i : 4 * i + 4]) for i in range(magic[3])]
+    shape: list[int] = np.frombuffer(header, ">u4", dimensions, 4).tolist()
     if math.prod(shape) > MAX_BYTES:
         raise ValueError(f"{path}: the header promises {math.prod(shape):,} bytes; at most {MAX_BYTES:,} are read")
     return shape
@@ -124,18 +125,15 @@ def fetch_digits(folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, digest in SHA256.items():
         if not (folder / name).exists():
-            content = _download(name, digest, URLS)
-            part = folder / f"{name}.part"
-            part.write_bytes(content)
-            part.rename(folder / name)
+            write_file(folder / name, _download(name, digest))
 
 
-def _download(name: str, digest: str, urls: Sequence[str]) -> bytes:
-    """The file from the first of these addresses that has it. Raises ValueError with a reason for each."""
+def _download(name: str, digest: str) -> bytes:
+    """The file from the first of URLS that has it. Raises ValueError with a reason for each."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []
-    for url in urls:
+    for url in URLS:
         try:
             with urlopen(url + name, timeout=SECONDS) as reply:
                 content: bytes = reply.read(MAX_BYTES)
@@ -161,21 +159,10 @@ _STROKES: list[list[list[tuple[float, float]]]] = [
     [[(0.72, 0.12), (0.32, 0.12), (0.28, 0.46), (0.62, 0.44), (0.75, 0.65), (0.62, 0.87), (0.25, 0.85)]],
     [[(0.65, 0.1), (0.35, 0.4), (0.27, 0.7), (0.45, 0.9), (0.7, 0.8), (0.68, 0.58), (0.45, 0.52), (0.28, 0.66)]],
     [[(0.22, 0.13), (0.76, 0.13), (0.42, 0.9)]],
-    [
-        [
-            (0.5, 0.48),
-            (0.3, 0.3),
-            (0.5, 0.1),
-            (0.7, 0.3),
-            (0.5, 0.48),
-            (0.27, 0.7),
-            (0.5, 0.9),
-            (0.73, 0.7),
-            (0.5, 0.48),
-        ]
-    ],
+    [[(0.5, 0.48), (0.3, 0.3), (0.5, 0.1), (0.7, 0.3), (0.5, 0.48),
+      (0.27, 0.7), (0.5, 0.9), (0.73, 0.7), (0.5, 0.48)]],
     [[(0.72, 0.3), (0.5, 0.48), (0.29, 0.32), (0.48, 0.11), (0.72, 0.3), (0.66, 0.9)]],
-]
+]  # fmt: skip
 
 
 def drawn_digits(count: int = 400, seed: int = 0) -> Digits:

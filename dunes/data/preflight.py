@@ -64,8 +64,7 @@ class DataReport:
         windows = f" ({self.windows} of them windows of plain text)" if self.windows else ""
         return [
             f"{plural(self.examples, 'example')}{windows}, {self.validation} for validation; "
-            f"{plural(self.duplicates, 'duplicate')}, "
-            f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data",
+            f"{plural(self.duplicates, 'duplicate')}, {self._leaks}",
             f"{plural(self.tokens, 'token')}, {self.trained} of them targets ({self.trained_share:.1%}); "
             f"{plural(self.without_target, 'example')} without targets; {self.val_trained} for validation",
             f"length in tokens: {lengths}; truncated at {self.context_length}: {self.truncated_share:.1%} of the "
@@ -76,29 +75,23 @@ class DataReport:
 
     def warnings(self) -> list[str]:
         """Problems that are no errors, but should be checked."""
-        warnings = []
-        if self.trained_share < FEW:
-            warnings.append(f"only {self.trained_share:.1%} of the tokens are targets; check a few examples")
-        if self.leaked:
-            warnings.append(
-                f"{plural(self.leaked, 'validation example is', 'validation examples are')} in the training data; "
-                "the validation loss is too low"
-            )
-        if self.without_target:
-            warnings.append(
-                f"{plural(self.without_target, 'example is', 'examples are')} skipped: no targets in the context"
-            )
-        if self.val_without_target:
-            warnings.append(
-                f"{plural(self.val_without_target, 'validation example is', 'validation examples are')} skipped: "
-                "no targets in the context"
-            )
-        if self.truncated:
-            warnings.append(
-                f"{plural(self.truncated, 'example is', 'examples are')} truncated, "
-                f"{plural(self.lost, 'target')} lost"
-            )
-        return warnings
+        targets, skipped = f"{self.trained_share:.1%}", "skipped: no targets in the context"
+        problems = (
+            (self.trained_share < FEW, f"only {targets} of the tokens are targets; check a few examples"),
+            (self.leaked, f"{self._leaks}; the validation loss is too low"),
+            (self.without_target, f"{_are(self.without_target, 'example')} {skipped}"),
+            (self.val_without_target, f"{_are(self.val_without_target, 'validation example')} {skipped}"),
+            (self.truncated, f"{_are(self.truncated, 'example')} truncated, {plural(self.lost, 'target')} lost"),
+        )
+        return [text for applies, text in problems if applies]
+
+    @property
+    def _leaks(self) -> str:
+        return f"{_are(self.leaked, 'validation example')} in the training data"
+
+
+def _are(count: int, noun: str) -> str:
+    return plural(count, f"{noun} is", f"{noun}s are")
 
 
 def data_report(
@@ -126,7 +119,7 @@ def data_report(
         tokens=int(lengths.sum()) - sum(bool(e.window_index) for e in examples),
         trained=sum(int(k.sum()) for k in targets),
         lost=sum(int(e.loss_mask[context_length + 1 :].sum()) for e in examples),
-        lengths=_quantiles(lengths),
+        lengths=tuple(map(int, np.quantile(lengths if len(lengths) else 0, QUANTILES, method="inverted_cdf"))),
         context_length=context_length,
         truncated=int((lengths > context_length + 1).sum()),
         duplicates=len(training) - len(distinct),
@@ -140,12 +133,6 @@ def data_report(
         val_trained=sum(val_targets),
         val_without_target=val_targets.count(0),
     )
-
-
-def _quantiles(lengths: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> tuple[int, ...]:
-    if not len(lengths):
-        return (0,) * len(QUANTILES)
-    return tuple(int(n) for n in np.quantile(lengths, QUANTILES, method="inverted_cdf"))
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
 from dunes.files.model_file import HEAD, stand_in
+from dunes.text.lines import decode_text
 
 MAX_ROW_BYTES = 1 << 24
 """Maximum bytes of a line."""
@@ -91,7 +93,7 @@ def _table_suffix(path: Path) -> str | None:
 
 def _first_byte(file: BinaryIO) -> bytes:
     """The first byte after blanks and a byte order mark; rewinds the file."""
-    start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    start = file.read(1 << 16).removeprefix(BOM_UTF8).lstrip()[:1]
     file.seek(0)
     return start
 
@@ -106,30 +108,30 @@ def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    number = 0
-    while line := file.readline(MAX_ROW_BYTES + 1):
-        number += 1
+    lines = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
         if len(line) > MAX_ROW_BYTES:
             raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected one JSON object per line")
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+        line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if line.strip():
             yield place, _json(place, line)
 
 
 def _json(place: str, data: bytes) -> Any:
+    text = decode_text(data, place)
     try:
-        return json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: not UTF-8 at byte {error.start}") from None
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: not JSON: {error}; expected one JSON object per line, or one list") from None
 
 
 def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     _, name, scan = TABLES[suffix]
-    polars = _polars(path, name)
+    try:
+        polars: Any = import_module("polars")
+    except ImportError:
+        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
     try:
         table = getattr(polars, scan)(path.absolute(), glob=False, hive_partitioning=False)
         if columns := [name for name in table.collect_schema().names() if name in fields]:
@@ -146,10 +148,3 @@ def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterat
             message = " ".join(str(error).split())[:200]
             raise ValueError(f"{path}: cannot be read as {name}: {message}") from None
         raise
-
-
-def _polars(path: Path, name: str) -> Any:
-    try:
-        return import_module("polars")
-    except ImportError:
-        raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None

@@ -202,18 +202,16 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 def rejection_reason(instruction: str) -> str:
     """The reason to drop an instruction, regardless of the others; empty if there is none."""
-    length = len(instruction.split())
-    if length <= 3:
-        return "short"
-    if length > 150:
-        return "long"
-    if match := BANNED.search(instruction):
-        return f"word: {match[0].lower()}"
-    if instruction.startswith("Write a program"):
-        return "program"
-    if instruction[0] in string.punctuation:
-        return "punctuation"
-    return "" if instruction[0].isascii() else "not ASCII"
+    length, banned = len(instruction.split()), BANNED.search(instruction)
+    reasons = {
+        "short": length <= 3,
+        "long": length > 150,
+        f"word: {banned and banned[0].lower()}": banned,
+        "program": instruction.startswith("Write a program"),
+        "punctuation": instruction[:1] in string.punctuation,
+        "not ASCII": not instruction[:1].isascii(),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def words(text: str) -> list[str]:
@@ -298,8 +296,5 @@ class InstructionIndex:
         return bounds
 
 
-def _number_occurrences(tokens: Iterable[str]) -> Iterator[tuple[str, int]]:
-    counts: Counter[str] = Counter()
-    for token in tokens:
-        counts[token] += 1
-        yield token, counts[token]
+def _number_occurrences(tokens: Iterable[str]) -> list[tuple[str, int]]:
+    return [(token, number) for token, times in Counter(tokens).items() for number in range(times)]

@@ -100,11 +100,7 @@ def default_cache() -> Path:
 
 
 def token_shard(
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    cache: Path | None = None,
-    *,
-    headers: bool = False,
+    documents: Sequence[Document], tokenizer: Tokenizer, cache: Path | None = None, *, headers: bool = False
 ) -> Shard:
     """The shard of these documents, from the cache or newly written.
 
@@ -164,11 +160,7 @@ def _dtype(vocab: int) -> np.dtype[Any]:
 
 
 def _write(
-    folder: Path,
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    card: dict[str, str | int],
-    headers: bool,
+    folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, card: dict[str, str | int], headers: bool
 ) -> None:
     dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
     tick = advance(sum(d.size for d in documents))
@@ -177,9 +169,10 @@ def _write(
             header = file_header(document, tokenizer) if headers else []
             for group in _groups(document, begin, header, tokenizer):
                 ids: list[int] = []
-                for (_, after), part in zip(group, tokenizer.encode_all([part for part, _ in group]), strict=True):
-                    starts += [length + len(ids)] if after is begin else []
-                    ids += [*part, *after]
+                encoded = tokenizer.encode_all([part for part in group if isinstance(part, str)])
+                for part in group:
+                    starts += [length + len(ids)] if part is begin else []
+                    ids += next(encoded) if isinstance(part, str) else part
                 length += len(ids)
                 digest.update(data := np.array(ids, dtype).tobytes())
                 file.write(data)
@@ -195,23 +188,19 @@ def _write(
 
 def _groups(
     document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
-) -> Iterator[list[tuple[str, Sequence[int]]]]:
-    """Yield the document's texts in groups of parts of about BLOCK characters, each part with ids to append to it.
-
-    Each text starts with an empty part and `begin`, then one with `header` if that is not empty.
-    """
-    group: list[tuple[str, Sequence[int]]] = []
-    size = 0
+) -> Iterator[list[str | list[int]]]:
+    """Yield the document's texts, with ids before and after each, in groups of about BLOCK characters."""
+    group, size = list[str | list[int]](), 0
     for text in document.texts():
-        group += [("", begin), *([("", header)] if header else [])]
+        group += [begin, header]
         lines = (part for block in text for part in line_parts(block))
         for part in lines if tokenizer.line_separable else ["".join(lines)]:
-            group.append((part, ()))
+            group.append(part)
             size += len(part)
             if size > BLOCK:
                 yield group
                 group, size = [], 0
-        group.append(("", (tokenizer.eos,)))
+        group.append([tokenizer.eos])
     yield group
 
 

@@ -12,10 +12,17 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
-from dunes.data.document import Document, header_name, plain_document
+from dunes.data.document import (
+    Document,
+    RecordDocument,
+    describe_records,
+    header_name,
+    holds_records,
+    plain_document,
+    record_documents,
+)
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.files import SourceFile, Walk, file_size, skipped_line
-from dunes.data.record_document import RecordDocument, describe_records, holds_records, record_documents
 from dunes.units import format_bytes, plural
 
 SHARE = 0.1
@@ -113,10 +120,8 @@ def collect_corpus(
     if not documents:
         names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
         raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
-    unread = corpus.notes[SHOWN:]
-    corpus.notes[SHOWN:] = (
-        [f"skipped: {plural(len(unread), 'more file', 'more files')} of records"] if unread else []
-    )
+    if unread := corpus.notes[SHOWN:]:
+        corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
     corpus.notes[:0] = describe_records([*documents.values()])
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
@@ -124,9 +129,9 @@ def collect_corpus(
     return corpus
 
 
-def validation_share(size: float, least: float = LEAST) -> float:
-    """The validation fraction of a text of `size` bytes: a tenth, or what makes `least` bytes; at most a fifth."""
-    return min(MOST, max(SHARE, least / max(1.0, size)))
+def validation_share(size: float) -> float:
+    """The validation fraction of a text of `size` bytes: a tenth, or what makes LEAST bytes; at most a fifth."""
+    return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
@@ -138,16 +143,13 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
-    if split_version > 1:
-        groups, count = _order_for_selection(groups, share)
-    else:
-        count = sum(g.split_hash < 2 * share for g in groups)
+    groups, count = _order_for_selection(groups, share, split_version, 2 * share)
     count = max(count, len(_files(corpus.documents)) > 2)
     records = any(isinstance(d, RecordDocument) for d in corpus.train)
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
     tested = {d.digest for d in test}
     train = [d for d in corpus.train if d.digest not in tested]
-    train, valid, test = ([*sorted(documents, key=_file_order)] for documents in (train, corpus.valid, test))
+    train, valid, test = (sorted(documents, key=_file_order) for documents in (train, corpus.valid, test))
     return replace(corpus, train=train, valid=valid, test=test)
 
 
@@ -218,12 +220,17 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
     return sorted(groups_of_files, key=_group_order)
 
 
-def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
+def _order_for_selection(
+    groups: Sequence[_Group], share: float, split_version: int, limit: float
+) -> tuple[list[_Group], int]:
     """The groups in order of selection for validation, and the number of them that have about `share` of the text.
 
     Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
-    make up for files that are too large. Groups that alone have a quarter of the share come last.
+    make up for files that are too large. Groups that alone have a quarter of the share come last. Up to version 1
+    of the split, groups with hashes below the `limit` are selected.
     """
+    if split_version < 2:
+        return list(groups), sum(g.split_hash < limit for g in groups)
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
     strata: dict[tuple[int, str], list[_Group]] = {}
@@ -249,10 +256,7 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
-    if split_version > 1:
-        groups, count = _order_for_selection(groups, share)
-    else:
-        count = sum(g.split_hash < share for g in groups)
+    groups, count = _order_for_selection(groups, share, split_version, share)
     count = max(0, min(max(count, not valid), len(groups) - 1))
     name = attrgetter("name")
     corpus.valid = sorted([*(d for g in groups[:count] for d in g.files), *valid], key=name)

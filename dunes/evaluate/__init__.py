@@ -1,5 +1,5 @@
 """Scores: loss on text, tasks, lines, a model before and after a change.
 
-Start with `score.score_folder`, `text_loss.evaluate`, `tasks.run_tasks`,
-`completion_report.evaluate_completion` and `comparison.compare_folders`.
+Start with `text_loss.score_folder`, `text_loss.evaluate`, `tasks.run_tasks`,
+`completion.evaluate_completion` and `comparison.compare_folders`.
 """

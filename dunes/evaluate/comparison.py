@@ -18,10 +18,10 @@ import torch
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
-from dunes.child_process import python_command
 from dunes.cores import share_cores
 from dunes.data import PackedText, TokenIds
 from dunes.evaluate.text_loss import evaluate
+from dunes.extra import python_command
 from dunes.generate import PrefixCache, generate
 from dunes.generate.packages import load_step
 from dunes.units import format_bytes
@@ -146,10 +146,8 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
 
 
 def _write_ids(file: Path, ids: TokenIds) -> None:
-    if isinstance(ids, PackedText):
-        np.savez(file, ids=_id_array(ids), starts=ids.starts, end=ids.end)
-    else:
-        np.savez(file, ids=_id_array(ids))
+    packed: dict[str, Any] = {"starts": ids.starts, "end": ids.end} if isinstance(ids, PackedText) else {}
+    np.savez(file, ids=_id_array(ids), **packed)
 
 
 def _read_ids(file: Path) -> TokenIds:

@@ -9,8 +9,9 @@ https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.m
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,8 +47,8 @@ Question = tuple[Any, list[int], list[int]]
 class Harness(TemplateLM):
     """The harness's interface to a model folder.
 
-    `truncated` counts inputs longer than the context, which are
-    truncated on the left. Raises ValueError for a folder without a model.
+    `truncated` counts inputs longer than the context, which are truncated on the left. Raises ValueError for a
+    folder without a model.
     """
 
     def __init__(self, folder: Path, any_base: bool = False) -> None:
@@ -103,17 +104,15 @@ class Harness(TemplateLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
         """The log-likelihood of each text, scored in windows of the model's context without overlap."""
-        windows: list[Question] = []
-        owners: list[int] = []
-        for i, request in enumerate(requests):
+        questions: list[Question] = []
+        stops = []
+        for request in requests:
             ids = self.tok_encode(request.args[0])
             rolling = get_rolling_token_windows(ids, self._first, self.max_length, context_len=1)
-            windows += [(None, *make_disjoint_window(pair)) for pair in rolling]
-            owners += [i] * (len(windows) - len(owners))
-        logprobs = [0.0] * len(requests)
-        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-            logprobs[owner] += logprob
-        return logprobs
+            questions += [(None, *make_disjoint_window(pair)) for pair in rolling]
+            stops.append(len(questions))
+        logprobs = [logprob for logprob, _ in self._loglikelihood_tokens(questions)]
+        return [sum(logprobs[start:stop], 0.0) for start, stop in pairwise([0, *stops])]
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
         """Answers in the order of the questions; questions that differ only in their last id share a row."""
@@ -169,22 +168,13 @@ class Harness(TemplateLM):
         answers = [""] * len(requests)
         for members in groups.values():
             first = requests[members[0]]
-            settings = self._settings(first.args[1], f"task {first.task_name}")
+            place = f"task {first.task_name}"
+            settings = parse_settings(first.args[1], place, self.max_length, self._decode([self._end]))
             prompts = {i: self._prompt(requests[i].args[0], settings.max_tokens) for i in members}
             for batch in self._batches("generating", sorted(members, key=lambda i: -len(prompts[i]))):
                 for i, text in zip(batch, self._write({i: prompts[i] for i in batch}, settings), strict=True):
                     answers[i] = text
         return answers
-
-    def _settings(self, settings: Mapping[str, Any], place: str) -> "GenerationSettings":
-        parsed = parse_settings(settings, place)
-        if parsed.max_tokens >= self.max_length:
-            raise ValueError(
-                f"{place}: {parsed.max_tokens} new tokens leave no room in the context of {self.max_length}; set "
-                "max_gen_toks below that (generation_kwargs in the task's YAML), or train with a larger "
-                "--context-length"
-            )
-        return replace(parsed, until=(*parsed.until, self._decode([self._end])))
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
         """The ids of the context, truncated on the left to leave room for the answer."""
@@ -218,8 +208,8 @@ class GenerationSettings:
     sample: Callable[..., Sampler]
 
 
-def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSettings:
-    """Parse a task's `generation_kwargs`. Raises ValueError for unsupported ones."""
+def parse_settings(settings: Mapping[str, Any], place: str, context_length: int, end: str) -> GenerationSettings:
+    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError for unsupported ones."""
     unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
     if unknown:
         raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")
@@ -237,5 +227,11 @@ def parse_settings(settings: Mapping[str, Any], place: str) -> GenerationSetting
     )
     sample()  # raises ValueError for settings out of range
     max_tokens = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
+    if max_tokens >= context_length:
+        raise ValueError(
+            f"{place}: {max_tokens} new tokens leave no room in the context of {context_length}; set max_gen_toks "
+            "below that (generation_kwargs in the task's YAML), or train with a larger --context-length"
+        )
     until = settings.get("until") or ()  # a task may give a single one without a list
-    return GenerationSettings((until,) if isinstance(until, str) else tuple(until), max_tokens, sample)
+    until = (until,) if isinstance(until, str) else until
+    return GenerationSettings((*until, end), max_tokens, sample)

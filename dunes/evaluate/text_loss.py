@@ -1,21 +1,29 @@
-"""Evaluation on text: loss in nats/token, perplexity, bits/byte."""
+"""Loss on text (nats/token, perplexity, bits/byte), and the text on which a folder is scored or calibrated."""
 
 # Shapes: B batch, T tokens.
 
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from dunes import tree
+from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
-from dunes.data import PackedText, TokenIds
+from dunes.checkpoint.trained_text import _trained_corpus, split_documents, trained_text
+from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_header
+from dunes.data.batches import join_texts, tail_start
+from dunes.data.duplicates import content_digest
 from dunes.data.fim import find_headers
+from dunes.flags import STDLIB
 from dunes.measure import ranks
+from dunes.text import Tokenizer
 from dunes.train import IGNORE
 from dunes.train.loss import next_token_loss
 from dunes.units import plural
@@ -24,6 +32,11 @@ BATCH = 16
 LONGEST_HEADER = 512
 """Number of tokens before a window in which the start of a file header is searched."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+
+SEQUENCES = 64
+"""Number of calibration sequences."""
+CALIBRATION_TOKENS = 128
+"""Tokens in each calibration sequence."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,7 @@ def evaluate(
     return score_batches(loaded, (_rectangle(tokens, chunk, context, headers) for chunk in chunks), dtype)
 
 
-def score_batches(loaded: LoadedModel, batches: Iterable[tuple[torch.Tensor, ...]], dtype: torch.dtype) -> Score:
+def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dtype: torch.dtype) -> Score:
     """Score batches as in `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
@@ -97,16 +110,14 @@ def _own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return ids, torch.full_like(targets, IGNORE), *positions
 
 
-def _rectangle(
-    tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders
-) -> tuple[torch.Tensor, ...]:
+def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders) -> tuple[Tensor, ...]:
     """Ids, targets and, if packed, positions (B, T) of windows.
 
     Targets past the end of the text and in headers of files are ignored.
     """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
-    batch: tuple[torch.Tensor, ...] = window[:, :-1], window[:, 1:]
+    batch: tuple[Tensor, ...] = window[:, :-1], window[:, 1:]
     if isinstance(tokens, PackedText):
         batch = tokens.batch(window, index)
     ids, targets, *positions = batch
@@ -115,3 +126,109 @@ def _rectangle(
     longer = np.concatenate([tokens[before], window.numpy()], 1)
     ignored = (index[:, 1:] >= len(tokens)) | headers(longer)[:, LONGEST_HEADER + 1 :]
     return ids, targets.masked_fill(torch.from_numpy(ignored), IGNORE), *positions
+
+
+def score_folder(
+    folder: Path, sources: Sequence[str] = (), any_base: bool = False, **options: Any
+) -> tuple[Score, int]:
+    """The score on all text in the sources, and the number of files.
+
+    Without sources, the score on the validation split of the model's training. `any_base` is as in
+    `checkpoint.load`, `options` are arguments of `collect_corpus`. Raises ValueError if the model's card does not
+    record its validation split, or if there is no text.
+    """
+    loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+    try:
+        ids, files = evaluation_tokens(loaded, sources, **options)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    return evaluate(loaded, ids), files
+
+
+def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
+    """Token ids of all text in the sources, and the number of files; without sources, of the validation split in
+    the card. Raises ValueError if the card does not record one."""
+    tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
+    if sources:
+        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, on either side of the split
+        return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
+    corpus = split_documents(loaded.card, **options)
+    tails = corpus.split == "tails"
+    documents = corpus.train if tails else corpus.valid
+    return _ids(tokenizer, documents, "tail" if tails else "all", trained, corpus.share), len(documents)
+
+
+def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
+    """Ids (sequences, tokens) of the context length, spread evenly over the documents except their tails.
+
+    There are 64 sequences, or about `tokens` ids in total, fewer for a shorter text. Without sources, they come
+    from the training split in the card. Raises ValueError if the card records none or that text is gone, or if the
+    text is shorter than one sequence.
+    """
+    trained = trained_text(loaded.card)
+    width = min(CALIBRATION_TOKENS, loaded.context_length)
+    sequences = SEQUENCES if tokens is None else -(-tokens // width)
+    if not (sources or trained):
+        raise ValueError("the model's card does not record its training text; pass one with --calibration FILE")
+    if not sources and (missing := missing_source(loaded.card)):
+        raise ValueError(f"the text of the model's training is gone ({missing}); pass one with --calibration FILE")
+    corpus = collect_corpus(sources) if sources else _trained_corpus(trained)
+    tails = not sources and trained.get("split") == "tails"
+    documents = corpus.documents if tails else corpus.train or corpus.valid
+    # The tails of documents named by the user may be scored.
+    part: Literal["all", "head"] = "head" if sources or tails else "all"
+    ids = np.asarray(_ids(loaded.require_tokenizer(), documents, part, {}, corpus.share))
+    if (last := len(ids) - width) < 0:
+        raise ValueError(f"the calibration text is too short: {plural(len(ids), 'token')}; pass more of it")
+    starts = np.unique(np.linspace(0, last, min(sequences, 1 + last // width)).astype(int))
+    return torch.from_numpy(np.stack([ids[start : start + width] for start in starts]).astype(np.int64))
+
+
+def missing_source(card: Mapping[str, Any]) -> str:
+    """A training source in the card that does not exist any more; empty if there is none."""
+    sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
+    return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
+
+
+def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
+    """Raise ValueError if a text of the calibration sources is also scored.
+
+    A file and a record with the same text are equal, regardless of white space. If the tail of each document is
+    scored, the rest of it may calibrate.
+    """
+    trained = trained_text(loaded.card)
+    if not (calibration or validation) or (not validation and trained.get("split") != "files"):
+        return
+    scored = collect_corpus(validation) if validation else _trained_corpus(trained)
+    calibrating = collect_corpus(calibration) if calibration else _trained_corpus(trained)
+    digests = {content_digest(t) for d in (scored.documents if validation else scored.valid) for t in d.texts()}
+    for document in calibrating.documents if calibration else calibrating.train:
+        if any(content_digest(text) in digests for text in document.texts()):
+            raise ValueError(
+                f"{document.path}: it calibrates the change and would score it; pass other text with "
+                "--calibration or --validation"
+            )
+
+
+def _ids(
+    tokenizer: Tokenizer,
+    documents: Sequence[Document],
+    part: Literal["all", "head", "tail"],
+    trained: Mapping[str, Any],
+    share: float,
+) -> TokenIds:
+    """Token ids of the documents, of their tails of this share, or of the rest (`head`).
+
+    They are joined as in the training recorded in `trained`: plain text if that is empty.
+    """
+    begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
+    headers = bool(trained.get("complete") and trained.get("file_headers", True))
+    for document, text in ((d, text) for d in documents for text in d.texts()):
+        header = file_header(document, tokenizer) if headers else []
+        pieces = [np.array(ids, np.int32) for ids in tokenizer.encode_document(text)]
+        ids = np.concatenate([np.array([*begin, *header], np.int32), *pieces, np.array([tokenizer.eos], np.int32)])
+        tail = tail_start(0, len(ids), share)
+        parts.append(ids if part == "all" else ids[tail:].copy() if part == "tail" else ids[:tail].copy())
+    ids, starts = join_texts(parts or [np.array([], np.int32)])
+    starts[1:] -= part == "all" and not begin
+    return PackedText(ids, starts, tokenizer.eos) if separate else ids

@@ -9,7 +9,7 @@ https://doi.org/10.1137/0222058
 # Shapes: N items in the index.
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,42 +34,36 @@ class Match(NamedTuple):
 class ContextIndex:
     """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
-    `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 8 bytes per
-    item in addition to the items.
+    `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
+    item in addition to the items and their bytes.
     """
 
     def __init__(self, items: NDArray[Any], order: NDArray[np.int32] | None = None, depth: int = DEPTH) -> None:
         self.items, self.depth = items, depth
-        # The padding is zero, which no context of a query contains.
-        padded = np.zeros(depth + len(items), np.uint32)
-        padded[depth:] = items
-        padded[depth:] += 1
-        self.order = sorted_contexts(padded, depth) if order is None else order
+        self._backwards = _backwards(items)
+        self.order = sorted_contexts(items, depth) if order is None else order
         # A memoryview returns Python's integers, which are faster here than NumPy's.
-        self._padded, self._positions = padded.data, self.order.data
+        self._positions = self.order.data
 
     def __len__(self) -> int:
         return len(self.items)
 
-    def matches(self, context: Sequence[int]) -> Iterator[Match]:
-        """Yield the match of the last item of the context, then of its last two, and so on, until none is left."""
-        match = Match(0, 0, len(self.order))
-        for item in reversed(context[-self.depth :]):
-            match = self._narrow(match, item + 1)
-            if match.first == match.last:
-                return
-            yield match
+    def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
+        """The match of as many last items of a context as possible, at most `depth`; none without a match.
 
-    def longest(self, context: bytes, text: bytes) -> Match:
-        """The last of `matches` for a context, by binary search in `text`, the bytes of the items."""
-        key = context[-self.depth :][::-1]
-        place = self._place(text, key)
-        neighbours = self._positions[max(0, place - 1) : place + 1]
-        equal = (common_length(text[max(0, p - self.depth) : p][::-1], key, 0) for p in neighbours)
-        length = max(equal, default=0)
-        if not length:
-            return Match(0, 0, 0)
-        return Match(length, self._place(text, key[:length]), self._place(text, key[:length], bisect_right))
+        Before it, the matches of fewer last items, of those numbers that are in `lengths` (ascending).
+        """
+        context, size = context[-self.depth :], self.items.itemsize
+        key = context[::-1] if isinstance(context, bytes) else _backwards(np.array(context, self.items.dtype))
+        before = self._reader(len(key))
+        place = bisect_left(self._positions, key, key=before)
+        neighbours = map(before, self._positions[max(0, place - 1) : place + 1])
+        longest = max((common_length(key, neighbour, 0) for neighbour in neighbours), default=0) // size
+        match, matches = Match(0, 0, len(self.order)), []
+        for length in [*(n for n in lengths if n < longest), *([longest] if longest else ())]:
+            match = self._narrow(match, length, key[: length * size])
+            matches.append(match)
+        return matches
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
         """A copy of the index without the positions in these ranges; items are shared."""
@@ -89,16 +83,25 @@ class ContextIndex:
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
-    def _place(self, text: bytes, prefix: bytes, bisect: Callable[..., int] = bisect_left) -> int:
-        """Insertion point in the order for contexts that, read backwards, start with `prefix`."""
-        most = len(prefix)
-        return bisect(self._positions, prefix, key=lambda p: text[max(0, p - most) : p][::-1])
+    def _reader(self, size: int) -> Callable[[int], bytes]:
+        """A function that returns the `size` bytes before a position, read backwards; fewer at the start."""
+        backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
-    def _narrow(self, match: Match, item: int) -> Match:
-        padded, back = self._padded, self.depth - match.length - 1
-        key = lambda position: padded[position + back]
-        first = bisect_left(self._positions, item, match.first, match.last, key=key)
-        return Match(match.length + 1, first, bisect_right(self._positions, item, first, match.last, key=key))
+        def before(position: int) -> bytes:
+            start = end - position * step
+            return backwards[start : start + size]
+
+        return before
+
+    def _narrow(self, match: Match, length: int, key: bytes) -> Match:
+        before = self._reader(len(key))
+        first = bisect_left(self._positions, key, match.first, match.last, key=before)
+        return Match(length, first, bisect_right(self._positions, key, first, match.last, key=before))
+
+
+def _backwards(items: NDArray[Any]) -> bytes:
+    """The bytes of the items from the last to the first, which sort like the items."""
+    return items[::-1].astype(items.dtype.newbyteorder(">")).tobytes()
 
 
 def last_match(text: Text, context: Text) -> tuple[int, int]:
@@ -119,16 +122,16 @@ def last_match(text: Text, context: Text) -> tuple[int, int]:
     return longest, position
 
 
-def sorted_contexts(padded: NDArray[np.uint32], depth: int) -> NDArray[np.int32]:
-    """Positions (N,), int32, of a text, sorted by the `depth` items before each, the nearest item first.
-
-    `padded` (depth + N,) has `depth` zeros, then the items, none of them zero.
-    """
-    count = len(padded) - depth
-    width = min(63 // max(1, int(padded.max(initial=0)).bit_length()), depth)
+def sorted_contexts(items: NDArray[Any], depth: int) -> NDArray[np.int32]:
+    """Positions (N,), int32, of a text, sorted by the `depth` items before each, the nearest item first."""
+    count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
+    padded = np.zeros(depth + count, np.int64)  # zero, before the first item, is none of them
+    padded[depth:] = items
+    padded[depth:] += 1
+    width = min(63 // bits, depth)
     key = np.zeros(count, np.int64)
     for back in range(1, width + 1):
-        key = (key << int(padded.max(initial=0)).bit_length()) | padded[depth - back : depth - back + count]
+        key = (key << bits) | padded[depth - back : depth - back + count]
     order = np.argsort(key, kind="stable")
     while width < depth:
         ranks = np.zeros(count, np.int64)

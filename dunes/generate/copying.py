@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from dunes.generate.context_index import ContextIndex, last_match
 
-LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Lengths of the matches that are blended, besides the longest."""
 FOLLOWERS = 256
 """Maximum positions of a match that are read."""
@@ -72,31 +72,21 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text of bytes with the index of its contexts; without an index it is searched from its end."""
+    """A text as bytes, and its ids. Without an index of its contexts, the text is searched from its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
+    ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
         """Length of the longest match of the end of `context`, and positions after it, the last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
-        match = self.contexts.longest(context, self.text)
-        return match.length, sorted(self.contexts.positions(match, CONTINUATIONS).tolist(), reverse=True)
-
-
-@dataclass(frozen=True)
-class Far:
-    """Texts of other files, as ids and as bytes."""
-
-    ids: Sequence[ContextIndex] = ()
-    texts: Sequence[TextSource] = ()
-
-
-def join_far(parts: Sequence[Far]) -> Far:
-    """Concatenate the texts of several sources."""
-    return Far([i for part in parts for i in part.ids], [t for part in parts for t in part.texts])
+        if not (matches := self.contexts.matches(context)):
+            return 0, []
+        positions = self.contexts.positions(matches[-1], CONTINUATIONS)
+        return matches[-1].length, sorted(positions.tolist(), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -129,15 +119,10 @@ def is_word(character: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Texts to copy from, as ids and as bytes.
+    """Texts to copy from: `near` has the text above the cursor and the rest of the file, `far` other files."""
 
-    `near` has the text above the cursor and the rest of the file, `far` other files.
-    """
-
-    near: Sequence[ContextIndex]
-    far: Sequence[ContextIndex]
-    near_text: Sequence[TextSource]
-    far_text: Sequence[TextSource]
+    near: Sequence[TextSource]
+    far: Sequence[TextSource]
     vocabulary: Vocabulary
 
     USES: ClassVar[int] = 3
@@ -151,9 +136,10 @@ class Sources:
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, self.USES), np.float32)
-        for index in self.near:
-            uses[:, 0] += np.bincount(index.items, minlength=size)[:size]
-        above = self.near[0].items if self.near else np.zeros(0, np.uint16)
+        near = [source.ids.items for source in self.near if source.ids is not None]
+        for items in near:
+            uses[:, 0] += np.bincount(items, minlength=size)[:size]
+        above = near[0] if near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
         places[above] = np.arange(len(above))  # the last one, if an id occurs again
         uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
@@ -177,9 +163,10 @@ class Copies:
         """Ids that may follow, from all sources and from `top`, the model's most probable ids."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
-        parts = ([followers(index, ids) for index in part] for part in (sources.near, sources.far))
-        by_source = [max(part, key=lambda source: source.length, default=NONE) for part in parts]
-        by_source += [self._lines(part, context, rest) for part in (sources.near_text, sources.far_text)]
+        parts = sources.near, sources.far
+        by_part = ([followers(source.ids, ids) for source in part if source.ids is not None] for part in parts)
+        by_source = [max(part, key=lambda source: source.length, default=NONE) for part in by_part]
+        by_source += [self._lines(part, context, rest) for part in parts]
         union = np.unique(np.concatenate([np.array(top, np.int64), *(source.ids for source in by_source)]))
         columns = [column for source in by_source for column in _columns(source, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
@@ -192,7 +179,7 @@ class Copies:
         """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
-        length, positions, text = _longest((*sources.near_text, *sources.far_text), context)
+        length, positions, text = longest_match((*sources.near, *sources.far), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
@@ -203,7 +190,7 @@ class Copies:
 
     def near_match(self, ids: Sequence[int]) -> int:
         """Length in bytes of the longest match of a text in its own file."""
-        return _longest(self.sources.near_text, self._context(ids, self.uncovered(ids)))[0]
+        return longest_match(self.sources.near, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """Last bytes of a text since its last sentinel, with the uncovered typed bytes."""
@@ -213,7 +200,7 @@ class Copies:
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
         """First ids of the lines after the longest match, with their frequencies."""
-        length, positions, text = _longest(part, context)
+        length, positions, text = longest_match(part, context)
         if length <= len(rest):
             return NONE
         lines = [line_at(text, position, AHEAD) for position in positions]
@@ -223,7 +210,7 @@ class Copies:
         return Followers(ids, counts / max(1, len(first_ids)), last, length, len(positions))
 
 
-def _longest(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
+def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
     """Longest match of the end of `context`: its length, positions after it, and its text; the first if equal."""
     matches = ((*source.longest(context), source.text) for source in sources)
     return max(matches, key=lambda match: match[0], default=(0, [], b""))
@@ -243,11 +230,11 @@ def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
     """Ids that followed this context in an index."""
-    matches = [*index.matches(context)]
-    if not matches:
+    if not (matches := index.matches(context, LENGTHS)):
         return NONE
-    longest, places = matches[-1], matches[-1].last - matches[-1].first
-    levels = [m for m in matches if m.length in LENGTHS and m.last - m.first > places]
+    *shorter, longest = matches
+    places = longest.last - longest.first
+    levels = [match for match in shorter if match.last - match.first > places]
     next_ids = [index.items[index.positions(m, FOLLOWERS)] for m in [*levels, longest]]
     ids, place = np.unique(np.concatenate(next_ids), return_inverse=True)
     level = np.repeat(np.arange(len(next_ids)), [len(items) for items in next_ids])

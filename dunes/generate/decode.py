@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.generate.prefix_cache import PrefixCache, check_ids
-from dunes.generate.sampling import Sampler
+from dunes.generate.sampling import Sampler, log_probs
 from dunes.generate.speculate import Proposal, Proposer, choose
 from dunes.parts import vocabulary_size
 from dunes.parts.quantized_cache import SLACK
@@ -170,7 +170,7 @@ def _next_tokens(
     """Choose a token for each request from its logits (V,), and append it."""
     rows = zip(requests.items(), logits, strict=True)
     ids = _stack([choose(r.sample, x, r.ids, proposals[i], index) for (i, r), x in rows])
-    tokens = _tokens(_stack(logits), ids, [r.alternatives for r in requests.values()])
+    tokens = _tokens(log_probs(_stack(logits)), ids, [r.alternatives for r in requests.values()])
     return [r.append(token) for r, token in zip(requests.values(), tokens, strict=True)]
 
 
@@ -184,18 +184,32 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
     Raises ValueError for an id that the model does not have.
     """
     check_ids(vocabulary_size(model), [ids])
-    device = next(model.parameters()).device
-    with torch.no_grad(), tree.mode(model, False):
-        logits = model(torch.tensor([ids], device=device))[0, :-1]
-    return _tokens(logits, torch.tensor(ids[1:], device=device), [alternatives] * len(logits))
+    if len(ids) < 2:
+        return []
+    logprobs = torch.stack([*text_logprobs(model, ids, len(ids))])
+    return _tokens(logprobs, torch.tensor(ids[1:]), [alternatives] * len(logprobs))
 
 
-def _tokens(logits: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """Tokens of ids (N,) chosen from logits (N, V), each with its number of alternatives."""
-    logprobs = logits.float().log_softmax(-1)
+def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1) -> Iterator[Tensor]:
+    """Log-probabilities (V,), on the CPU, of each of the ids from index `first` >= 1 on.
+
+    Windows overlap by half, so that all ids after the first window have half of the context length before them.
+    """
+    half, position = max(1, context_length // 2), first - 1
+    data = torch.tensor(ids[:-1], device=next(model.parameters()).device)
+    while position < len(data):
+        start = max(0, position - half)
+        with torch.no_grad(), tree.mode(model, False):
+            logprobs = log_probs(model(data[None, start : start + context_length])[0]).cpu()
+        yield from logprobs[position - start :]
+        position = start + len(logprobs)
+
+
+def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
+    """Tokens of ids (N,) with log-probabilities (N, V), each with its number of alternatives."""
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):
         return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]
-    best = logprobs.topk(min(max(alternatives), logits.shape[-1]))
+    best = logprobs.topk(min(max(alternatives), logprobs.shape[-1]))
     rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), alternatives, strict=True)
     return [Token(i, logprob, tuple(zip(top, values, strict=True))[:n]) for i, logprob, top, values, n in rows]

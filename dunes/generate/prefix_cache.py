@@ -116,7 +116,7 @@ class PrefixCache:
         common = common_length(cached, text, last) if len(self.ids) == 1 else 0
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
         starts_text = not common and last == 1 and len(text) > limit and self._reads_text(step, len(text))
-        if (len(text) - common > limit and not starts_text) or not self._step_fits_after(common, step, cache):
+        if (len(text) - common > limit and not starts_text) or not self._step_fits(common, step, cache):
             return None
         self.ids[0] = []  # an interrupted step leaves the row undefined
         if common < len(cached) or not common:  # an interrupted forward leaves tokens in a row without ids
@@ -143,14 +143,20 @@ class PrefixCache:
             return False
         return not multiplies_in_float32(next(self.model.parameters()), tokens)
 
-    def _step_fits_after(self, common: int, step: CompiledStep, cache: Cache) -> bool:
-        """True if the step can continue after the `common` cached ids or, if that is 0, start a text."""
-        if common:
-            return self._fitting_state == self._state()
-        if len(self.ids) > 1 or step.most(cache, 0) == 1:
+    def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
+        """True if the step can continue after the `common` cached ids or, if that is 0, start a text.
+
+        It has to match the model's present state and the cache; rows with adapters need the model.
+        """
+        if len(self.ids) > 1 or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
         if self._fitting_state != self._state():
-            self._fitting_state = self._state() if self._step_fits(step, cache) else None
+            self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]
+            dtypes, expected = ([t.dtype for t in c.keys + c.values] for c in (cache, step.example))
+            hooked = _has_any_global_hook()  # type: ignore[no-untyped-call]
+            with self.activate(self.adapters):
+                fits = not hooked and dtypes in ([], expected) and step.state == model_state(self.model)
+            self._fitting_state = self._state() if fits else None
         if self._fitting_state and not cache.keys:
             cache.allocate_like(step.example)
         return self._fitting_state is not None
@@ -158,14 +164,6 @@ class PrefixCache:
     def _state(self) -> object:
         """State that may change between two tokens: the step, the number of hooks so far, the active adapters."""
         return self.step, RemovableHandle.next_id, [m.active for m in self._adapter_modules]
-
-    def _step_fits(self, step: CompiledStep, cache: Cache) -> bool:
-        """True if the step matches the model's present state and caches; rows with adapters need the model."""
-        self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]
-        if any(self.adapters) or _has_any_global_hook():  # type: ignore[no-untyped-call]
-            return False
-        dtypes, expected = ([t.dtype for t in c.keys + c.values] for c in (cache, step.example))
-        return dtypes in ([], expected) and step.state == model_state(self.model)
 
     def _evaluate(
         self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
@@ -186,12 +184,11 @@ class PrefixCache:
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, common, strict=True)]
         with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
             logits = self._forward(pending, max(last[i] for i in texts), part)
-            step_fits = self.step is not None and self._step_fits(self.step, part)
         if not all_rows:
             self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._fitting_state = self._state() if step_fits else None
+        self._fitting_state = None  # the dtype of the cache may have changed, or a hook may be gone
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:

@@ -22,6 +22,11 @@ Choice = Callable[[Tensor], Tensor]
 """Processed logits (V,) -> id ()."""
 
 
+def log_probs(logits: Tensor) -> Tensor:
+    """Log-probabilities (..., V) in float32 from a model's logits (..., V)."""
+    return logits.float().log_softmax(-1)
+
+
 def greedy(logits: Tensor) -> Tensor:
     """The most probable id."""
     return logits.argmax(-1)

@@ -18,10 +18,10 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
-from dunes.checkpoint import card as cards
+from dunes.checkpoint.card import read_card
 from dunes.checkpoint.folder import LoadedModel, readable_folder
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
-from dunes.child_process import python_command
+from dunes.extra import python_command
 from dunes.files.atomic import write_file
 from dunes.files.trust import cards_trusted
 from dunes.generate import Sampler
@@ -92,7 +92,7 @@ class ChatModel:
         return True
 
     def _render(self, *talk: Turn) -> None:
-        next(iter(self.template.render([talk], add_generation_prompt=True)))
+        self.template.render(talk, add_generation_prompt=True)
 
 
 @dataclass(frozen=True)
@@ -169,24 +169,24 @@ def load_chat_engine(
     unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
-    labels = [_label(path) for path in (*adapters, *([folder] if is_adapter(folder) else []))]
+    folders = [*adapters, *([folder] if is_adapter(folder) else [])]
+    labels = [_label(path) for path in folders]
     if duplicates := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
         raise ValueError(f"two adapters are named {duplicates[0]!r}; rename one of the folders")
-    if no_adapters := [path for path in adapters if not is_adapter(path)]:
-        raise ValueError(
-            f"{no_adapters[0]}: not an adapter's folder; name the model itself: dunes chat {no_adapters[0]}"
-        )
-    _check_same_quantization([*adapters, *([folder] if is_adapter(folder) else [])])
+    if (other := next((path for path in adapters if not is_adapter(path)), None)) is not None:
+        raise ValueError(f"{other}: not an adapter's folder; name the model itself: dunes chat {other}")
+    _check_same_quantization(folders)
     loaded = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
-    models = _chat_models(folder, loaded)
-    if compiles and not adapters:
-        first = next(iter(models))
-        models[first] = replace(models[first], compiles=True)
-    with_adapters = {}
-    for i, path in enumerate(adapters):
-        with_adapters[labels[i]] = ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
+    of_folder = _chat_models(folder, loaded)
+    models = {
+        label: ChatModel(path, f"a{i}", add_adapter(loaded, path, f"a{i}", any_base))
+        for i, (label, path) in enumerate(zip(labels, adapters, strict=False))
+    } | of_folder
     loaded.model.to(device)
-    return ChatEngine({name: replace(m, format=format) for name, m in (with_adapters | models).items()})
+    default = None if adapters else next(iter(models))
+    return ChatEngine(
+        {k: replace(m, format=format, compiles=compiles and k == default) for k, m in models.items()}
+    )
 
 
 def _label(folder: Path) -> str:
@@ -196,15 +196,10 @@ def _label(folder: Path) -> str:
 
 def _check_same_quantization(folders: Sequence[Path]) -> None:
     """Raise ValueError unless all these adapters were trained on the same quantization of the base."""
-    changes = [
-        [c for c in cards.read_card(readable_folder(path)).get("changes", []) if c.get("name") != "lora"]
-        for path in folders
-    ]
-    for path, of_path in zip(folders, changes, strict=True):
-        if of_path != changes[0]:
-            raise ValueError(
-                f"{folders[0]} and {path} were trained on differently quantized bases; load one of them"
-            )
+    cards_read = [read_card(readable_folder(path)) for path in folders]
+    changes = [[c for c in card.get("changes", []) if c.get("name") != "lora"] for card in cards_read]
+    if other := next((path for path, own in zip(folders, changes, strict=True) if own != changes[0]), None):
+        raise ValueError(f"{folders[0]} and {other} were trained on differently quantized bases; load one of them")
 
 
 def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
@@ -336,9 +331,8 @@ class Chat:
             usage = [f"{key:14} {effect}" for key, effect in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*usage, f"adapters: {names}"]))
         else:
-            raise ValueError(
-                f"{word} is not a command; /help lists the commands, and a leading space sends it as a message"
-            )
+            hint = "/help lists the commands, and a leading space sends it as a message"
+            raise ValueError(f"{word} is not a command; {hint}")
         return True
 
 
@@ -383,13 +377,10 @@ def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], 
 
 def start_compiling(folder: Path) -> subprocess.Popen[bytes]:
     """Compile the step of a model folder in a low-priority process that outlives this one."""
-    command, environment = python_command(
-        "-m", "dunes", "compile", str(folder), *["--trust-code"] * cards_trusted()
-    )
-    quiet: Any = subprocess.DEVNULL
-    process = subprocess.Popen(
-        command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment, start_new_session=True
-    )
+    trust = ["--trust-code"] * cards_trusted()
+    command, environment = python_command("-m", "dunes", "compile", str(folder), *trust)
+    quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen(command, **quiet, env=environment, start_new_session=True)
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
     # Waiting avoids a zombie and a ResourceWarning if the caller drops the process.
     threading.Thread(target=process.wait, daemon=True).start()

@@ -18,11 +18,12 @@ from dunes.generate import (
     limit_vocab,
     look_up,
     prompt_tokens,
+    sampler,
 )
 from dunes.generate.step import CompiledStep
 from dunes.parts import CacheFormat
 from dunes.text import DecodeStream
-from dunes.units import plural
+from dunes.units import format_bytes, format_count, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +154,37 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     for stop in filter(None, stops):
         text = text.split(stop)[0]
     return text
+
+
+def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> str:
+    """A sample generated without a prompt."""
+    return TextGenerator(loaded).text("", max_tokens, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+
+
+def describe_generation(
+    generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
+) -> Iterator[str]:
+    """Lines about the generation after a prompt of `prompt` tokens; `times` (s): the start, then each token.
+
+    `max_tokens` is the limit of new tokens, None if the text was interrupted.
+    """
+    count, cache = len(times) - 1, generator.cache
+    if count:
+        form = ""
+        if cache and cache.format and cache.cache:
+            form = f", int{cache.format.bits} cache of {format_bytes(cache.cache.nbytes)}"
+        elif cache and cache.step:
+            form = f", compiled with {str(cache.step.dtype).removeprefix('torch.')} weights"
+        yield describe_rates(min(prompt, generator.context_length), times) + form
+    if max_tokens is not None and count < max_tokens:
+        yield f"the model ended the text after {count} of {plural(max_tokens, 'token')}"
+
+
+def describe_rates(prompt: int, times: Sequence[float]) -> str:
+    """Tokens/s of a prompt of this many tokens, and of decoding; `times` (s): the start, then each token."""
+    start, first, last = times[0], times[1], times[-1]
+    text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
+    if len(times) == 2:
+        return text
+    rate = format_count((len(times) - 2) / (last - first))
+    return f"{text}; generated: {plural(len(times) - 1, 'token')}, {rate} tokens/s"

@@ -30,7 +30,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_writer import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
-from dunes.evaluate.score import calibration_ids, evaluation_tokens, missing_source, require_separate
+from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens, missing_source, require_separate
 from dunes.progress import phase, report, shown_by
 from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
@@ -65,15 +65,12 @@ def augment_folder(
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)
-    with nullcontext() if calibration is None else shown_by(scale=_calibrating):
+    # A change that calibrates takes nearly all of the time.
+    scale = partial(np.interp, xp=(0.0, *CHANGING, 1.0), fp=(0.0, 0.03, 0.9, 1.0))
+    with nullcontext() if calibration is None else shown_by(scale=scale):
         lines = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
         report("written", 1.0)
     return lines
-
-
-def _calibrating(share: float) -> float:
-    """The progress of a change that calibrates, which takes nearly all of the time."""
-    return float(np.interp(share, (0.0, *CHANGING, 1.0), (0.0, 0.03, 0.9, 1.0)))
 
 
 def _spill_into(folder: Path) -> Spill:
@@ -229,11 +226,11 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     """The model in a folder before its last change."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
-    made = records(loaded)
-    if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
+    changes = records(loaded)
+    if (names := [str(record.get("name")) for record in changes])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
-    change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
+    change, earlier = Change.of(changes[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
     # Training casts weights to float32 and saves them in it.
@@ -245,8 +242,8 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
             f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
             "train with --trainable new to keep it"
         )
-    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
-    loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
+    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": changes[: -1 - len(earlier)]}
+    loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=earlier))
     with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     line = (
@@ -276,7 +273,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
     Raises ValueError for `new` if it added none.
     """
-    new = Change.of(made[-1]).new if "new" in globs and (made := records(loaded)) else ()
+    new = Change.of(changes[-1]).new if "new" in globs and (changes := records(loaded)) else ()
     if "new" in globs and not new:
         raise ValueError("new: the model's last change added no parameters; name them, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -119,9 +118,9 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
     Nothing is measured for a complete config. A resumed run's config may be incomplete, as options are measured
     again; dropout and weight decay that were unset then stay unset.
     """
-    given = config.dtype and config.threads and config.size and config.batch and config.context_length
-    regular = not config.complete or None not in (config.dropout, config.weight_decay)
-    if given and (resumed or regular):
+    complete = config.dtype and config.threads and config.size and config.batch and config.context_length
+    regularized = not config.complete or None not in (config.dropout, config.weight_decay)
+    if complete and (resumed or regularized):
         return config if resumed else with_hardware(config), []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine)
@@ -161,8 +160,8 @@ def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[Train
         sizes = [min(sizes, key=lambda s: abs(s - target))]
     candidates = [config] if config.size else [replace(config, size=str(s)) for s in sizes]
     estimates = [(estimate(each, size, machine), each) for each in candidates]
-    best, fitting = min(estimates, key=lambda pair: pair[0].bits)
-    return fitting, best
+    best, sized = min(estimates, key=lambda pair: pair[0].bits)
+    return sized, best
 
 
 def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
@@ -201,14 +200,8 @@ def unique_tokens(config: TrainConfig, size: int) -> float:
 
 
 def meta_model(config: TrainConfig) -> Decoder:
-    """The model of a config on the meta device."""
-    with torch.device("meta"):
-        return build_model(config)
-
-
-def build_model(config: TrainConfig) -> Decoder:
-    """The model of a config, before the text is tokenized."""
-    return architecture_for(config, vocabulary(config)).build()
+    """The model of a config on the meta device, before the text is tokenized."""
+    return architecture_for(config, vocabulary(config)).outline()
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
@@ -236,12 +229,9 @@ def config_for(config: TrainConfig, vocab: int) -> Any:
     """The family's config of the configured shape, or with about the configured number of parameters.
 
     Embeddings count as parameters. Widths are 32 or multiples of 64, with about one layer for each 64 of width.
+    The widths of experts add up to a dense model's.
     """
-    return _with_experts(_dense_config(config, vocab), config)
-
-
-def _with_experts(dense: Any, config: TrainConfig) -> Any:
-    """A family's config with the run's number of experts, whose widths add up to the same total."""
+    dense = _dense_config(config, vocab)
     if not set(EXPERT_OPTIONS) & config.changed():
         return dense
     count, balance = config.expert_count, {"balance": 0.0} if config.balancing == "bias" else {}
@@ -336,7 +326,7 @@ def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
     shape = Shape(config.batch, config.context_length, autocast_dtype(config))
-    return process_memory(build or partial(build_model, config), shape)
+    return process_memory(build or architecture_for(config, vocabulary(config)).build, shape)
 
 
 def describe_machine(machine: Machine) -> str:

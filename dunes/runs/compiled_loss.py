@@ -32,7 +32,7 @@ SAMPLES = 10
 """Batches to compare shapes of."""
 
 
-def compile_loss(run: Run, line: Line, backend: str = "inductor") -> None:
+def compile_loss(run: Run, line: Line) -> None:
     """Give the trainer a compiled loss, if configured or if the run is long enough.
 
     A resumed run repeats its earlier choice. `line` gets a line for each change. Raises ValueError if `--compile
@@ -41,16 +41,16 @@ def compile_loss(run: Run, line: Line, backend: str = "inductor") -> None:
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
         return
-    wanted = choice == "on" or (choice == "auto" and bool(pays(run) if run.compiled is None else run.compiled))
-    reason = why_eager(run) if wanted else ""
-    if reason and choice == "on":
-        raise ValueError(f"--compile on: {reason}")
-    if reason:
+    compiles = choice == "on" or (choice == "auto" and bool(pays(run) if run.compiled is None else run.compiled))
+    if compiles and (reason := why_eager(run)):
+        if choice == "on":
+            raise ValueError(f"--compile on: {reason}")
         line(f"the loss stays eager: {reason}")
-    elif wanted:
+        compiles = False
+    if compiles:
         line("compiling the loss in the first step, which takes about a minute")
-        run.trainer.loss, run.trainer.deterministic = _compiled_or_eager(run, line, backend), True
-    if (compiles := wanted and not reason) or run.compiled:
+        run.trainer.loss, run.trainer.deterministic = _compiled_or_eager(run, line), True
+    if compiles or run.compiled:
         _record(run, compiles)
 
 
@@ -72,16 +72,13 @@ def why_eager(run: Run) -> str:
     if reason := why_not_compiled():
         return reason
     samples = islice(run.task.batches(trainer.consumed), SAMPLES)
-    if len({_shapes(batch) for batch in samples}) > 1:
+    shapes = {tuple(t.shape for t in ([b] if isinstance(b, Tensor) else b)) for b in samples}
+    if len(shapes) > 1:
         return "batches differ in length, and each length would be compiled anew"
     free = measure.free_memory(trainer.device)
     if 0 < free < COMPILER_BYTES:
         return f"compiling takes up to {COMPILER_BYTES / 1e9:.1f} GB of memory, and {free / 1e9:.1f} are free"
     return ""
-
-
-def _shapes(batch: Any) -> tuple[torch.Size, ...]:
-    return tuple(t.shape for t in ([batch] if isinstance(batch, Tensor) else batch))
 
 
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
@@ -101,14 +98,14 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     return call
 
 
-def _compiled_or_eager(run: Run, line: Line, backend: str) -> Loss:
+def _compiled_or_eager(run: Run, line: Line) -> Loss:
     """The compiled loss, replaced by the eager one after the first call that fails."""
     eager, compiled = run.trainer.loss, None
 
     def loss(model: nn.Module, batch: Any) -> Any:
         nonlocal compiled
         try:
-            compiled = compiled or compiled_loss(eager, backend)
+            compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
         except Exception as error:  # whatever the compiler meets; an error of the loss comes again
             line(f"the loss is eager again: {one_line(error)}")

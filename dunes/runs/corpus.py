@@ -22,9 +22,9 @@ from dunes.data import (
     missing_sentinels,
     token_shard,
 )
+from dunes.data.batches import Side, join_texts, tail_start
 from dunes.data.fim import sentinels
 from dunes.data.sources import without_files
-from dunes.data.windows import Side, join_texts, tail_start
 from dunes.files.atomic import write_file
 from dunes.progress import Display, shown_by
 from dunes.runs.train_config import TrainConfig

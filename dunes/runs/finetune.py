@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,11 +25,10 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
+from dunes.data.batches import Batch, Batches, collate
 from dunes.data.examples import Example, Record, trained_spans
-from dunes.data.packing import Batch, Batches, collate
 from dunes.data.preflight import check_report, data_report
-from dunes.evaluate.score import evaluation_tokens
-from dunes.evaluate.text_loss import Score, evaluate, score_batches
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
 from dunes.files.json_file import append_text
 from dunes.flags import option
 from dunes.inference.text_generator import TextGenerator
@@ -47,19 +46,19 @@ from dunes.runs.finetune_config import (
     learning_rate,
     unused_options,
 )
-from dunes.runs.finetune_data import FORGETTING_TOKENS, Baseline, FinetuneData, question, score_within
+from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
 from dunes.runs.loop import begin_run, execute_run
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
 from dunes.runs.run import (
     FINAL_TOKENS,
     Run,
+    Timings,
     card_facts,
     new_run,
     run_lock,
     set_trainable,
     trainable_state,
 )
-from dunes.runs.timings import Timings
 from dunes.text import templates
 from dunes.train import adamw, cast_frozen
 from dunes.train.loss import next_token_loss
@@ -79,6 +78,9 @@ VAL_BATCH = 16
 BUDGET = 0.05
 """Fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers). The
 finetuned model is measured on the same tokens."""
+
+UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
+"""The baseline until the base model is measured, with the most tokens to score."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
@@ -316,7 +318,7 @@ class FinetuneTask:
     data: FinetuneData
     forgetting_ids: TokenIds | None
     stored: torch.dtype
-    before: Baseline | None = None
+    before: Baseline = UNMEASURED
     base: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[Change] = ()
     outline: Decoder | None = None
@@ -343,11 +345,11 @@ class FinetuneTask:
     @property
     def tokens(self) -> int:
         targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
-        return targets if self.before is None else min(targets, self.before.limits[0])
+        return min(targets, self.before.limits[0])
 
     @property
     def closing_seconds(self) -> float:
-        return self.before.seconds if self.before is not None else 0.0
+        return self.before.seconds
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
@@ -356,12 +358,10 @@ class FinetuneTask:
         return rows.batches(start)
 
     def score(self, limit: int | None = None) -> Score:
-        if limit is not None and self.before is not None:
-            limit = min(limit, self.before.limits[0])
         examples, context = self.data.valid, self.config.context_length
         if limit is not None:
             targets = np.cumsum([e.targets(context) for e in examples])
-            examples = examples[: int(np.searchsorted(targets, limit)) + 1]
+            examples = examples[: int(np.searchsorted(targets, min(limit, self.before.limits[0]))) + 1]
         batches = Batches(examples, context, VAL_BATCH)
         return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
 
@@ -377,25 +377,25 @@ class FinetuneTask:
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers; `score` is its validation score if known already."""
-        limits = (FINAL_TOKENS, FORGETTING_TOKENS) if self.before is None else self.before.limits
-        start, ids = monotonic(), () if self.forgetting_ids is None else self.forgetting_ids
-        forgetting, forgetting_limit = score_within(self._budget, self.score_forgetting, limits[1], len(ids))
+        limit, text_limit = self.before.limits
+        start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
+        forgetting, text_limit = score_within(self._budget, self.score_forgetting, text_limit, available)
         answers = self._answers()
-        seconds, limit = monotonic() - start, limits[0]
+        seconds = monotonic() - start
         if score is None:
             score, limit = score_within(self._budget, self.score, limit, self.tokens)
         assert score is not None, "the validation examples are never empty"
-        return Baseline(score, forgetting, answers, self.text, (limit, forgetting_limit), seconds)
+        return Baseline(score, forgetting, answers, self.text, (limit, text_limit), seconds)
 
     @property
     def _budget(self) -> float:
         """Seconds that each measurement of the base model may take; unlimited when its limits are repeated."""
-        return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is None else inf
+        return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
         """Answers to the first validation examples, as many as the base model's, or as the budget permits."""
         answers, end, loaded = list[str](), monotonic() + self._budget, self._gathered
-        for record in self.data.val_records[: ANSWERED if self.before is None else len(self.before.answers)]:
+        for record in self.data.val_records[: ANSWERED if self.before is UNMEASURED else len(self.before.answers)]:
             answers.append(self._answer(loaded, record))
             if monotonic() > end:
                 break
@@ -432,18 +432,15 @@ class FinetuneTask:
         return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def begin(self, run: Run) -> list[str]:
-        config, trained = self.config, tree.count(run.model, trainable=True)
-        assert config.threads, "set by `choose_options`"
-        total = tree.count(self.data.base.model)
+        config, base = self.config, self.data.base
+        trained, total = tree.count(run.model, trainable=True), tree.count(base.model)
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
-            f"{config.micro_batch}; "
-            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
+            f"{config.micro_batch}; {run.hardware}; {config.length}"
         ]
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        assert self.before is not None, "measured at the start"
         if self.config.spec.adapter is None and self.stored != torch.float32:
             run.model.to(self.stored)  # to score the weights as saved
             score = self.score(FINAL_TOKENS)
@@ -466,12 +463,11 @@ class FinetuneTask:
 
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
         """Save the model or adapter, with the scores before training in its card."""
-        assert self.before is not None, "measured at the start"
         if after is not None:
-            facts["measured"] |= {"before": self.before.score.loss}
+            facts["measured"]["before"] = self.before.score.loss
         if after is not None and self.before.forgetting and after.forgetting:
             losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
-            facts["measured"] |= {"forgetting": losses}
+            facts["measured"]["forgetting"] = losses
         if (template_name := self.data.template_name) is not None:
             facts["template"] = template_name
         loaded, name = self.loaded, self.config.model

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
-from dunes.data.document import Document, plain_document
+from dunes.data.document import Document, holds_records, plain_document
 from dunes.data.examples import (
     Example,
     Record,
@@ -25,7 +25,6 @@ from dunes.data.examples import (
     tokenize_records,
 )
 from dunes.data.files import SourceFile, Walk, skipped_line
-from dunes.data.record_document import holds_records
 from dunes.data.records import JSON
 from dunes.data.sources import validation_share
 from dunes.evaluate.text_loss import Score
@@ -145,9 +144,9 @@ def choose_template(
     """The template: the configured one, the model's own, or the default for these records."""
     if config.template:
         return templates.get_template(config.template)
-    own = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
-    if own is not None:
-        return own
+    template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
+    if template is not None:
+        return template
     has_chatml = all(tokenizer.inner.token_to_id(t) is not None for t in templates.get_template("chatml").needs)
     chat = "chatml" if has_chatml else "mistral"
     single = _single_tasks(records) or records.format in PLAIN_KINDS
@@ -346,8 +345,8 @@ class Baseline:
         if not after.score.loss < self.score.loss:
             lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
         if self.forgetting and after.forgetting:
-            was, now = self.forgetting.loss, after.forgetting.loss
-            values = f"{was:.3f} before, {now:.3f} after ({now - was:+.3f})"
+            before, later = self.forgetting.loss, after.forgetting.loss
+            values = f"{before:.3f} before, {later:.3f} after ({later - before:+.3f})"
             lines.append(f"forgetting: loss on the base model's own text {values}")
         for texts in self._answers(after, records):
             lines += ["", *(f"{label:>8}  {_short(text)}" for label, text in texts.items())]

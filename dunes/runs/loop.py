@@ -1,14 +1,17 @@
 """The training loop: steps, with validation, samples, saves and progress between them."""
 
+import math
 import os
 import shlex
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from time import monotonic
+from statistics import fmean
+from time import monotonic, perf_counter, process_time
 from types import FrameType
 from typing import Any
 
@@ -24,15 +27,14 @@ from dunes.progress import Display, Line
 from dunes.runs.autosize import flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
-from dunes.runs.expert_load import load_picture, with_violation
-from dunes.runs.pace import PaceCheck
-from dunes.runs.picture import loss_picture, smooth
+from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
 from dunes.runs.run import (
     FALL,
     FINAL_TOKENS,
     METRICS,
     FolderInUse,
     Run,
+    Timings,
     append_metrics,
     load_trainable_state,
     read_config,
@@ -44,7 +46,6 @@ from dunes.runs.run import (
     start_run,
 )
 from dunes.runs.tensorboard import TensorBoard
-from dunes.runs.timings import Timings, lines
 from dunes.train import Clock, Diverged, Record, Step
 from dunes.units import format_count, format_seconds, plural
 
@@ -57,6 +58,13 @@ PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the b
 # early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
 # MEMORISED times validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
+SLOW = 0.5
+"""Fraction of the estimated rate, or of the threads' processor time, below which a run is slow."""
+WATCHED = 10
+"""Steps to time before a warning."""
+HOT = "not for other programs: the processor is slower than when it was measured (heat, power saving)"
+SMALL_STEP = 1_000
+"""Tokens per step below which fixed costs, which are not estimated, may dominate."""
 
 NOT_SAVED = 3
 DIVERGED = 4
@@ -115,8 +123,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
         with TensorBoard(board_folder, NonFatal(display)) as board:
             status = _train(run, saver, display, board)
-        for line in ("wall-clock time:", *lines(run.timings.seconds)) if options.profile else ():
-            display.line(line)
+        if options.profile:
+            display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
 
 
@@ -152,25 +160,25 @@ class Saver:
     strict: bool = False
     _pending: Future[Path] | None = None
 
-    @property
-    def busy(self) -> bool:
-        """True if a save is in progress."""
-        return self._pending is not None and not self._pending.done()
-
     def start(self, run: Run) -> bool:
         """Start saving the current state; False if the previous save is still in progress."""
-        if self.busy:
+        if not self.ready():
             return False
-        self.wait()
         snapshot = checkpoint.snapshot(run_state(run))
         if ranks.is_first():
             self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
         return True
 
-    def report_failure(self) -> None:
-        """Report the previous save if it failed."""
-        if not self.busy:
+    @property
+    def busy(self) -> bool:
+        """True if a save is in progress."""
+        return self._pending is not None and not self._pending.done()
+
+    def ready(self) -> bool:
+        """True if no save is in progress; the previous one is reported if it failed."""
+        if idle := not self.busy:
             self.wait()
+        return idle
 
     def last(self, run: Run) -> bool:
         """Save the current state and wait; False if saving failed."""
@@ -294,8 +302,8 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
-            saver.report_failure()
-            if (request.save or run.elapsed - saved > SAVE_SECONDS) and not busy and saver.start(run):
+            if saver.ready() and not busy and (request.save or run.elapsed - saved > SAVE_SECONDS):
+                saver.start(run)
                 saved, request.save = run.elapsed, False
 
 
@@ -331,6 +339,45 @@ class NonFatal:
                 reason = " ".join(str(error).split())[:200]
                 self.display.line(f"warning: {work} failed: {reason}; training continues")
             self.failed.add(work)
+
+
+class PaceCheck:
+    """Call `check.warning(step)` after each step: it returns a warning once if the run is slow, else ""."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.warned = run, False
+        self.tokens = deque[int](maxlen=run.pace.maxlen)
+        self._start: tuple[float, float] | None = None
+
+    def warning(self, step: Step) -> str:
+        run, config = self.run, self.run.config
+        self._start = self._start or (perf_counter(), process_time())  # after a step that may have compiled
+        self.tokens.append(step.count)
+        if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
+            return ""
+        tokens = fmean([*self.tokens][-len(run.pace) :])
+        rate = tokens / fmean(run.pace)
+        estimated = config.rate if config.rate and tokens >= SMALL_STEP else 0.0
+        wall, processor = perf_counter() - self._start[0], process_time() - self._start[1]
+        usable = min(config.threads or 1, _cores())
+        share = processor / (wall * usable)
+        if rate >= SLOW * estimated if estimated else share >= SLOW or _load() <= _cores():
+            return ""
+        self.warned = True
+        estimate = f", where {format_count(estimated)} were estimated" if estimated else ""
+        left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
+        reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {_load():.1f})"
+        ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
+        return f"warning: {format_count(rate)} tokens/s{estimate}: {reason}; the run {ends}"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _load() -> float:
+    """Average number of running processes in the last minute."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf
 
 
 def _check_due(step: int) -> bool:
@@ -399,7 +446,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         with run.timings("final validation"):
             if run.best_weights:
                 load_trainable_state(run.model, run.best_weights)
-            score = run.best if interrupted and run.best else run.score(FINAL_TOKENS)
+            score = run.best if interrupted and run.best else run.task.score(FINAL_TOKENS)
             saved_step = run.best_step if run.best_weights else step
         with run.timings("samples"), non_fatal("sampling"):
             if run.warm and not interrupted:

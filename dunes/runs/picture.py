@@ -1,6 +1,8 @@
-"""Plots of a run's loss, and of a comparison before and after a change."""
+"""Plots of a run's loss and load of experts, and of a comparison before and after a change."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from pathlib import Path
@@ -8,8 +10,12 @@ from typing import Any
 
 from dunes.evaluate.comparison import Comparison
 from dunes.evaluate.text_loss import Score
+from dunes.train import Step
 
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
+LOAD = "expert_load"
+LAST = 0.1
+"""Fraction of the steps, at the end, over which the plot averages loads."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
@@ -17,35 +23,29 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
     `records` are lines of metrics.jsonl. `score` is the validation score of the saved weights, from step `step`.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
-    x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
-    axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
-    axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
-    bits = score.bits_per_byte / score.loss if score.loss else 0.0
-    if checks := _checks(records, bits):
-        axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
-    if is_drawable(score.loss):
-        values = f"{score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-        label = f"saved: step {step}, {values}"
-        axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats/token")
-    if 0 < bits < inf:
-        conversions: tuple[Any, Any] = (lambda loss: loss * bits, lambda value: value / bits)
-        axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")
-    axes.grid(alpha=0.3)
-    axes.spines[["top"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=130)
+    with _figure(path, 8, 4.5) as figure:
+        axes = figure.add_subplot()
+        steps = [r for r in records if "loss" in r and not r["skipped"] and is_drawable(r["loss"])]
+        x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
+        axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
+        axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
+        bits = score.bits_per_byte / score.loss if score.loss else 0.0
+        if checks := _checks(records, bits):
+            axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
+        if is_drawable(score.loss):
+            label = f"saved: step {step}, {score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+            axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
+        axes.set(xlabel="step", ylabel="loss, nats/token")
+        if 0 < bits < inf:
+            conversions = (lambda loss: loss * bits, lambda value: value / bits)
+            axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")
+        axes.grid(alpha=0.3)
+        axes.spines[["top"]].set_visible(False)
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Plot size, memory and speed of a model after a change, relative to before, as bars in a PNG."""
-    from matplotlib.figure import Figure
-
     a, b = comparison.before, comparison.after
     ratios = {
         "size on disk": b.size / max(1, a.size),
@@ -53,15 +53,24 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
         "prefill, tokens/s": b.prefill / a.prefill,
         "decoding, tokens/s": b.decode / a.decode,
     }
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
-    axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.invert_yaxis()
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
-    axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
-    axes.spines[["top", "right"]].set_visible(False)
+    with _figure(path, 8, 3.5) as figure:
+        axes = figure.add_subplot()
+        bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
+        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
+        axes.spines[["top", "right"]].set_visible(False)
+
+
+@contextmanager
+def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A figure, which is written as a PNG at the end."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
     figure.savefig(path, dpi=130)
 
 
@@ -96,3 +105,61 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
         out.append(mean / weight)
     return out
+
+
+def max_violation(load: Sequence[float]) -> float:
+    """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
+
+    Negative entries are no experts and are ignored.
+    """
+    loads = [value for value in load if not value < 0]
+    return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
+
+
+def with_violation(step: Step) -> Step:
+    """The step with the metric `MaxVio`, averaged over layers, if it has loads of experts."""
+    layers = step.metrics.get(LOAD)
+    if not layers:
+        return step
+    rounded = [[round(share, 5) for share in layer] for layer in layers]
+    mean = sum(map(max_violation, layers)) / len(layers)
+    return replace(step, metrics={**step.metrics, "MaxVio": mean, LOAD: rounded})
+
+
+def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
+    """Plot the loads of each layer's experts at the end, and the MaxVio of each layer over steps, as a PNG.
+
+    `records` are lines of metrics.jsonl. Returns False, and draws nothing, if no step has loads.
+    """
+    steps = [r for r in records if (r.get("metrics") or {}).get(LOAD)]
+    if not steps:
+        return False
+    loads = [r["metrics"][LOAD] for r in steps]
+    with _figure(path, 10, 4.5) as figure:
+        _draw_loads(figure, loads)
+        _draw_violations(figure, [r["step"] for r in steps], loads)
+    return True
+
+
+def _draw_loads(figure: Any, loads: Sequence[Sequence[Sequence[float]]]) -> None:
+    """Heat map of layers by experts, relative to the layer's mean (1: balanced)."""
+    last = loads[-max(1, round(LAST * len(loads))) :]
+    sums = [[sum(values) for values in zip(*layers, strict=True)] for layers in zip(*last, strict=True)]
+    means = [sum(v for v in layer if v >= 0) / sum(v >= 0 for v in layer) for layer in sums]
+    nan = float("nan")
+    pairs = zip(sums, means, strict=True)
+    relative = [[v / mean if v >= 0 and mean else nan for v in layer] for layer, mean in pairs]
+    axes = figure.add_subplot(1, 2, 1)
+    image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto")
+    figure.colorbar(image, ax=axes, label=f"load over the layer's mean, last {LAST:.0%} of steps")
+    axes.set(xlabel="expert", ylabel="layer", xticks=range(len(relative[0])), yticks=range(len(relative)))
+
+
+def _draw_violations(figure: Any, steps: Sequence[int], loads: Sequence[Sequence[Sequence[float]]]) -> None:
+    axes = figure.add_subplot(1, 2, 2)
+    for layer, series in enumerate(zip(*loads, strict=True)):
+        axes.plot(steps, list(map(max_violation, series)), linewidth=0.8, label=f"layer {layer}")
+    axes.set(xlabel="step", ylabel="MaxVio", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    if len(loads[0]) <= 12:
+        axes.legend(frameon=False, fontsize="small")

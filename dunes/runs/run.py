@@ -2,15 +2,15 @@
 
 import json
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
 from pathlib import Path
 from statistics import fmean
-from time import perf_counter
-from typing import Any, Protocol
+from time import monotonic, perf_counter
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from dunes.runs.stored_state import (
     read_state,
     shard_optimizer,
 )
-from dunes.runs.timings import Timings
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.train.loss import next_token_loss
@@ -47,7 +46,7 @@ METRICS = "metrics.jsonl"
 """The file in a run's folder that has a record for each interval."""
 FORMAT = 2
 """Format version of plan.json."""
-KEPT = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
+STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of a run that its state stores unchanged."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
@@ -56,6 +55,47 @@ FINAL_TOKENS = 262_144
 CLOSING = 3.0
 """Seconds at the end of a run for saving the model and plotting, beside the task's `closing_seconds`."""
 WARMUP = 20
+Item = TypeVar("Item")
+
+
+@dataclass
+class Timings:
+    """Seconds by phase: `with timings("saves"):` adds the elapsed time to a phase, at a microsecond per use."""
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    start: float = field(default_factory=lambda: monotonic())
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since this object was created."""
+        return monotonic() - self.start
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, perf_counter() - start)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add seconds to a phase; negative ones subtract time that is counted elsewhere."""
+        self.seconds[phase] += seconds  # type: ignore[assignment]
+
+    def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, with the time to fetch each added to the phase."""
+        stream, end = iter(items), object()
+        while True:
+            with self(phase):
+                item = next(stream, end)
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
+
+    def lines(self) -> list[str]:
+        """A plain table of phases with their seconds and shares."""
+        total, width = sum(self.seconds.values()) or 1.0, max(map(len, self.seconds), default=0)
+        return [f"{name:{width}}  {time:8.1f} s  {time / total:6.1%}" for name, time in self.seconds.most_common()]
 
 
 class Task(Protocol):
@@ -139,6 +179,12 @@ class Run:
     def model(self) -> Decoder:
         return self.task.loaded.model
 
+    @property
+    def hardware(self) -> str:
+        """Dtype, device and threads, as text."""
+        threads = plural(self.config.threads or 1, "thread")
+        return f"{self.config.dtype} on {self.trainer.device.type}, {threads}"
+
     def done(self, step: int) -> float:
         """Progress after this many steps, from 0 to 1."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
@@ -152,10 +198,6 @@ class Run:
         average = timed["steps"] / max(1, number) or timed["first step"]
         return max(0, self.config.steps - number) * (fmean(self.pace) if self.pace else average)
 
-    def score(self, limit: int | None = None) -> Score:
-        """The validation score, on all validation tokens or on about `limit` of them."""
-        return self.task.score(limit)
-
     @property
     def closing_seconds(self) -> float:
         """Estimated seconds of the end of the run, with the final validation as fast as the last one."""
@@ -164,7 +206,7 @@ class Run:
     def check(self, limit: int) -> Score:
         """Validate the model on about `limit` tokens, and store its weights if they are the best so far."""
         start = perf_counter()
-        self.last = score = self.score(limit)
+        self.last = score = self.task.score(limit)
         (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
@@ -233,6 +275,10 @@ class FolderInUse(ValueError):
     """Raised for a folder that already contains a run, or that another process is using."""
 
 
+def _another_run(folder: Path) -> FolderInUse:
+    return FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
+
+
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
     """Lock the run; the lock is released when the process dies. Raises FolderInUse if another process has it."""
@@ -256,7 +302,7 @@ def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
     Raises FolderInUse if another process has started a run in the folder.
     """
     if (folder / "state" / "plan.json").exists():
-        raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
+        raise _another_run(folder)
     write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
     write_config(config, folder)
 
@@ -306,15 +352,14 @@ def resolve_config(
         raise ValueError("--steps and --minutes exclude each other; set one of them")
     earlier = read_config(folder, type(config))
     if earlier is None:
-        if resume:
-            _check_new_folder(folder)
-            raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
-        if config.missing:
+        if config.missing and not resume:
             raise ValueError(config.missing)
         _check_new_folder(folder)
+        if resume:
+            raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
         return config
     if not resume:
-        raise FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
+        raise _another_run(folder)
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
@@ -356,7 +401,7 @@ def run_state(run: Run) -> dict[str, Any]:
         "timings": dict(run.timings.seconds),
         "best": [*asdict(run.best).values()] if run.best else None,
         "last": [*asdict(run.last).values()] if run.last else None,
-        **{name: getattr(run, name) for name in KEPT},
+        **{name: getattr(run, name) for name in STATE_FIELDS},
     }
 
 
@@ -398,7 +443,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:] = state["schedule"]
         run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
-    for name in (*KEPT, "best", "last"):
+    for name in (*STATE_FIELDS, "best", "last"):
         setattr(run, name, state[name])
     run.timings.seconds.update(state["timings"])
     truncate_metrics(run.folder / METRICS, run.trainer.number)
@@ -431,14 +476,12 @@ def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]
 
 def _is_metric(record: dict[str, Any]) -> bool:
     """True if a record has a step number, and numbers in all numeric fields."""
-    if type(record.get("step")) is not int or not is_number(record["step"]):
+    values = [record[name] for name in SCORES if record.get(name) is not None]
+    if "loss" in record:
+        values += [record.get(name) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds")]
+    if type(record.get("step")) is not int or not all(map(is_number, [record["step"], *values])):
         return False
-    if not all(is_number(record[name]) for name in SCORES if record.get(name) is not None):
-        return False
-    if "loss" not in record:
-        return True
-    steps = all(is_number(record.get(name)) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds"))
-    return steps and "skipped" in record and 0 < record["seconds"] < inf
+    return "loss" not in record or ("skipped" in record and 0 < record["seconds"] < inf)
 
 
 def is_number(value: object) -> bool:
@@ -449,10 +492,7 @@ def is_number(value: object) -> bool:
 def truncate_metrics(path: Path, step: int) -> None:
     """Remove the metrics after this step, as resuming writes them again."""
     lines = read_lines(path)
-    remaining = [text for text in lines if not _is_after(parse_line(text), step)]
-    if len(remaining) < len(lines) and ranks.is_first():
-        write_file(path, b"\n".join(remaining))
-
-
-def _is_after(record: dict[str, Any] | None, step: int) -> bool:
-    return record is not None and _is_metric(record) and record["step"] > step
+    records = map(parse_line, lines)
+    later = [record is not None and _is_metric(record) and record["step"] > step for record in records]
+    if any(later) and ranks.is_first():
+        write_file(path, b"\n".join(line for line, is_later in zip(lines, later, strict=True) if not is_later))

@@ -26,6 +26,8 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     with invalid_state(folder):
         if (step := state["trainer"]["number"]) != int(folder.name.removeprefix("step-")):
             raise ValueError(f"it belongs to step {step!r:.60}")
+        if (compiled := state.get("compiled")) not in (None, True, False):
+            raise ValueError(f"compiled is {compiled!r:.60}; expected true, false or null")
         return state | {
             "config": config_class.of(state["config"]),
             "fingerprints": dict(state["fingerprints"]),
@@ -38,7 +40,7 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
             "last": read_score(state["last"]),
             "best_step": index(_number(state, "best_step")),
             "checks_since_best": index(_number(state, "checks_since_best")),
-            "compiled": _read_choice(state.get("compiled")),
+            "compiled": compiled,
         }
 
 
@@ -56,12 +58,6 @@ def _number(state: Mapping[str, Any], name: str) -> Any:
     if isinstance(state[name], str) or not 0 <= state[name] < 1e300:
         raise ValueError(f"{name} is {state[name]!r:.60}; expected a number from 0")
     return state[name]
-
-
-def _read_choice(value: Any) -> bool | None:
-    if value not in (None, True, False):
-        raise ValueError(f"compiled is {value!r:.60}; expected true, false or null")
-    return value  # type: ignore[no-any-return]
 
 
 def _read_record(begin: Any, end: Any) -> Record:
@@ -112,10 +108,8 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) 
 
 def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if (tensor.shape, tensor.dtype) != (shape, dtype):
-        raise ValueError(
-            f"the state belongs to another model: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
-            f"not {tuple(shape)} {dtype}"
-        )
+        difference = f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(shape)} {dtype}"
+        raise ValueError(f"the state belongs to another model: {difference}")
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{name} contains values that are not finite")
 

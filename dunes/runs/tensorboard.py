@@ -67,13 +67,13 @@ class TensorBoard:
         self._put(file_version="brain.Event:2")
         # An open TensorBoard discards earlier records here.
         self._put(session_log=self._event.SessionLog(status=self._event.SessionLog.START))
-        noted = [r for r in read_metrics(run / METRICS) if "loss" in r]
-        clock = time() - sum(r["seconds"] for r in noted)
-        for record in noted:
+        steps = [r for r in read_metrics(run / METRICS) if "loss" in r]
+        clock = time() - sum(r["seconds"] for r in steps)
+        for record in steps:
             clock += record["seconds"]
             self._scalars(record, clock)
         for step, text in read_samples(run / SAMPLES).items():
-            if noted and step <= noted[-1]["step"]:
+            if steps and step <= steps[-1]["step"]:
                 self._text(step, text)
 
     def _scalars(self, record: Mapping[str, Any], clock: float) -> None:

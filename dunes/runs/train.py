@@ -25,7 +25,7 @@ from dunes.completion.fit import (
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
-from dunes.inference.write import sample_text
+from dunes.inference.text_generator import sample_text
 from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
@@ -36,12 +36,11 @@ from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.run import Run, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
-from dunes.runs.timings import Timings
+from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import muon, scale_rates
-from dunes.units import format_count, plural
+from dunes.units import format_count
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, whose duration must not depend on the machine."""
@@ -218,10 +217,11 @@ def prepare(
     outline = ranks.shard(model, model.blocks)
     optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config, base))
-    built = [p.p for p in dropouts(model)]
+    probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
-        set_dropout(model, [config.dropout] * len(built))
-    return new_run(folder, config, TrainTask(config, tokens, loaded, built, completion, outline), optimizer)
+        set_dropout(model, [config.dropout] * len(probabilities))
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline)
+    return new_run(folder, config, task, optimizer)
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
@@ -295,12 +295,11 @@ class TrainTask:
 
     def begin(self, run: Run) -> list[str]:
         config = self.config
-        assert config.threads, "set by `autosize_run`"
         summary = (
             f"{config.base or config.family}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
-            f"{config.dtype} on {run.trainer.device.type}, {plural(config.threads, 'thread')}; {config.length}"
+            f"{run.hardware}; {config.length}"
         )
         return [summary] if self.completion is None else [summary, begin_completion(run.folder, self.completion)]
 

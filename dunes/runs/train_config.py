@@ -137,9 +137,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             unused = "--no-complete leaves it unused; omit one of them"
             raise ValueError(f"--fim-rate is {self.fim_rate}, but {unused}")
         names = (*EXPERT_OPTIONS, "family", "size", "tokenizer", "vocab_size")
-        shaped = [name for name in names if name in self.changed()]
-        if self.base and shaped:
-            raise ValueError(f"--{option(shaped[0])} describes a new model, and --from continues another; omit it")
+        shape = [name for name in names if name in self.changed()]
+        if self.base and shape:
+            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
     @property
     def shape(self) -> tuple[int, int] | None:

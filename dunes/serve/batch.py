@@ -188,7 +188,7 @@ class Batch:
         """Emit the prompt, with its tokens if log-probabilities are wanted; the first token has none."""
         tokens: list[TokenText] = []
         if row.text_request.logprobs is not None:
-            scored = prompt_tokens(self.loaded.model, ids, tops) if len(ids) > 1 else []
+            scored = prompt_tokens(self.loaded.model, ids, tops)
             first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
             tokens = [first, *(token_text(self.tokenizer, token) for token in scored)]
         prompt = row.text_request.prompt

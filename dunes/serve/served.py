@@ -22,6 +22,7 @@ from torch import nn
 from dunes import measure
 from dunes.augment import lora
 from dunes.checkpoint import LoadedModel
+from dunes.completion import Suggestion
 from dunes.completion.completer import (
     CopyCompleter,
     FolderCompleter,
@@ -29,7 +30,6 @@ from dunes.completion.completer import (
     index_in_training,
     name_in_sources,
 )
-from dunes.completion.protocol import Suggestion
 from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
 from dunes.generate.packages import step_source

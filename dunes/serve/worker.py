@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dunes.completion.protocol import Cancelled
+from dunes.completion import Cancelled
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Event, LineRequest, Request
 

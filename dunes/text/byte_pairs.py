@@ -17,14 +17,10 @@ FIRST_TOKEN = -1
 """Value of `ByteDecoder.strip` that strips all spaces of the first token, as the Metaspace decoder does."""
 
 
-def _bytes_to_chars() -> dict[int, str]:
-    """The printable character for each byte in byte-level BPE, by GPT-2's rule."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    unprintable = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(unprintable)}
-
-
-BYTE_TO_CHAR = _bytes_to_chars()
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = sorted({*range(256)} - {*_PRINTABLE})
+BYTE_TO_CHAR = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
+"""The printable character for each byte in byte-level BPE, by GPT-2's rule."""
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file
@@ -24,9 +24,6 @@ MAX_OUTPUT = 1 << 20
 """Maximum characters of a rendered text."""
 MAX_LOOPS = 1 << 20
 """Maximum passes of all loops in one text."""
-
-Request: TypeAlias = tuple[Sequence[Mapping[str, Any]], bool, Mapping[str, Any]]
-"""Messages, True to add the generation prompt, and variables of this conversation."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
@@ -74,7 +71,6 @@ def _check_size(text: str, place: str) -> str:
 def render(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    *,
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> str:
@@ -83,28 +79,11 @@ def render(
     `variables` are additional variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
     template refuses the messages, fails, or exceeds a limit.
     """
-    return render_many(template, [(messages, add_generation_prompt, {})], variables)[0]
-
-
-def render_many(
-    template: str, requests: Sequence[Request], variables: Mapping[str, Any] | None = None
-) -> list[str]:
-    """`render` for many requests."""
     _check_size(template, "the chat template")
-    always = {"tools": None, "documents": None, **(variables or {})}
-    return [_render(template, always, *request) for request in requests]
-
-
-def _render(
-    template: str,
-    always: Mapping[str, Any],
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    own: Mapping[str, Any],
-) -> str:
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
+    fields = {"tools": None, "documents": None, **(variables or {}), **fields}
     try:
-        values = json.loads(json.dumps({**always, **own, **fields}, default=dict))
+        values = json.loads(json.dumps(fields, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from dunes.files.model_file import find_file, open_file, require_content
-from dunes.text import library, llama3, sentencepiece
+from dunes.text import library, ranked_bpe, sentencepiece
 from dunes.text.byte_pairs import add_special
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
@@ -29,8 +29,8 @@ SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 PATTERNS = {
-    "llama-bpe": llama3.PATTERN,
-    "qwen2": llama3.PATTERN.replace("{1,3}", ""),
+    "llama-bpe": ranked_bpe.LLAMA3_PATTERN,
+    "qwen2": ranked_bpe.LLAMA3_PATTERN.replace("{1,3}", ""),
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",

@@ -24,22 +24,8 @@ from dunes.files import json_file
 from dunes.text import chat_template
 from dunes.text.tokenizer import Tokenizer
 
-PAIRED = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
-ALONE = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
-"""Alpaca's prompt for tasks without an input; PAIRED is for tasks with one."""
-
-SURROGATE = 0xDC00
-"""First of the lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
-SURROGATES = 1024
-"""Number of these surrogates."""
+SURROGATES = range(0xDC00, 0xE000)
+"""Lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +44,7 @@ class Turn:
 
 
 Conversation = tuple[Turn, ...]
+Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 
@@ -106,26 +93,37 @@ class Template(ABC):
         return self.source
 
     def render(
-        self,
-        conversations: Sequence[Conversation],
-        add_generation_prompt: bool = False,
-        variables: Sequence[Mapping[str, Any]] = (),
-    ) -> Iterator[list[Segment]]:
-        """Segments of each conversation, with `add_generation_prompt` up to the start of an answer.
+        self, turns: Conversation, add_generation_prompt: bool = False, variables: Mapping[str, Any] | None = None
+    ) -> list[Segment]:
+        """Segments of a conversation, with `add_generation_prompt` up to the start of an answer.
 
-        `variables` are additional variables of the template, one mapping per conversation. Raises ValueError for a
-        conversation that the template does not support, and for a variable that it does not read.
+        `variables` are additional variables of the template. Raises ValueError for a conversation that it does not
+        support, and for a variable that it does not read.
         """
-        for turns, own in zip(conversations, variables or [{}] * len(conversations), strict=True):
-            yield self._render(turns, own, add_generation_prompt)
+        variables = variables or {}
+        if unread := [name for name in variables if not self.reads(name)]:
+            raise ValueError(
+                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
+                "out, or use a model whose own template reads it"
+            )
+        messages = [self._message(turn) for turn in turns]
+        answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
+        text = self._render_text(messages, add_generation_prompt, variables)
+        beginnings = [self._render_text(messages[:i], True, variables) for i in answers]
+        if not all(map(text.startswith, beginnings)):
+            raise ValueError(
+                "the model's own chat template writes the beginning of a conversation differently once it is "
+                "longer; name a template"
+            )
+        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
         return False
 
     @abstractmethod
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        """The text of each conversation. Raises ValueError for the first that the template refuses."""
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if refused."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
         return {"role": turn.role, "content": self._escape(turn.full_text)}
@@ -134,28 +132,6 @@ class Template(ABC):
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def _render(
-        self, turns: Conversation, variables: Mapping[str, Any], add_generation_prompt: bool
-    ) -> list[Segment]:
-        if unread := [name for name in variables if not self.reads(name)]:
-            raise ValueError(
-                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
-                "out, or use a model whose own template reads it"
-            )
-        messages = [self._message(turn) for turn in turns]
-        answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-        requests = [
-            (messages, add_generation_prompt, variables),
-            *((messages[:i], True, variables) for i in answers),
-        ]
-        text, *beginnings = self._render_texts(requests)
-        if not all(map(text.startswith, beginnings)):
-            raise ValueError(
-                "the model's own chat template writes the beginning of a conversation differently once it is "
-                "longer; name a template"
-            )
-        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
 
     def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
         """The text in segments, split at the start and end of answers."""
@@ -185,7 +161,7 @@ class Template(ABC):
     def _text_segments(self, text: str, trained: bool, strip_left: bool, strip_right: bool) -> Iterator[Segment]:
         text = text.lstrip() if strip_left else text
         text = text.rstrip() if strip_right else text
-        text = re.sub("[\udc00-\udfff]{2}", lambda match: [*self.special_tokens][_decode_number(match[0])], text)
+        text = re.sub("[\udc00-\udfff]{2}", lambda match: self._escapes[match[0]], text)
         if text:
             yield Segment(text, trained)
 
@@ -193,16 +169,14 @@ class Template(ABC):
         """The text with each spelling of a special token replaced by two lone surrogates."""
         if match := re.search("[\ud800-\udfff]", text):
             raise ValueError(f"lone surrogate at character {match.start()}; remove it")
-        return self._pattern.sub(lambda match: _encode_number([*self.special_tokens].index(match[0])), text)
+        return self._pattern.sub(lambda match: self._escapes[match[0]], text)
 
-
-def _encode_number(number: int) -> str:
-    return "".join(chr(SURROGATE + digit) for digit in divmod(number, SURROGATES))
-
-
-def _decode_number(surrogates: str) -> int:
-    high, low = (ord(c) - SURROGATE for c in surrogates)
-    return high * SURROGATES + low
+    @cached_property
+    def _escapes(self) -> dict[str, str]:
+        """Two lone surrogates for each special token, and the token for these."""
+        surrogates = (chr(first) + chr(second) for first in SURROGATES for second in SURROGATES)
+        escapes = dict(zip(self.special_tokens, surrogates, strict=False))
+        return escapes | {pair: token for token, pair in escapes.items()}
 
 
 class NamedTemplate(Template):
@@ -243,10 +217,10 @@ class NamedTemplate(Template):
         begin = "".join(str(tokenizer.inner.id_to_token(i)) for i in tokenizer.document_start)
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        render = chat_template.compile_template(self._spell_out(BEGIN.text, END.text)).render
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         try:  # a named template reads no further variables
-            return [render(messages=m, add_generation_prompt=is_open) for m, is_open, _ in requests]
+            return str(template.render(messages=messages, add_generation_prompt=is_open))
         except TemplateError as error:
             raise ValueError(str(error)) from None
 
@@ -256,7 +230,7 @@ class NamedTemplate(Template):
         return {"role": turn.role, "content": self._escape(turn.text), "input": self._escape(turn.input)}
 
     def _spell_out(self, begin: str, end: str) -> str:
-        return self.source.replace("BEGIN", _quote(begin)).replace("END", _quote(end))
+        return self.source.replace("BEGIN", repr(begin)).replace("END", repr(end))  # jinja has Python's escapes
 
 
 class ModelTemplate(Template):
@@ -268,25 +242,21 @@ class ModelTemplate(Template):
     name = "the model's own"
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        self.source, self.tokenizer = source, tokenizer
+        self.source, self.token_names = source, tokenizer.special_tokens_map
         self.special_tokens = _special_tokens(tokenizer)
-        self.end = self._find_end()
-
-    def _find_end(self) -> str:
-        """The special token after the answer of a short conversation."""
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = chat_template.render(self.source, probe, variables=self.tokenizer.special_tokens_map)
+        text = chat_template.render(source, probe, variables=self.token_names)
         match = self._pattern.search(text, text.rfind("answer"))
         if match is None:
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
-        return match[0]
+        self.end = match[0]
 
     def reads(self, variable: str) -> bool:
         reserved = variable in ("messages", "add_generation_prompt")
         return not reserved and re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
-    def _render_texts(self, requests: Sequence[chat_template.Request]) -> list[str]:
-        return chat_template.render_many(self.source, requests, self.tokenizer.special_tokens_map)
+    def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        return chat_template.render(self.source, messages, is_open, {**self.token_names, **variables})
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
@@ -328,8 +298,7 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, identical to those before its answer in training."""
     template.check_tokenizer(tokenizer)
-    (segments,) = template.render([turns], True, [variables or {}])
-    return encode_segments(segments, tokenizer)[0]
+    return encode_segments(template.render(turns, True, variables), tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
@@ -364,11 +333,6 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 # The named templates
 
 
-def _quote(text: str) -> str:
-    """The text as a jinja string, which has Python's escapes."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
-
-
 def _pair(name: str, *roles: str) -> str:
     """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
     return (
@@ -379,16 +343,14 @@ def _pair(name: str, *roles: str) -> str:
     )
 
 
-def _alpaca(name: str, tail: str) -> str:
-    first, second = (form.split("{instruction}") for form in (PAIRED, ALONE))
-    middle, last = first[1].split("{input}")
-    return (
-        _pair(name) + "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}"
-        "{% elif m['input'] is defined and m['input'] %}"
-        f"{{{{ {_quote(first[0])} + m['content'] + {_quote(middle)} + m['input'] + {_quote(last + tail)} }}}}"
-        f"{{% else %}}{{{{ {_quote(second[0])} + m['content'] + {_quote(second[1] + tail)} }}}}"
-        "{% endif %}{% endfor %}"
-    )
+_ALPACA = (
+    "{% if m['role'] == 'assistant' %}{{ m['content'] + END }}{% else %}"
+    "Below is an instruction that describes a task"
+    "{% if m['input'] %}, paired with an input that provides further context{% endif %}. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{{ m['content'] }}\n\n"
+    "{% if m['input'] %}### Input:\n{{ m['input'] }}\n\n{% endif %}"
+    "### Response:TAIL{% endif %}{% endfor %}"
+)
 
 
 def _open_messages(name: str) -> str:
@@ -441,16 +403,16 @@ _LLAMA2 = (
 )
 
 _WORDS = ("[INST]", "[/INST]")
-_ALL = (
+_TEMPLATES = (
     NamedTemplate("plain", _PLAIN),
-    NamedTemplate("alpaca", _alpaca("alpaca", ""), inputs=True),
-    NamedTemplate("alpaca-newline", _alpaca("alpaca-newline", "\n"), inputs=True),
+    NamedTemplate("alpaca", _pair("alpaca") + _ALPACA.replace("TAIL", ""), inputs=True),
+    NamedTemplate("alpaca-newline", _pair("alpaca-newline") + _ALPACA.replace("TAIL", "\n"), inputs=True),
     NamedTemplate("mistral", _MISTRAL, words=_WORDS),
     NamedTemplate("llama2", _LLAMA2, words=_WORDS),
     NamedTemplate("llama3", _LLAMA3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     NamedTemplate("chatml", _CHATML, ("<|im_start|>", "<|im_end|>")),
 )
-TEMPLATES = {template.name: template for template in _ALL}
+TEMPLATES = {template.name: template for template in _TEMPLATES}
 """The named templates, by name."""
 
 

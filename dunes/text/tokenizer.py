@@ -20,7 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file, unfinished_downloads
-from dunes.text import gguf_file, library, llama3, sentencepiece, tekken
+from dunes.text import gguf_file, library, ranked_bpe, sentencepiece
 from dunes.text.byte_pairs import ByteDecoder, add_special, byte_decoder
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
@@ -28,18 +28,11 @@ from dunes.units import plural
 END = "<|endoftext|>"
 """The token that ends a document."""
 PAD = "<|fim_pad|>"
-ENDS = (END, "</s>", llama3.END)
+ENDS = (END, "</s>", ranked_bpe.LLAMA3_END)
 SPECIAL = (
-    END,
-    "<|fim_prefix|>",
-    "<|fim_middle|>",
-    "<|fim_suffix|>",
-    PAD,
-    "<|repo_name|>",
-    "<|file_sep|>",
-    "<|im_start|>",
-    "<|im_end|>",
-)
+    END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", PAD,
+    "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>",
+)  # fmt: skip
 """Special tokens, in Qwen's spelling, which editor plugins know."""
 
 _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
@@ -54,12 +47,9 @@ MAX_IDS = 1 << 22
 """Upper bound of ids."""
 
 EXTRA_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 """Files with special tokens, stop ids and the chat template."""
 
 _MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
@@ -89,7 +79,7 @@ class Tokenizer:
         Raises ValueError for an unknown kind, or if the vocabulary is too small for all bytes.
         """
         if kind == "bytes":
-            return cls(_byte_level(library.bpe(_vocab(_ALPHABET), [])))
+            return cls(_byte_level(library.bpe({char: i for i, char in enumerate(_ALPHABET)}, [])))
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
@@ -242,7 +232,7 @@ class Tokenizer:
     @property
     def stops(self) -> set[int]:
         """Ids at which generation stops."""
-        turns = [i for i in map(self.inner.token_to_id, llama3.TURNS) if i is not None]
+        turns = [i for i in map(self.inner.token_to_id, ranked_bpe.LLAMA3_TURNS) if i is not None]
         return {self.eos, *self._special.stops, *turns}
 
     @property
@@ -265,11 +255,16 @@ class Tokenizer:
         """
         return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
-    @cached_property
+    @property
     def line_separable(self) -> bool:
         """True if a text can be encoded line by line, as with all tokenizers trained here."""
+        return bool(self.splits)
+
+    @cached_property
+    def splits(self) -> str:
+        """The parts into which a tokenizer trained here splits a text: a value of _SPLITS; empty for others."""
         pre_tokenizer = self.inner.pre_tokenizer
-        return pre_tokenizer is not None and pre_tokenizer.__getstate__() in _OWN_PRE_TOKENIZERS
+        return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
     def token_id(self, token: str) -> int:
         """The id of a special token. Raises ValueError if there is no such token."""
@@ -357,13 +352,13 @@ def original_files(folder: Path, *first: str) -> Iterator[Path]:
 def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in the content of a file of any format."""
     if path.suffixes[0] == ".model":
-        return llama3.convert(data) if llama3.is_tiktoken_file(data) else sentencepiece.convert(data)
-    return tekken.convert(data) if path.stem == "tekken" else _parse_json(data)
+        return ranked_bpe.convert_llama3(data) if ranked_bpe.is_llama3_file(data) else sentencepiece.convert(data)
+    return ranked_bpe.convert_tekken(data) if path.stem == "tekken" else _parse_json(data)
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
-    content = json_file.parse(data, Path("tokenizer.json"), tekken.MAX_ITEMS)
+    content = json_file.parse(data, Path("tokenizer.json"), ranked_bpe.MAX_ITEMS)
     inner = library.parse_untrusted(content, data.decode("utf-8-sig"))
     ids = inner.get_vocab().values()
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
@@ -380,10 +375,6 @@ def _config_for_json(config: dict[str, Any]) -> bytes:
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
-def _vocab(tokens: Iterable[str]) -> dict[str, int]:
-    return {token: i for i, token in enumerate(tokens)}
-
-
 def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
@@ -393,22 +384,11 @@ def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-# The last one, which splits lines at \n only, is for older runs.
-_OWN_PRE_TOKENIZERS = [
-    pre_tokenizer.__getstate__() for pre_tokenizer in (_split_lines(), _split_chars(), _split_lines(r"\n|[^\n]+"))
-]
-
-
-def splits_lines(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer splits text into lines and line ends, then bytes, like tokenizers trained here."""
-    pre_tokenizer = tokenizer.inner.pre_tokenizer
-    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_lines().__getstate__()
-
-
-def splits_characters(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer splits text into characters."""
-    pre_tokenizer = tokenizer.inner.pre_tokenizer
-    return pre_tokenizer is not None and pre_tokenizer.__getstate__() == _split_chars().__getstate__()
+_SPLITS = {
+    _split_lines().__getstate__(): "lines",
+    _split_chars().__getstate__(): "characters",
+    _split_lines(r"\n|[^\n]+").__getstate__(): "lines of older runs",  # at \n only
+}
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
@@ -421,8 +401,8 @@ def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
 
 
 def _char_level(characters: Sequence[str]) -> tokenizers.Tokenizer:
-    model = models.WordLevel(_vocab([*characters, UNKNOWN]), unk_token=UNKNOWN)
-    inner = tokenizers.Tokenizer(model)
+    vocab = {token: i for i, token in enumerate([*characters, UNKNOWN])}
+    inner = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     inner.pre_tokenizer = _split_chars()
     inner.decoder = decoders.Fuse()
     add_special(inner, SPECIAL)

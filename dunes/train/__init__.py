@@ -6,12 +6,10 @@ Start with `Trainer`, a loss (`next_token`, `cross_entropy`), an optimizer (`ada
 
 from dunes.ops.cross_entropy import IGNORE
 from dunes.train.fast import fast_run
-from dunes.train.frozen import cast_frozen
 from dunes.train.loss import cross_entropy, mean_squared, next_token
-from dunes.train.optim import adamw, muon, muon_split, rmsprop, scale_rates, sgd
-from dunes.train.rules import RuleOptimizer
+from dunes.train.optim import RuleOptimizer, adamw, muon, muon_split, rmsprop, scale_rates, sgd
 from dunes.train.schedule import Clock, Record, Schedule
-from dunes.train.trainer import Diverged, Step, Trainer, mutable_buffers
+from dunes.train.trainer import Diverged, Step, Trainer, cast_frozen, mutable_buffers
 
 __all__ = [
     "IGNORE", "Clock", "Diverged", "Record", "RuleOptimizer", "Schedule", "Step", "Trainer", "adamw",

@@ -21,7 +21,7 @@ from dunes import tree
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.train.loss import Loss
-from dunes.train.rules import Rule, State, rule_of
+from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
@@ -72,7 +72,7 @@ def fast_run(
 def why_plain(trainer: Trainer) -> str:
     """The reason why this trainer has no compiled form; empty if it has one."""
     if rule_of(trainer.optimizer) is None:
-        return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.rules"
+        return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.optim"
     if trainer.accumulate > 1 or trainer.ranks > 1:
         return "gradients are accumulated over several batches or ranks"
     if any(hasattr(m, name) for m in trainer.model.modules() for name in ("before_step", "after_step")):
@@ -107,8 +107,8 @@ class Unit:
         options = _compile_options(trainer.device, draws)
         # A code object of its own: torch keeps compiled forms by it, and at most eight.
         plain = Unit._steps
-        own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
-        self._compiled = torch.compile(MethodType(own, self), fullgraph=True, dynamic=False, options=options)
+        copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
+        self._compiled = torch.compile(MethodType(copy, self), fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, batch: tuple[Tensor, ...]) -> list[Step]:
         start, trainer = perf_counter(), self.trainer
@@ -123,7 +123,7 @@ class Unit:
         means = [{name: value.tolist() for name, value in of_step.items()} for of_step in metrics]
         seconds = (perf_counter() - start) / self.steps
         pairs = zip(rows, scales, means, strict=True)
-        return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, own) for row, scale, own in pairs]
+        return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
         """The compiled function: [loss, count, norm, finite] of each step (K, 4), float64, and its metrics."""
@@ -210,9 +210,9 @@ def _run_units(
             yield step
             trainer.raise_if_diverged(step)
         if len(seconds) == 1 + TIMED_CALLS:
-            own, first = min(seconds[1:]), seconds[0] * unit.steps
-            times = f"{1e3 * own:.2f} ms a step against {1e3 * plain:.2f} plain, after {first:.1f} s of compiling"
-            if own > plain:
+            fast, first = min(seconds[1:]), seconds[0] * unit.steps
+            times = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain, after {first:.1f} s of compiling"
+            if fast > plain:
                 line(f"plain loop: the compiled one takes {times}")
                 return stream
             line(f"compiled loop, {unit.steps} steps in a call: {times}")

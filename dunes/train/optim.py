@@ -2,11 +2,18 @@
 
 Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. Raises ValueError
 if no parameter is trainable, and for rates that are negative or not finite.
+
+A rule is an update as a function of tensors, so that a compiled step can contain it. It takes a parameter, its
+gradient, its state and its group, whose "lr" may be a tensor, and returns the new parameter and state without
+changing anything. `RuleOptimizer` makes an optimizer of one rule.
+
+Sources: https://proceedings.mlr.press/v28/sutskever13.html (momentum), https://arxiv.org/abs/1412.6980 (Adam),
+https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/coursera/lecture6/lec6.pdf (RMSprop)
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +24,9 @@ from dunes import measure, tree
 from dunes.measure import ranks
 
 Group = dict[str, Any]
+State = dict[str, Tensor]
+Settings = Mapping[str, Any]
+Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 
 def adamw(
@@ -84,8 +94,8 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
         if not selected:
-            some = ", ".join(matrices) or "none"
-            raise ValueError(f"{where!r} selects no trainable matrix; the matrices are: {some[:300]}")
+            names = ", ".join(matrices) or "none"
+            raise ValueError(f"{where!r} selects no trainable matrix; the matrices are: {names[:300]}")
         return selected
     tables: set[Tensor] = {p for m in model.modules() if hasattr(m, "embedding_dim") for p in m.parameters()}
     in_blocks: set[Tensor] = {p for block in _blocks(model) for p in block.parameters() if p.dim() == 2}
@@ -129,7 +139,7 @@ def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
     params: dict[float, list[Tensor]] = {}
     for p in group["params"]:
         params.setdefault(factors.get(p, 1.0), []).append(p)
-    return [group | {"params": some, "lr": group["lr"] * factor} for factor, some in params.items()]
+    return [group | {"params": members, "lr": group["lr"] * factor} for factor, members in params.items()]
 
 
 class Muon(Optimizer):
@@ -257,3 +267,83 @@ def _decayed(params: Collection[Tensor], decay: float) -> list[Group]:
 
 def _fusable(model: nn.Module) -> bool:
     return all(p.device.type in ("cpu", "cuda", "mps") and p.is_floating_point() for p in model.parameters())
+
+
+class RuleOptimizer(Optimizer):
+    """Base of custom optimizers: a subclass defines `start`, the state of a new parameter, and `update`, the rule.
+
+    `update` returns new tensors and changes none, so the same lines run in the plain loop and in a compiled step.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, **defaults: float) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    def start(self, p: Tensor) -> State:
+        return {}
+
+    def update(self, p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
+        raise NotImplementedError(f"{type(self).__name__} needs a method update(p, grad, state, group)")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "closures are not supported"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p] or self.start(p)
+                    value, self.state[p] = self.update(p, p.grad, state, group)
+                    p.copy_(value)
+
+
+def sgd_rule(p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
+    if group["weight_decay"]:
+        grad = grad + group["weight_decay"] * p
+    if not group["momentum"]:
+        return p - group["lr"] * grad, state
+    average = group["momentum"] * state["momentum_buffer"] + (1 - group["dampening"]) * grad
+    grad = grad + group["momentum"] * average if group["nesterov"] else average
+    return p - group["lr"] * grad, {"momentum_buffer": average}
+
+
+def rmsprop_rule(p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
+    if group["weight_decay"]:
+        grad = grad + group["weight_decay"] * p
+    square = group["alpha"] * state["square_avg"] + (1 - group["alpha"]) * grad * grad
+    update, new = grad / (square.sqrt() + group["eps"]), {"step": state["step"] + 1, "square_avg": square}
+    if group["momentum"]:
+        update = new["momentum_buffer"] = group["momentum"] * state["momentum_buffer"] + update
+    return p - group["lr"] * update, new
+
+
+def adam_rule(p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
+    """Adam, or AdamW where the group says that its weight decay is decoupled."""
+    first, second = group["betas"]
+    if group["decoupled_weight_decay"]:
+        p = p * (1 - group["lr"] * group["weight_decay"])
+    elif group["weight_decay"]:
+        grad = grad + group["weight_decay"] * p
+    step = state["step"] + 1
+    mean = first * state["exp_avg"] + (1 - first) * grad
+    square = second * state["exp_avg_sq"] + (1 - second) * grad * grad
+    spread = square.sqrt() / (1 - second**step).sqrt() + group["eps"]
+    p = p - group["lr"] / (1 - first**step) * mean / spread
+    return p, {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+
+
+_OF_TORCH: dict[type[Optimizer], Rule] = {
+    torch.optim.SGD: sgd_rule,
+    torch.optim.RMSprop: rmsprop_rule,
+    torch.optim.Adam: adam_rule,
+    torch.optim.AdamW: adam_rule,
+}
+_UNKNOWN = ("maximize", "amsgrad", "centered", "differentiable")
+"""Settings that these rules do not implement."""
+
+
+def rule_of(optimizer: Optimizer) -> Rule | None:
+    """The rule of a `RuleOptimizer`, or of PyTorch's SGD, RMSprop, Adam or AdamW; None for others."""
+    if isinstance(optimizer, RuleOptimizer):
+        return optimizer.update
+    if any(group.get(name) for group in optimizer.param_groups for name in _UNKNOWN):
+        return None
+    return _OF_TORCH.get(type(optimizer))

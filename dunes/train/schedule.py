@@ -91,26 +91,26 @@ class Clock:
     def update(self, step: int, elapsed: float) -> None:
         """Record that `step` steps took `elapsed` seconds since the start, including all work between them."""
         records, left = self.schedule.records, self.seconds - elapsed
-        began, since = self._since or (step, elapsed)
-        self._since = began, since
-        pace = (elapsed - since) / (step - began) if step > began else (elapsed - self.begin) / max(1, step)
+        first, start = self._since or (step, elapsed)
+        self._since = first, start
+        pace = (elapsed - start) / (step - first) if step > first else (elapsed - self.begin) / max(1, step)
         if step == PACED:
             total = step + max(0.0, left) / max(pace, 1e-9)
             self.schedule.warmup = min(self.schedule.warmup, int(total / WARMUP_SHARE))
-        if self._is_due(step, elapsed, began, since):
+        if self._is_due(step, elapsed, first, start):
             end = step + max(1, round(left / max(pace, 1e-9)))
             if not records or end != records[-1].end:
                 records.append(Record(step, end))
             self._since = step, elapsed
 
-    def _is_due(self, step: int, elapsed: float, began: int, since: float) -> bool:
+    def _is_due(self, step: int, elapsed: float, first: int, start: float) -> bool:
         """True when the decay starts, after half of the remaining time or steps, and after the time limit."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)
         if left < self.seconds / MARGIN:
             return left <= 0 and not self.schedule.is_over(step + 1)
-        return elapsed - since >= left or 1 < records[-1].end - step <= step - began
+        return elapsed - start >= left or 1 < records[-1].end - step <= step - first
 
 
 def _check_share(name: str, share: float) -> None:

@@ -160,8 +160,8 @@ class Trainer:
         buffers = [(b, b.clone()) for b in self.buffers()]
         means, targets, grad_norm = self.gradients(batches)
         # The only synchronisation of host and device in a step.
-        counted, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
-        finite = counted > 0 and all(map(math.isfinite, (loss, counted, norm)))
+        count, norm, loss, *values = _to_host([targets, grad_norm, *means.values()])
+        finite = count > 0 and all(map(math.isfinite, (loss, count, norm)))
         if finite:
             self.update(scale)
         else:
@@ -169,7 +169,7 @@ class Trainer:
                 buffer.copy_(before)
         self.clear_gradients()
         metrics = dict(zip([*means][1:], values, strict=True))
-        return self.finish_step((loss, counted, norm), scale, finite, perf_counter() - start, metrics)
+        return self.finish_step((loss, count, norm), scale, finite, perf_counter() - start, metrics)
 
     def finish_step(
         self, values: Sequence[float], scale: float, finite: bool, seconds: float, metrics: Mapping[str, Any]
@@ -227,10 +227,10 @@ class Trainer:
                 self.sync((i + 1) % len(batches) == 0)
             with seeded(self.device, (int(self.seed), self.number, i)), self.autocast():
                 pairs = loss_pairs(self.loss(self.model, _to_device(batch, self.device)))
-            loss, counted = pairs["loss"]
+            loss, number = pairs["loss"]
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            elif counted != 0:
+            elif number != 0:
                 raise ValueError("the loss has no gradient: it depends on no trained parameter, or was detached")
             for name, pair in pairs.items():
                 total, count = (t.detach().to(self._float64_device, torch.float64) for t in pair)
@@ -321,13 +321,13 @@ class Trainer:
 @contextmanager
 def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
     """Multiply the groups' learning rates inside, and put them back afterwards."""
-    own = [(group, group["lr"], group["lr"] * scale) for group in optimizer.param_groups]
-    for group, _, scaled in own:
+    rates = [(group, group["lr"], group["lr"] * scale) for group in optimizer.param_groups]
+    for group, _, scaled in rates:
         group["lr"] = scaled
     try:
         yield
     finally:
-        for group, lr, scaled in own:
+        for group, lr, scaled in rates:
             if group["lr"] is scaled:  # else a hook of the optimizer has set another
                 group["lr"] = lr
 
@@ -336,9 +336,36 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that training may change, by name: those that a module lists in `mutable_buffers`, else all."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
-        own, listed = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
-        buffers |= {name: b for name, b in own if listed is None or name.rpartition(".")[2] in listed}
+        named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
+        buffers |= {name: b for name, b in named if mutable is None or name.rpartition(".")[2] in mutable}
     return buffers
+
+
+def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
+    """Cast frozen linear layers to the dtype that autocast would cast them to at each use; returns their number.
+
+    Results of training under autocast are equal bit for bit. The weights are rounded in place, so a digest of the
+    base or a save must come before. A quantized layer only changes the dtype of its dense form. Trainable weights
+    are not changed, and norms and embeddings only to float32: without autocast all of a forward has one dtype.
+    """
+    count = 0
+    if dtype == torch.float32:
+        others = [m for m in model.modules() if not tree.linear(tree.innermost(m))]
+        for p in [p for m in others for p in m.parameters(recurse=False) if not p.requires_grad]:
+            p.data = p.data.to(dtype)
+    for place in tree.places(model):
+        base = tree.innermost(place.module)
+        weight = getattr(base, "weight", None)
+        if not tree.linear(base) or any(p.requires_grad for p in base.parameters()):
+            continue
+        if isinstance(weight, Tensor) and weight.dtype != dtype:
+            for p in base.parameters():
+                p.data = p.data.to(dtype)
+            count += 1
+        elif weight is None and hasattr(base, "dtype") and base.dtype != dtype:
+            base.dtype = dtype  # type: ignore[assignment]
+            count += 1
+    return count
 
 
 def _grad_values(p: Tensor) -> Tensor:

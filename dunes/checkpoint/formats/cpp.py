@@ -48,7 +48,7 @@ from dunes.ops.kernels import why_not_compiled
 from dunes.parts import cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
 from dunes.text.byte_pairs import CHAR_TO_BYTE
-from dunes.text.tokenizer import UNKNOWN, Tokenizer, splits_characters, splits_lines
+from dunes.text.tokenizer import UNKNOWN, Tokenizer
 from dunes.units import format_bytes
 
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
@@ -316,9 +316,9 @@ def encoding_tables(tokenizer: Tokenizer) -> Tables | None:
     content = json.loads(tokenizer.json())
     plain = content["normalizer"] is None and all(token["special"] for token in content["added_tokens"])
     model = content["model"]
-    if plain and splits_characters(tokenizer) and model["type"] == "WordLevel":
+    if plain and tokenizer.splits == "characters" and model["type"] == "WordLevel":
         return _tables(tokenizer, _characters(model["vocab"]), []) | {"characters": np.ones(1, np.uint8)}
-    if not (plain and splits_lines(tokenizer) and model["type"] == "BPE"):
+    if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None
     first = {CHAR_TO_BYTE[c]: i for c, i in model["vocab"].items() if len(c) == 1 and c in CHAR_TO_BYTE}
     if len(first) < 256 or any(model.get(key) not in (value, False, "") for key, value in _PLAIN_BPE.items()):

@@ -1,0 +1,330 @@
+"""The evaluation of line completion: a table of a model and of copying alone.
+
+Scored are files that the model has not seen, and of these the lines unlike all training lines.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dunes.completion import LineCompleter
+from dunes.completion.completer import CopyNearest, FolderCompleter
+from dunes.completion.fit import Interval, file_means, interval
+from dunes.completion.keystrokes import (
+    CutPoint,
+    FileSuggestions,
+    Line,
+    Typing,
+    cut_points,
+    file_lines,
+    mean_saved,
+    sample_lines,
+    type_file,
+)
+from dunes.completion.text import first_line, first_word
+from dunes.data import collect_corpus
+from dunes.data.document import NamedText, document_texts
+from dunes.data.duplicates import content_digest
+from dunes.progress import Display, print_table, report, shown_by
+from dunes.text.lines import split_lines
+from dunes.units import plural
+
+SIMILAR = 0.8
+"""Jaccard similarity of the token sets of two lines above which they are near-duplicates."""
+FEWEST = 3
+"""Minimum tokens of a near-duplicate; shorter lines such as `return None` may be completed."""
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+COPY = "copy nearest"
+"""Name of the baseline that a model is compared with."""
+
+COLUMNS = (
+    "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
+    "keys saved by words %", "at 35 % acceptance", "shown/line", "accepted %", "bits/character", "cold p50/p95 ms",
+    "warm p50/p95 ms",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScoredFile:
+    """A file, and its lines that are completed."""
+
+    name: str
+    text: str
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True)
+class ScoredFiles:
+    """The files to score, and counts of what is left out: training files, near-duplicate lines, and files without
+    other lines. `line_count` counts the nonblank lines of files that were not trained on."""
+
+    files: Sequence[ScoredFile]
+    trained_files: int
+    line_count: int
+    near_duplicates: int
+    files_without_lines: int
+
+    def report(self) -> str:
+        """One line: the files and lines that are scored and left out."""
+        lines = self.line_count - self.near_duplicates
+        return (
+            f"{plural(len(self.files), 'file')}, {plural(lines, 'line')}; left out: "
+            f"{plural(self.trained_files, 'file')} that the model was trained on, "
+            f"{plural(self.near_duplicates, 'line')} like one of the training, "
+            f"{plural(self.files_without_lines, 'file')} without other lines"
+        )
+
+
+class LineIndex:
+    """The lines of texts, indexed to find near-duplicates of a line.
+
+    Token sets are compared only if their rarest tokens meet: similar sets share one among the first |set| -
+    ceil(0.8 |set|) + 1 (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._lines = {line.strip() for text in texts for line in split_lines(text)}
+        words = map(_TOKEN.findall, self._lines)
+        sets = {frozenset[str](line) for line in words if len(line) >= FEWEST}
+        self._times = Counter(token for tokens in sets for token in tokens)
+        self._sets: dict[str, list[frozenset[str]]] = {}
+        for tokens in sets:
+            for token in self._rarest(tokens):
+                self._sets.setdefault(token, []).append(tokens)
+
+    def has_similar(self, line: str) -> bool:
+        """True if a line equals one of the texts' lines after stripping, or its token set is similar."""
+        words = _TOKEN.findall(line)
+        if len(words) < FEWEST:
+            return False
+        tokens = frozenset(words)
+        return line.strip() in self._lines or any(
+            len(tokens & other) > SIMILAR * len(tokens | other)
+            for token in self._rarest(tokens)
+            for other in self._sets.get(token, ())
+        )
+
+    def _rarest(self, tokens: frozenset[str]) -> list[str]:
+        rarity = sorted(tokens, key=lambda token: (self._times[token], token))
+        return rarity[: len(tokens) - math.ceil(SIMILAR * len(tokens)) + 1]
+
+
+def scored_files(
+    texts: Sequence[NamedText],
+    training: Sequence[NamedText],
+    all_lines: bool = False,
+    seen: Collection[bytes] = (),
+) -> ScoredFiles:
+    """Select the files and lines to score for a model trained on the `training` files.
+
+    Files with the text of a training file, or a digest in `seen`, are left out regardless of white space, and so
+    are near-duplicates of training lines unless `all_lines`. Raises ValueError if nothing is left.
+    """
+    digests = {content_digest([text]) for _, text in training} | {*seen}
+    unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
+    index = LineIndex(() if all_lines else (text for _, text in training))
+    files, line_count = [], 0
+    for name, text in unseen:
+        lines = file_lines(text)
+        line_count += len(lines)
+        files.append(ScoredFile(name, text, [line for line in lines if not index.has_similar(line.text)]))
+    nonempty = [file for file in files if any(len(line.text) > 1 for line in file.lines)]
+    count = sum(len(file.lines) for file in nonempty)
+    counts = len(texts) - len(unseen), line_count, line_count - count, len(unseen) - len(nonempty)
+    scored = ScoredFiles(nonempty, *counts)
+    if not nonempty:
+        raise ValueError(f"no line to complete ({scored.report()}); pass files that the model was not trained on")
+    return scored
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """At most `cuts` cursors and `lines` typed lines per file; `all_lines` includes lines seen in training."""
+
+    cuts: int = 60
+    lines: int = 12
+    seed: int = 0
+    all_lines: bool = False
+
+
+@dataclass(frozen=True)
+class Point:
+    """The suggested text at a cursor of file number `file`. `exact` is 1.0 if it is right except for trailing
+    white space, `word` if its first word is right, else 0.0."""
+
+    file: int
+    cut: CutPoint
+    text: str
+
+    @property
+    def exact(self) -> float:
+        return float(first_line(self.text).rstrip() == self.cut.rest.rstrip())
+
+    @property
+    def word(self) -> float:
+        return float(first_word(first_line(self.text).rstrip()) == first_word(self.cut.rest.rstrip()))
+
+
+def is_inside(point: Point) -> bool:
+    """True for a cursor inside a line."""
+    return point.cut.kind == "character"
+
+
+@dataclass
+class CompleterScore:
+    """The score of a completer: at each cursor, and of each file typed with all suggestions and with suggestions
+    above its threshold (NaN: none). `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN
+    without probabilities."""
+
+    name: str
+    threshold: float = math.nan
+    points: list[Point] = field(default_factory=list)
+    typed: dict[float, list[Typing]] = field(default_factory=dict)
+    cold: list[float] = field(default_factory=list)
+    warm: list[float] = field(default_factory=list)
+    bits_per_character: float = math.nan
+
+    def means(self, metric: Literal["exact", "word"], selects: Callable[[Point], bool] = is_inside) -> np.ndarray:
+        """Mean of a metric in each file (F,), over cursors inside lines, or over those that `selects` accepts."""
+        points = [p for p in self.points if selects(p)]
+        return file_means([getattr(p, metric) for p in points], [p.file for p in points])
+
+    def exact_match(self) -> Interval:
+        """Share of cursors inside lines at which the entire suggestion is right."""
+        return interval(self.means("exact"))
+
+    def difference(self, other: "CompleterScore") -> Interval:
+        """The exact match minus the other completer's, paired by file."""
+        return interval(self.means("exact") - other.means("exact"))
+
+    def typing(self, threshold: float = 0.0) -> Typing:
+        """Totals of all lines typed with a threshold."""
+        return sum(self.typed.get(threshold, ()), Typing())
+
+    def saved(self, threshold: float = 0.0) -> float:
+        """Mean over files of the share of keys saved; NaN without a threshold."""
+        return mean_saved(self.typed.get(threshold, ()))
+
+
+def score_completer(
+    name: str,
+    completer: LineCompleter,
+    files: Sequence[ScoredFile],
+    options: CompletionOptions = CompletionOptions(),
+    threshold: float = math.nan,
+) -> CompleterScore:
+    """The score on these files, whose names are shown."""
+    score = CompleterScore(name, threshold)
+    for number, file in enumerate(files):
+        report(f"{name}: {file.name}", number / len(files))
+        suggestions = FileSuggestions(completer, file.name, file.text)
+        for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
+            text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
+            score.points.append(Point(number, cut, text))
+        typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
+        for limit in (0.0, threshold) if threshold > 0 else (0.0,):
+            score.typed.setdefault(limit, []).append(type_file(typed, limit))
+        score.cold += suggestions.cold
+        score.warm += suggestions.warm
+    if (bits := getattr(completer, "bits", None)) is not None:
+        total = sum(bits(file.text, file.name) for file in files)
+        score.bits_per_character = total / sum(len(file.text) for file in files)
+    return score
+
+
+def evaluate_completion(
+    folder: Path,
+    sources: Sequence[str] = (),
+    options: CompletionOptions | None = None,
+    *,
+    files: int | None = None,
+    any_base: bool = False,
+    display: Display | None = None,
+    **corpus_options: Any,
+) -> list[CompleterScore]:
+    """Score the completion of a model and of copying alone, and print a table.
+
+    Without sources, the test files of the model's training are scored, at most `files` of them. Files and lines
+    that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises ValueError for
+    an invalid folder or setting, and if there is nothing to score.
+    """
+    options = options or CompletionOptions()
+    for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}; it must be at least 1")
+    if (folder / "state" / "plan.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
+    engine = FolderCompleter(folder, any_base=any_base)
+    corpus = collect_corpus(sources, **corpus_options) if sources else None
+    documents = corpus.valid + corpus.train if corpus else engine.test_documents()
+    documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
+    training, seen_digests = list(engine.training_files), engine.seen_digests()
+    try:
+        texts = list(islice(document_texts(documents), files))
+        scored = scored_files(texts, training, options.all_lines, seen_digests or ())
+    except ValueError as error:
+        raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
+    name, copy = folder.resolve().name, CopyNearest.of_files(training)
+    with display or Display() as display, shown_by(display.time_left):
+        display.line(scored.report())
+        if seen_digests is None:
+            indexed = "but for those in its index" if training else "so none of them is left out"
+            display.line(f"note: the files that the model was trained on are not known, {indexed}")
+        scores = [
+            score_completer(name, engine, scored.files, options, engine.threshold()),
+            score_completer(COPY, copy, scored.files, options),
+        ]
+    print_table(
+        "Rest of a line, from the text above the cursor: means over files, with 95 % intervals",
+        COLUMNS,
+        [row(score, scores[1]) for score in scores],
+    )
+    return scores
+
+
+def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
+    """The figures of a completer beside copying alone.
+
+    Cursors in brackets that the line closes later are scored with and without these brackets behind the cursor.
+    """
+    with_brackets = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
+    without_brackets = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in with_brackets)
+    typed_above = score.typing(score.threshold)
+    typed = typed_above if typed_above.lines else score.typing()
+    means = score.means("word"), without_brackets, score.means("exact", lambda p: p.cut.kind == "closed")
+    return [
+        score.name,
+        score.exact_match().percent(),
+        score.difference(copy).percent("+") if score is not copy else "",
+        *(_percent(float(part.mean()) if len(part) else math.nan) for part in means),
+        _percent(score.saved()),
+        _percent(score.saved(score.threshold)),
+        _number(typed.shown_per_line),
+        _percent(typed.acceptance),
+        _number(score.bits_per_character, 3),
+        _milliseconds(score.cold),
+        _milliseconds(score.warm),
+    ]
+
+
+def _number(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _percent(share: float) -> str:
+    return _number(100 * share)
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    middle, high = 1000 * np.percentile(seconds, [50, 95])
+    return f"{middle:.2g}/{high:.2g}" if high < 10 else f"{middle:.0f}/{high:.0f}"

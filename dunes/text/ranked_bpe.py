@@ -1,0 +1,176 @@
+"""Mistral's `tekken.json` and Llama 3's `tokenizer.model` as tokenizers of the `tokenizers` library.
+
+Both are byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a pattern splits
+the text into words; a word in the vocabulary becomes one token, other words merge the pair of lowest rank first.
+
+In a tekken.json (NeMo, Pixtral, Mistral Small 3) special tokens have the first ids
+(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token
+with its bytes in base64 and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py); pattern and
+special tokens are in Llama's code. 256 special tokens follow the others. Their spelling varies: Llama 3
+(https://github.com/meta-llama/llama3, llama/tokenizer.py) names only special tokens of texts and turns, 3.1 three
+more, and later code (https://github.com/meta-llama/llama-models, models/llama3) another two. The file does not
+name its version; here all are spelled as in the 3.1 folders on the Hub.
+"""
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+
+from dunes.files import json_file
+from dunes.text import library
+from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
+from dunes.units import plural
+
+MAX_VOCAB = 1 << 20
+"""Maximum number of tokens."""
+MAX_TOKEN = 1024
+"""Maximum bytes of a token."""
+MAX_WORK = 100_000_000
+"""Maximum sum of the squared lengths of tokens."""
+MAX_ITEMS = 16_000_000
+"""Maximum commas and brackets of a tokenizer file; a vocabulary of 262,144 with its merges has two million."""
+
+TEKKEN_SPECIAL = [
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
+    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+]
+"""Special tokens of a tekken.json that does not list them."""
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_BEGIN, LLAMA3_END = "<|begin_of_text|>", "<|end_of_text|>"
+LLAMA3_TURNS = ("<|eom_id|>", "<|eot_id|>")
+"""Ends of a message and of a turn, at which a model stops, too."""
+LLAMA3_SPECIAL = (
+    *(LLAMA3_BEGIN, LLAMA3_END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
+    *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *(*LLAMA3_TURNS, "<|python_tag|>", *(f"<|reserved_special_token_{i}|>" for i in range(3, 248))),
+)
+
+
+def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer with the same ids as Llama 3's code; LLAMA3_BEGIN is added before a text with special tokens.
+
+    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
+    """
+    lines = data.split(b"\n", MAX_VOCAB)
+    tokens = [_llama3_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
+    if missing := {*BYTE_TO_CHAR.values()} - {*tokens}:
+        raise ValueError(f"not a file of ranks: {len(missing)} of 256 bytes have no token")
+    special = {token: len(tokens) + i for i, token in enumerate(LLAMA3_SPECIAL)}
+    return _build(LLAMA3_PATTERN, tokens, special, 0, LLAMA3_BEGIN)
+
+
+def is_llama3_file(data: bytes) -> bool:
+    """True if a `tokenizer.model` has Llama 3's format: it starts with a token in base64 and a number."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
+
+
+def _llama3_token(line: bytes, rank: int) -> str:
+    try:
+        text, number = line.split()
+        raw = base64.b64decode(text, validate=True)
+        valid = int(number) == rank and 0 < len(raw) <= MAX_TOKEN
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError(f"not a file of ranks: line {rank + 1} is {line[:40]!r}; expected base64 and {rank}")
+    return "".join(BYTE_TO_CHAR[byte] for byte in raw)
+
+
+def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
+    """The tokenizer with the same ids as mistral-common; `<s>` is added before a text with special tokens.
+
+    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
+    """
+    content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
+    config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
+    pattern = library.item(config, "pattern", str, "config.")
+    size, count = (
+        library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens")
+    )
+    special = _tekken_special(content.get("special_tokens"), count)
+    if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
+        raise ValueError(
+            f"not a tekken.json: {plural(size, 'id')} with {plural(count, 'special one')}, "
+            f"and {plural(len(listed), 'token')} in the list"
+        )
+    tokens = [_tekken_token(token, rank) for rank, token in enumerate(listed[: size - count])]
+    begin = "<s>" if "<s>" in special else None
+    return _build(pattern, tokens, {text: i for i, text in enumerate(special)}, len(special), begin)
+
+
+def _tekken_special(listed: Any, count: int) -> list[str]:
+    if not 0 <= count <= MAX_VOCAB:
+        raise ValueError(f"not a tekken.json: {plural(count, 'special token')}")
+    names = TEKKEN_SPECIAL
+    if listed is not None:
+        listed = library.item({"special_tokens": listed}, "special_tokens", list)
+        names = [_special_name(token, i) for i, token in enumerate(listed)]
+    if len(names) > count:
+        raise ValueError(f"not a tekken.json: {plural(len(names), 'special token')} of at most {count}")
+    return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
+
+
+def _special_name(token: Any, i: int) -> str:
+    place = f"special_tokens[{i}]."
+    name, rank = library.item(token, "token_str", str, place), library.item(token, "rank", int, place)
+    if rank != i:
+        raise ValueError(f"{place}rank is {rank}: the special tokens' ranks do not count from 0")
+    if not name:
+        raise ValueError(f"{place}token_str is ''; each needs a text")
+    return name
+
+
+def _tekken_token(token: Any, rank: int) -> str:
+    place = f"vocab[{rank}]."
+    text, index = library.item(token, "token_bytes", str, place), library.item(token, "rank", int, place)
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ValueError(f"{place}token_bytes is {library.abbreviate(text)}: not a tekken.json's base64") from None
+    if index != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
+        raise ValueError(f"vocab[{rank}] is {raw[:20]!r} of rank {index}; 256 bytes in order are expected first")
+    return "".join(BYTE_TO_CHAR[byte] for byte in raw)
+
+
+def _build(
+    pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
+) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer of tokens by rank, whose ids start at `first`.
+
+    `begin` is put before a text with special tokens. Raises ValueError for duplicate tokens.
+    """
+    vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
+    if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
+        raise ValueError("not a list of tokens: one occurs twice, or is spelled like a special one")
+    merges, parts = _merges(tokens)
+    inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(library.regex(pattern, "its pattern"), "removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
+        ]
+    )
+    inner.decoder = decoders.ByteLevel()
+    add_special(inner, special, begin)
+    return inner
+
+
+def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
+    """The last merge of each token reachable by merges, by rank, and a function that merges any text."""
+    if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
+        raise ValueError("not a list of tokens that can be read: they are too long in total")
+    scores = {token: -rank for rank, token in enumerate(tokens)}
+    merges_by_token = (merge_pairs(list(token), scores.get) for token in tokens)
+    merges = [last for parts, last in merges_by_token if len(parts) == 1 and last is not None]
+    return merges, lambda text: merge_pairs(list(text), scores.get)[0]
