@@ -85,38 +85,24 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spi
 
     If the change is solved for, on calibration text `ids` (S, T) int64, the record is completed by the solver.
     """
-    entry = _entry(change)
-    if not hasattr(entry, "solve"):
-        weights = model.state_dict()
-        repeat_structure(model, change)
-        if hasattr(entry, "fill"):
-            entry.fill(model, change, weights)
-        return change
-    made: dict[str, Any] = {}
-    for part in entry.solve(model, change, ids):
-        _make_part(model, entry, part)
-        if spill is not None:
-            _assign(model, spill(_tensors(model, part)))
-        made |= part.change.places
-    return replace(change, places={name: made[name] for name in change.places})
+    entry, places = _entry(change), dict[str, Any]()
+    for part in entry.solve(model, change, ids) if hasattr(entry, "solve") else [Part(change)]:
+        _make_part(model, entry, part, spill)
+        places |= part.change.places
+    return replace(change, places={name: places[name] for name in change.places})
 
 
-def _make_part(model: nn.Module, entry: Any, part: Part) -> None:
-    """Shape and fill one part of a change."""
-    weights = model.state_dict()
+def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) -> None:
+    """Shape and fill one part of a change, and let `spill` store the tensors of its block."""
+    by_block, weights = hasattr(entry, "solve"), model.state_dict()
     repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
-        entry.fill(model, part.change, weights, part.solved)
-
-
-def _tensors(model: nn.Module, part: Part) -> Tensors:
-    """All tensors of a part's block, by name."""
-    return {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
-
-
-def _assign(model: nn.Module, tensors: Tensors) -> None:
-    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    assert not unexpected, unexpected
+        entry.fill(model, part.change, weights, *([part.solved] if by_block else []))
+    if by_block and spill is not None:
+        del weights
+        tensors = {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
+        unexpected = model.load_state_dict(spill(tensors), strict=False, assign=True).unexpected_keys
+        assert not unexpected, unexpected
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:

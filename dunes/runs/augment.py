@@ -15,7 +15,7 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
-from dunes.augment.quantization import BY_GROUP, all_kinds, require_method
+from dunes.augment.quantization import BY_GROUP, check_kinds
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import Edit, rewrite
@@ -136,27 +136,25 @@ def _changed(
     agreement = float((before.argmax(-1) == after.argmax(-1)).float().mean())
     effect = {"logits_moved": distance(before, after), "top1_agree": agreement}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
-    describe = getattr(CHANGES[name], "describe", None)
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        compared: Comparison | str = ""
-        if compare:
-            with phase("measuring before and after", MEASURING, 1.0):
-                compared = compare(staged)
         lines = [
-            *([] if describe is None else [describe(change)]),
+            *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
             f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
             f"{format_bytes(_size(loaded))}",
             f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
-            f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
+            f"{agreement:.0%} of positions; the written folder is equal",
             f"written as {describe_form(loaded)}",
         ]
+        if compare is None:
+            return lines, entries
+        with phase("measuring before and after", MEASURING, 1.0):
+            compared: Comparison | str = compare(staged)
         if isinstance(compared, str):
-            return [*lines, *filter(None, [compared])], entries
+            return [*lines, compared], entries
         comparison_picture(compared, staged / "comparison.png")
-        lines = [*compared.warnings(), *lines, *compared.lines()]
-        return lines, entries | {"comparison": asdict(compared)}
+        return [*compared.warnings(), *lines, *compared.lines()], entries | {"comparison": asdict(compared)}
 
     return partial(save_changed, loaded, (replace(change, before=identity),)), check
 
@@ -196,7 +194,7 @@ def quantize_folder(
     missing = missing_source(card)
     text = bool(calibration) or (bool(trained_text(card)) and not missing)
     chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
-    require_method(all_kinds(kind, request.get("override", ())), chosen)
+    check_kinds(kind, request.get("override", ()), chosen)
     if calibration and chosen != "gptq":
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen == "gptq" else None
@@ -219,8 +217,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
     is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
-    edit = partial(_restored, folder, out, name)
-    line = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
+    line = rewrite(folder, out, partial(_restored, folder, out, name), phase("writing", WRITING, COMPARING))
     report("written", 1.0)
     return line
 
