@@ -65,8 +65,10 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:
-            return (y + self._masked_update(x, base)).to(y.dtype)
+        if keeps_zeros(base) and not self.depends_on_input:  # only the matrix can be masked
+            x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
+            change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
+            return (y + F.linear(x, change)).to(y.dtype)
         update = self.update(x)
         if self.magnitude is None:
             return (y + update).to(y.dtype)
@@ -87,11 +89,6 @@ class Adapter(nn.Module):
         if self.A0 is not None and self.B0 is not None:
             y = y - F.linear(F.linear(x, self.A0), self.B0)
         return y * self.config.scale
-
-    def _masked_update(self, x: Tensor, base: nn.Module) -> Tensor:
-        """(..., I) -> (..., O): the product with the update's matrix, masked where the base is zero."""
-        x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
-        return F.linear(x, self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (R, I) and B (O, R) such that scale * B A is the matrix's update; with PiSSA the rank is 2 R."""

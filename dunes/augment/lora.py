@@ -165,8 +165,11 @@ def undo(model: nn.Module, change: Change) -> None:
 def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -> None:
     a, b = adapter.A, adapter.B
     if adapter.A0 is not None and adapter.B0 is not None:
-        for factor, tensor in zip(principal_factors(dense(base), adapter.config), (a, b), strict=True):
-            tensor.copy_(factor)
+        rank = adapter.config.rank
+        u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
+        root = (s[:rank] / adapter.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        a.copy_(root[:, None] * v[:rank])
+        b.copy_(u[:, :rank] * root)
         adapter.A0.copy_(a)
         adapter.B0.copy_(b)
     elif isinstance(adapter, EmbeddingAdapter):
@@ -176,13 +179,6 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
         a.copy_(torch.empty(a.shape).uniform_(-1, 1, generator=generator) / a.shape[-1] ** 0.5)
         b.zero_()
-
-
-def principal_factors(weight: Tensor, config: LoraConfig) -> tuple[Tensor, Tensor]:
-    """A (R, I) and B (O, R) whose scaled product is the best approximation of `weight` of rank R (PiSSA)."""
-    u, s, v = torch.linalg.svd(weight.float(), full_matrices=False)
-    root = (s[: config.rank] / config.scale).sqrt()
-    return root[:, None] * v[: config.rank], u[:, : config.rank] * root
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:

@@ -58,11 +58,11 @@ class ExpertAdapter(Adapter):
         self, base: nn.Module, config: LoraConfig, dtype: torch.dtype, experts: int, top_k: int, balance: float
     ) -> None:
         super().__init__(base, config, dtype)
-        (rank, inputs), outputs, device = self.A.shape, len(self.B), self.A.device
+        (rank, inputs), outputs, empty = self.A.shape, len(self.B), self.A.new_empty
         self.top_k, self.balance = top_k, balance
-        self.A = nn.Parameter(torch.empty(experts, rank, inputs, device=device, dtype=dtype))
-        self.B = nn.Parameter(torch.empty(outputs, experts, rank, device=device, dtype=dtype))
-        self.router = nn.Parameter(torch.empty(experts, inputs, device=device, dtype=dtype))
+        self.A = nn.Parameter(empty(experts, rank, inputs))
+        self.B = nn.Parameter(empty(outputs, experts, rank))
+        self.router = nn.Parameter(empty(experts, inputs))
         self.recorded: list[Tensor] | None = None
         self._choice, self._is_last = Choice(), True
 

@@ -165,26 +165,26 @@ def _kept_units(
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
     """Experts that each mixture keeps, ranked by the summed importance of their neurons."""
-    places: dict[str, dict[str, Any]] = {}
-    for place in tree.places(model):
-        if isinstance(moe := place.module, MoE):
-            if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
-                raise ValueError(
-                    f"{place.name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
-                    f"{len(moe.experts)}, and a linear router"
-                )
-            downs = [f"{place.name}.experts.{e}.down" for e in range(len(moe.experts))]
-            if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
-                raise ValueError(
-                    f"{place.name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose "
-                    "neurons are compared"
-                )
-            sums = torch.stack([scores[down].sum() for down in downs])
-            best = sums.topk(experts).indices.sort().values.tolist()
-            places[place.name] = {"experts": best, "of": len(moe.experts)}
-    if not places:
+    mixtures = {p.name: p.module for p in tree.places(model) if isinstance(p.module, MoE)}
+    if not mixtures:
         raise ValueError("experts: this model has no mixture of experts")
-    return {name: units for name, units in places.items() if experts < units["of"]}
+    places: dict[str, dict[str, Any]] = {}
+    for name, moe in mixtures.items():
+        if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
+            raise ValueError(
+                f"{name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
+                f"{len(moe.experts)}, and a linear router"
+            )
+        downs = [f"{name}.experts.{e}.down" for e in range(len(moe.experts))]
+        if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
+            raise ValueError(
+                f"{name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose neurons "
+                "are compared"
+            )
+        sums = torch.stack([scores[down].sum() for down in downs])
+        if experts < len(downs):
+            places[name] = {"experts": sums.topk(experts).indices.sort().values.tolist(), "of": len(downs)}
+    return places
 
 
 def describe(change: Change) -> str:

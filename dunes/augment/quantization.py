@@ -3,17 +3,17 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import gptq
 from dunes.augment.adapted import dense, linear_of
 from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
-from dunes.augment.options import CALIBRATED, RTN, Quantize
+from dunes.augment.options import CALIBRATED, RTN, Method, Quantize
 from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, Steps
 from dunes.progress import each
 from dunes.units import plural
@@ -37,7 +37,9 @@ def dequantize(model: nn.Module) -> list[str]:
 
 
 BITS = {"int8": 8, "int4": 4, "int3": 3}
-SOLVERS: dict[str, Any] = {"gptq": gptq}
+SOLVERS: dict[str, Any] = {
+    name: import_module(f"dunes.augment.{name}") for name in get_args(Method) if name != RTN
+}
 """The files of methods besides rounding to nearest; each has a `solve` like that of `gptq`."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
@@ -66,7 +68,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
-        require_text(model, ids, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)})
+        require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
     if overrides:
         request["override"] = list(options.override)
@@ -130,7 +132,7 @@ def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str
 
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize and their kinds, by place. Layers quantized already are skipped.
 
     Raises ValueError for a glob that selects nothing, and for a layer selected by name that is quantized already.
@@ -141,9 +143,10 @@ def _dense_layers(
         raise ValueError(
             "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
         )
-    selected, kinds = dict[str, nn.Module](), dict[str, str]()
+    selected, kinds = dict[str, Any](), dict[str, str]()
+    is_linear = lambda module: isinstance(tree.innermost(module), nn.Linear | Quantized)
     for where, its_kind in rules:
-        for place in tree.find(model, where, _quantizable):
+        for place in tree.find(model, where, is_linear):
             selected[place.name], kinds[place.name] = tree.innermost(place.module), its_kind
     selected = {name: module for name, module in selected.items() if kinds[name] != DENSE}
     names = {glob for where, _ in rules for glob in where}
@@ -153,10 +156,6 @@ def _dense_layers(
     if not layers:
         raise ValueError(f"override leaves all of {', '.join(globs)} dense; nothing is left to quantize")
     return layers, kinds
-
-
-def _quantizable(module: nn.Module) -> bool:
-    return isinstance(tree.innermost(module), nn.Linear | Quantized)
 
 
 def grid_at(change: Change, place: str) -> Grid | None:
@@ -224,7 +223,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
     if method not in SOLVERS:
         yield from map(Part, each(parts.values()))
         return
-    if ids is None:
+    if ids is None and method in CALIBRATED:
         raise ValueError(f"method {method} needs calibration text")
     grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
     for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
@@ -246,17 +245,14 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
-    change: Change,
-    weights: MutableMapping[str, Tensor],
-    solved: Mapping[str, Steps] | None = None,
+    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps]
 ) -> None:
     """Quantize the weights, with the scales and zero points in `solved`, if any; removes each from `weights`."""
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
-            module.fill(weight, (solved or {}).get(name))
+            module.fill(weight, solved.get(name))
 
 
 def undo(model: nn.Module, change: Change) -> None:

@@ -52,11 +52,10 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
             )
     if not 0 <= drop < 1:
         raise ValueError(f"drop is {drop}; expected a fraction from 0 to below 1")
-    mlps = find_mlps(model, request["where"])
-    places = {}
-    for place, mlp in mlps.items():
-        width = require_division(place, mlp.down.in_features, granularity, "granularity")
-        places[place] = {"width": width}
+    places = {
+        place: {"width": require_division(place, mlp.down.in_features, granularity, "granularity")}
+        for place, mlp in find_mlps(model, request["where"]).items()
+    }
     return Change("upcycle", VERSION, request, places, tuple(f"{place}.router.*" for place in places))
 
 
@@ -113,7 +112,8 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
     """Dense MLPs that `where` selects, by place. Raises ValueError, naming the place, for any other module."""
-    selected = {p.name: p.module for p in tree.find(model, where, _is_mlp)}
+    is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
+    selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
         raise ValueError(f"{missing[0]}: this model has no such MLP; was the change made to another model?")
     for place, module in selected.items():
@@ -126,10 +126,6 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
                     f"{how_to_make_dense(layer)}"
                 )
     return selected
-
-
-def _is_mlp(module: nn.Module) -> bool:
-    return type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
 
 
 def require_experts(experts: int, top_k: int) -> None:

@@ -97,13 +97,6 @@ def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for path, stat in stamps.items()}
 
 
-def _require_source(source: Path, stamp: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a file of the source was written to since this stamp; files may have been removed."""
-    now = _source_stamp(source)
-    if changed := [path for path in now if path in stamp and now[path] != stamp[path]]:
-        raise ValueError(f"{changed[0]}: changed while it was being read; try again when nothing writes to it")
-
-
 def _changed(
     folder: Path,
     out: Path,
@@ -130,7 +123,9 @@ def _changed(
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with phase(name, *CHANGING):
         change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
-        _require_source(folder, stamp)
+        for path, file_stamp in _source_stamp(folder).items():  # files may have been removed
+            if stamp.get(path, file_stamp) != file_stamp:
+                raise ValueError(f"{path}: changed while it was being read; try again when nothing writes to it")
     with phase("measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     agreement = float((before.argmax(-1) == after.argmax(-1)).float().mean())
@@ -177,7 +172,7 @@ def quantize_folder(
     folder: Path,
     out: Path,
     *,
-    kind: str | None = None,
+    kind: str = "nf4",
     method: str | None = None,
     calibration: Sequence[str] = (),
     validation: Sequence[str] | None = None,
@@ -189,7 +184,6 @@ def quantize_folder(
     the model's training, else rtn. Raises ValueError as `augment_folder`, and for sources with a method that reads
     none.
     """
-    kind = kind or "nf4"
     card = read_card(readable_folder(folder))
     missing = missing_source(card)
     text = bool(calibration) or (bool(trained_text(card)) and not missing)
