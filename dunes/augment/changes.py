@@ -54,23 +54,9 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
     anything is changed. If a change fails midway, as by inputs that are not finite, earlier blocks stay changed:
     load the model again.
     """
-    with _naming_parts(model, name):
-        return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
-
-
-def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
-    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
-    text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
-    change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
-    return change
-
-
-@contextmanager
-def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
-    """Turn AttributeError of a module, such as a user's own, into ValueError that names its place."""
     try:
-        yield
-    except AttributeError as error:
+        return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
+    except AttributeError as error:  # of a module, such as a user's own
         place = next((place for place, module in model.named_modules() if module is error.obj), None)
         if place is None:
             raise
@@ -78,6 +64,13 @@ def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
             f"{place or 'the model'} is {type(error.obj).__name__}, which has no {error.name}: the change {name} "
             "is not made to such a part"
         ) from None
+
+
+def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
+    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
+    text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
+    change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
+    return change
 
 
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:

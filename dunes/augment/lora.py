@@ -29,7 +29,7 @@ from dunes.augment.adapted import (
 )
 from dunes.augment.change import Change, float_dtype, generator, modules_at, put_modules
 from dunes.augment.options import NAME as NAME
-from dunes.augment.options import Lora
+from dunes.augment.options import Lora, LoraExperts
 from dunes.augment.prune import MaskedLinear
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
@@ -43,22 +43,18 @@ def decide(model: nn.Module, options: Lora) -> Change:
 
     Raises ValueError, naming the place, for invalid options.
     """
-    request = options.request()
-    change = Change(
-        "lora", VERSION, request, adapter_places(model, request), (f"**.adapters.{options.adapter}.*",)
-    )
+    change = adapter_change("lora", VERSION, model, options)
     check(model, change)
     return change
 
 
-def adapter_places(model: nn.Module, request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rank and alpha by place, for the places that the request's `where` selects."""
-    rank, alpha, ranks = (request[key] for key in ("rank", "alpha", "ranks"))
-    places = {}
+def adapter_change(name: str, version: int, model: nn.Module, options: Lora | LoraExperts) -> Change:
+    """The record of a change of this name, with the rank and alpha of each place that `where` selects."""
+    request, places = options.request(), {}
     for place in _select(model, request["where"]):
-        matching = [r for glob, r in ranks if tree.matches(glob, place.name)]
-        places[place.name] = {"rank": [rank, *matching][-1], "alpha": alpha}
-    return places
+        matching = [rank for glob, rank in request["ranks"] if tree.matches(glob, place.name)]
+        places[place.name] = {"rank": [request["rank"], *matching][-1], "alpha": request["alpha"]}
+    return Change(name, version, request, places, (f"**.adapters.{options.adapter}.*",))
 
 
 def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:

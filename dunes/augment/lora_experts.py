@@ -169,9 +169,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
     Raises ValueError, naming the place, for invalid options, for an embedding, and for a `balance` above 0 inside
     the experts of a mixture, to which padding is unknown.
     """
-    request = options.request()
-    places = lora.adapter_places(model, request)
-    change = Change("lora-experts", VERSION, request, places, (f"**.adapters.{options.adapter}.*",))
+    change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
     return change
 
