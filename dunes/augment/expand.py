@@ -79,8 +79,8 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _indices(change: Change) -> list[int]:
-    if odd := [place for place in change.places if not re.fullmatch(r"blocks\.\d{1,9}", place)]:
-        raise ValueError(f"{odd[0][:80]}: not a block; expected places like blocks.3")
+    if invalid := [place for place in change.places if not re.fullmatch(r"blocks\.\d{1,9}", place)]:
+        raise ValueError(f"{invalid[0][:80]}: not a block; expected places like blocks.3")
     return sorted(int(place.removeprefix("blocks.")) for place in change.places)
 
 

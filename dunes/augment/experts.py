@@ -271,5 +271,5 @@ def shared_neurons(scores: Tensor, width: int) -> Tensor:
     votes = torch.zeros_like(scores).scatter(1, private_neurons(scores, width), 1.0).sum(0)
     order = (votes + scores.sum(0) / (groups + 1)).argsort(descending=True, stable=True)
     shared, rest = order[: hidden - groups * width], order[hidden - groups * width :]
-    own = rest[balanced_assignment(scores[:, rest].T * hidden).argsort(stable=True)]
-    return torch.cat([shared, own]).view(-1, width)
+    private = rest[balanced_assignment(scores[:, rest].T * hidden).argsort(stable=True)]
+    return torch.cat([shared, private]).view(-1, width)

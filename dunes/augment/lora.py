@@ -232,8 +232,8 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
         adapted_modules(model, name)
     modules = adapted_modules(model)
     experts = [e for m in model.modules() if isinstance(m, MoE) for e in m.modules()]
-    odd = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
-    if odd or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
+    reshaping = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
+    if reshaping or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
         raise ValueError("adapters in experts or as MLPs, or beside parts that may mix tokens: use one at a time")
     for module in modules.values():
         module._row_adapters = names

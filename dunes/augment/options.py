@@ -14,7 +14,7 @@ from dunes.flags import flag, option
 T = TypeVar("T")
 NotOffered = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 Count = Annotated[int, flag("N")]
-Kept = Annotated[int | None, flag("N", "all")]
+KeepCount = Annotated[int | None, flag("N", "all")]
 Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
@@ -110,13 +110,13 @@ class Narrow(Options):
     SCORED = True
     TEXT = "Text on which importance is measured."
 
-    heads: Kept = None
+    heads: KeepCount = None
     """Query heads to keep in each attention; with grouped heads, whole groups."""
-    neurons: Kept = None
+    neurons: KeepCount = None
     """Hidden neurons to keep in each MLP or expert."""
-    experts: Kept = None
+    experts: KeepCount = None
     """Experts to keep in each mixture."""
-    blocks: Kept = None
+    blocks: KeepCount = None
     """Blocks to keep."""
     uneven: bool = False
     """Rank heads and neurons across layers, which then differ in size; only dunes opens the result."""

@@ -145,9 +145,9 @@ def _dense_layers(
         )
     selected, kinds = dict[str, Any](), dict[str, str]()
     is_linear = lambda module: isinstance(tree.innermost(module), nn.Linear | Quantized)
-    for where, its_kind in rules:
+    for where, other in rules:
         for place in tree.find(model, where, is_linear):
-            selected[place.name], kinds[place.name] = tree.innermost(place.module), its_kind
+            selected[place.name], kinds[place.name] = tree.innermost(place.module), other
     selected = {name: module for name, module in selected.items() if kinds[name] != DENSE}
     names = {glob for where, _ in rules for glob in where}
     layers = {name: m for name, m in selected.items() if not isinstance(m, Quantized) or name in names}

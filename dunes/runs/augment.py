@@ -220,11 +220,11 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     """The model in a folder before its last change."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
-    made = records(loaded)
-    if (names := [str(record.get("name")) for record in made])[-1:] != [name]:
+    recorded = records(loaded)
+    if (names := [str(record.get("name")) for record in recorded])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
-    change, own = Change.of(made[-1]), loaded.architecture.changes[:-1]
+    change, earlier = Change.of(recorded[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
     # Training casts weights to float32 and saves them in it.
@@ -236,8 +236,8 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
             f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
             "train with --trainable new to keep it"
         )
-    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": made[: -1 - len(own)]}
-    loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=own))
+    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": recorded[: -1 - len(earlier)]}
+    loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=earlier))
     with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     line = (
@@ -267,7 +267,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
     Raises ValueError for `new` if it added none.
     """
-    new = Change.of(made[-1]).new if "new" in globs and (made := records(loaded)) else ()
+    new = Change.of(recorded[-1]).new if "new" in globs and (recorded := records(loaded)) else ()
     if "new" in globs and not new:
         raise ValueError("new: the model's last change added no parameters; name them, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))
