@@ -20,7 +20,7 @@ from adapters import trained
 from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
-from dunes.augment.quantization import NF4
+from dunes.augment.quantized import NF4
 from dunes.bench import benchmarks, plot, rows, runner, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work

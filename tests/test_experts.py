@@ -11,7 +11,7 @@ from adapters import difference
 from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, quantize, undo_change
-from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
+from dunes.augment.experts import balanced_assignment, balanced_clusters, importances, shared_neurons
 from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
 from dunes.evaluate.text_loss import calibration_ids

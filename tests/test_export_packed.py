@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment.group_int import unpack
-from dunes.augment.quantized import Quantized
+from dunes.augment.quantized import Quantized, unpack
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.formats.packed import export_packed
 from dunes.cli.verbs import export

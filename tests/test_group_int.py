@@ -15,9 +15,8 @@ from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.changes import decide_change
-from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
 from dunes.augment.quantization import describe
-from dunes.augment.quantized import Grid, Steps
+from dunes.augment.quantized import PACKED, Grid, GroupInt, Steps, pack, packed_bytes, unpack
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.models import llama

@@ -11,7 +11,7 @@ from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, Merged, attach, dequantize, detach, quantize
 from dunes.augment.adapted import Adapter
-from dunes.augment.quantization import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint import verify
 from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source

@@ -12,10 +12,21 @@ from torch import nn
 
 from conftest import change_json, data, refuses
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, sparsegpt
+from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize
 from dunes.augment.calibrate import Gram, calibrate_blocks
-from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
-from dunes.augment.sparsegpt import Pattern, Sparsity, lowest, smallest, wanda_scores
+from dunes.augment.gptq import hessian
+from dunes.augment.prune import (
+    MaskedLinear,
+    Pattern,
+    Sparsity,
+    lowest,
+    mask_linears,
+    masked_places,
+    prune_columns,
+    refit,
+    smallest,
+    wanda_scores,
+)
 from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
@@ -78,7 +89,7 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
     mask = all_scores <= threshold
     expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(sparsity))
+    pruned = prune_columns(weight, hessian(gram, 0.01), Sparsity(sparsity))
     assert torch.equal(pruned == 0, mask)
     assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
     assert (pruned - expected).abs().max() < 1e-4
@@ -87,7 +98,7 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "3:4"])
 def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
     weight, gram = layer()
-    h, shape = damped(gram), Pattern.of(pattern)
+    h, shape = damped(gram), Pattern(*map(int, pattern.split(":")))
     chosen = {}
 
     def choose(j, w, inverse):
@@ -99,15 +110,15 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
         return chosen[j]
 
     expected = exact(weight, h, choose)
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5, shape))
+    pruned = prune_columns(weight, hessian(gram, 0.01), Sparsity(0.5, shape))
     assert (pruned - expected).abs().max() < 1e-4
     assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
 
 
 def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
     weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, Sparsity(0.5), block=8)
+    h = hessian(gram, 0.01)
+    pruned = prune_columns(weight, h, Sparsity(0.5), block=8)
     assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
     mask = pruned == 0
     expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
@@ -119,7 +130,7 @@ def test_layer_errors_are_ordered():
     for seed in range(3):
         weight, gram = layer(64, 64, 800, seed)
         ways = {
-            "sparsegpt": sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5)),
+            "sparsegpt": prune_columns(weight, hessian(gram, 0.01), Sparsity(0.5)),
             "wanda": weight.masked_fill(lowest(wanda_scores(weight, gram), 32, 1), 0),
             "magnitude": weight.masked_fill(smallest(weight.abs(), 0.5), 0),
         }
@@ -152,28 +163,28 @@ def test_equal_weights_do_not_all_go():
 
 def test_small_weights_have_scores_that_do_not_underflow():
     weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
+    h = hessian(gram, 0.01)
     for pattern in (None, Pattern(2, 4)):
-        small = sparsegpt.prune(weight * 2.0**-80, h, Sparsity(0.5, pattern))
-        assert torch.equal(small, sparsegpt.prune(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+        small = prune_columns(weight * 2.0**-80, h, Sparsity(0.5, pattern))
+        assert torch.equal(small, prune_columns(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
 
 
 def test_dead_inputs_and_singular_matrices():
     weight, gram = layer()
     for i in (3, 17):
         gram.matrix[i] = gram.matrix[:, i] = 0
-    h = sparsegpt.hessian(gram, 0.01)
+    h = hessian(gram, 0.01)
     assert h.damp == 0.01
-    pruned = sparsegpt.prune(weight, h, Sparsity(0.5))
+    pruned = prune_columns(weight, h, Sparsity(0.5))
     assert pruned.isfinite().all()
     assert not pruned[:, [3, 17]].any()
-    assert not sparsegpt.prune(weight, h, Sparsity(0.02))[:, [3, 17]].any(), "at any sparsity"
+    assert not prune_columns(weight, h, Sparsity(0.02))[:, [3, 17]].any(), "at any sparsity"
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     flat = Gram(row.T @ row, 100)  # rank one
-    h = sparsegpt.hessian(flat, 0.0)
+    h = hessian(flat, 0.0)
     assert h.damp > 0
-    assert sparsegpt.prune(weight, h, Sparsity(0.5)).isfinite().all()
-    refuses("not finite", sparsegpt.hessian, Gram(flat.matrix * math.nan, 100), 0.01)
+    assert prune_columns(weight, h, Sparsity(0.5)).isfinite().all()
+    refuses("not finite", hessian, Gram(flat.matrix * math.nan, 100), 0.01)
 
 
 def least_squares(weight, h, zeros):
@@ -189,9 +200,9 @@ def least_squares(weight, h, zeros):
 def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     weight, gram = layer(48, 96, 800)
     gram.matrix[5] = gram.matrix[:, 5] = 0
-    h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, Sparsity.of(None, pattern))
-    fitted = sparsegpt.refit(pruned, weight, h)
+    h = hessian(gram, 0.01)
+    pruned = prune_columns(weight, h, Sparsity.of(None, pattern))
+    fitted = refit(pruned, weight, h)
     expected = least_squares(weight, damped(gram), pruned == 0)
     assert torch.equal(fitted == 0, pruned == 0)
     differences = (w - weight for w in (pruned, fitted, expected.float()))
@@ -199,16 +210,16 @@ def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     print(error)
     assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
     assert error[1] < 0.9 * error[0]
-    once_more = sparsegpt.refit(expected.float(), weight, h)
+    once_more = refit(expected.float(), weight, h)
     assert (once_more - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
 def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     weight, gram = layer()
-    h, zeros = sparsegpt.hessian(gram, 0.01), torch.zeros(24, 32, dtype=torch.bool)
+    h, zeros = hessian(gram, 0.01), torch.zeros(24, 32, dtype=torch.bool)
     zeros[:, 4:7], zeros[::2, 20] = True, True
-    pruned = sparsegpt.prune(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
+    pruned = prune_columns(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
     assert not pruned[zeros].any()
     count = {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
     assert int((pruned == 0).sum()) == count
@@ -254,8 +265,8 @@ def test_sparsegpt_leaves_a_model_the_fitted_weights():
     weight = model.get_submodule(place).weight.detach().clone()
     next(calibrate_blocks(model, LONG, [place], grams.update))
     change = apply_change(model, "prune", ids=LONG, where=place)
-    h = sparsegpt.hessian(grams[place], change.request["damp"])
-    expected = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity(0.5)), weight, h)
+    h = hessian(grams[place], change.request["damp"])
+    expected = refit(prune_columns(weight, h, Sparsity(0.5)), weight, h)
     assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
 
 
@@ -268,8 +279,7 @@ def test_wanda_leaves_each_output_as_many_weights():
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
     made = []
-    hessian = sparsegpt.hessian
-    monkeypatch.setattr(sparsegpt, "hessian", lambda *a: made.append(a) or hessian(*a))
+    monkeypatch.setattr("dunes.augment.prune.hessian", lambda *a: made.append(a) or hessian(*a))
     apply_change(random_model(), "prune", ids=LONG)
     assert len(made) == 2 * 4  # q, k, v; out; gate, up; down
 
@@ -447,17 +457,17 @@ def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
     errors = []
     for factor in (1.0, scale):
         scaled = Gram(gram.matrix * factor**2, gram.tokens)
-        h = sparsegpt.hessian(scaled, 0.01)
-        change = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
+        h = hessian(scaled, 0.01)
+        change = refit(prune_columns(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
         errors.append(float(((change @ gram.matrix) * change).sum()))
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
 
 
 def test_a_fit_whose_products_overflow_leaves_the_weights():
     weight, gram = layer()
-    h = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
-    pruned = sparsegpt.prune(weight * 1e10, h, Sparsity.of(None, "2:4"))
-    assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, h), pruned)
+    h = hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
+    pruned = prune_columns(weight * 1e10, h, Sparsity.of(None, "2:4"))
+    assert torch.equal(refit(pruned, weight * 1e10, h), pruned)
 
 
 def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
@@ -467,9 +477,9 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
         weight, x = torch.randn(1, 16, generator=generator), torch.randn(8, 16, generator=generator)
         x[:, 0] *= largest
         gram = Gram(x.T @ x, len(x))
-        h = sparsegpt.hessian(gram, 0.01)
-        pruned = sparsegpt.prune(weight, h, Sparsity.of(0.5, None))
-        fitted = sparsegpt.refit(pruned, weight, h)
+        h = hessian(gram, 0.01)
+        pruned = prune_columns(weight, h, Sparsity.of(0.5, None))
+        fitted = refit(pruned, weight, h)
         before, after = (float((((weight - w) @ gram.matrix) * (weight - w)).sum()) for w in (pruned, fitted))
         assert after <= before * (1 + 1e-4)
         left, kept = left + torch.equal(fitted, pruned), kept + (after < 0.99 * before)
@@ -479,10 +489,10 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
 
 def test_a_fit_whose_products_underflow_is_no_worse():
     weight, gram = layer()
-    tiny = sparsegpt.hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
+    tiny = hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
     for scale in (1e-10, 1e-14, 1e-16, 1e-20):
-        pruned = sparsegpt.prune(weight * scale, tiny, Sparsity.of(0.5, None))
-        fitted = sparsegpt.refit(pruned, weight * scale, tiny)
+        pruned = prune_columns(weight * scale, tiny, Sparsity.of(0.5, None))
+        fitted = refit(pruned, weight * scale, tiny)
         differences = (weight - w.double() / scale for w in (pruned, fitted))
         before, after = (float(((d @ gram.matrix.double()) * d).sum()) for d in differences)
         assert after <= before * (1 + 1e-6)

@@ -9,8 +9,8 @@ import torch
 
 from conftest import display, refuses
 from dunes import checkpoint, tree
-from dunes.augment.masked import masked_places
 from dunes.augment.options import Prune
+from dunes.augment.prune import masked_places
 from dunes.checkpoint.export import export
 from dunes.cli import verbs
 from dunes.cli.augment_verb import COMMANDS

@@ -13,9 +13,8 @@ from dunes.augment import Change, apply_change, dequantize, quantize, repeat_str
 from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.changes import decide_change
 from dunes.augment.gptq import hessian_of, round_columns
-from dunes.augment.group_int import GroupInt
-from dunes.augment.quantization import NF4, Int8, describe
-from dunes.augment.quantized import Grid
+from dunes.augment.quantization import describe
+from dunes.augment.quantized import NF4, Grid, GroupInt, Int8
 from small_models import assert_takes_numbers, random_model
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))

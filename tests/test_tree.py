@@ -6,7 +6,7 @@ from torch import nn
 
 from conftest import refuses
 from dunes import tree
-from dunes.augment.quantization import Int8
+from dunes.augment.quantized import Int8
 from dunes.models import mixtral, qwen3
 
 

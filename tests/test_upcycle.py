@@ -199,10 +199,10 @@ def test_an_earlier_change_in_the_way_is_named():
 
 
 def test_a_model_that_would_not_be_equal_is_put_back(monkeypatch):
-    from dunes.augment import dense_mlp
+    from dunes.augment import upcycle
 
-    real = dense_mlp.copy_neurons
-    monkeypatch.setattr(dense_mlp, "copy_neurons", lambda e, m, n, scale: real(e, m, n, 1.01))
+    real = upcycle.copy_neurons
+    monkeypatch.setattr(upcycle, "copy_neurons", lambda e, m, n, scale: real(e, m, n, 1.01))
     model = dense()
     logits = model(IDS)
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp: the experts differ from the dense MLP by .* as before"):

@@ -13,7 +13,7 @@ import torch
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
-from dunes.augment.masked import masked_places
+from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture, has_own_form
 from dunes.checkpoint.card import read_card

@@ -17,7 +17,7 @@ from torch import nn
 
 from dunes import __version__, tree
 from dunes.augment import lora
-from dunes.augment.masked import mask_linears, masked_places
+from dunes.augment.prune import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint import card as cards
 from dunes.checkpoint.architecture import Architecture, Build

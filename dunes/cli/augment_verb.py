@@ -6,7 +6,7 @@ from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -14,9 +14,6 @@ from dunes.augment.options import COMMANDS as CHANGES
 from dunes.augment.options import OPTIONS, Options
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.flags import Dtype, flag
-
-if TYPE_CHECKING:
-    pass
 
 Into = Literal["dequantized", "original"]
 VALIDATION = Annotated[

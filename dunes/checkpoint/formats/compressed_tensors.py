@@ -16,9 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.augment.group_int import GroupInt, pack, unpack
-from dunes.augment.quantization import Int8
-from dunes.augment.quantized import Grid, Quantized, Steps
+from dunes.augment.quantized import Grid, GroupInt, Int8, Quantized, Steps, pack, unpack
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 
 NAME = "compressed-tensors"
