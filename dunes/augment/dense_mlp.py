@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
-from dunes.models.mixture import MAX_EXPERTS, mixture
+from dunes.models.mixtral import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 

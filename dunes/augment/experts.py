@@ -18,7 +18,7 @@ from dunes.augment import dense_mlp
 from dunes.augment.change import Change, generator
 from dunes.augment.neurons import DECIDED, balanced_clusters, importances, private_neurons, shared_neurons
 from dunes.augment.options import Experts, Gate, Scale, Split
-from dunes.parts.gate import NoisyGate
+from dunes.parts.moe import NoisyGate
 from dunes.progress import each
 
 VERSION = 1

@@ -26,7 +26,7 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
             f"config.json: rotary scaling {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}"
         )
     base = number(rope, "rope_theta", number(hf, "rope_theta", default, above=1.0), above=1.0)
-    return {"rope_base": base, "scaling": ROPE_TYPES[rope_type](rope, hf)}
+    return {"rope_base": base, "scaling": ROPE_TYPES[rope_type][1](rope, hf)}
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
@@ -74,37 +74,21 @@ def _llama3(rope: Json, hf: Json) -> Llama3:
     return Llama3(number(rope, "factor"), low, high, _original_length(rope, hf))
 
 
-ROPE_TYPES: dict[str, Callable[[Json, Json], Scaling]] = {
-    "default": lambda rope, hf: UNSCALED,
-    "linear": lambda rope, hf: Linear(number(rope, "factor")),
-    "yarn": _yarn,
-    "llama3": _llama3,
+ROPE_TYPES: dict[str, tuple[type, Callable[[Json, Json], Scaling]]] = {
+    "default": (Unscaled, lambda rope, hf: UNSCALED),
+    "linear": (Linear, lambda rope, hf: Linear(number(rope, "factor"))),
+    "yarn": (Yarn, _yarn),
+    "llama3": (Llama3, _llama3),
 }
+"""The class of each type of scaling, and its values from a config.json."""
 
 
 def scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
     """The `rope_scaling` of a config.json."""
-    match scaling:
-        case Unscaled():
-            return {"rope_type": "default"}
-        case Linear():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case Yarn():
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.length,
-                "attention_factor": scaling.attention_factor,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-            }
-        case Llama3():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.length,
-            }
-    raise ValueError(f"config.json cannot express rotary scaling of class {type(scaling).__name__}")
+    rope_type = next((name for name, (cls, _) in ROPE_TYPES.items() if type(scaling) is cls), None)
+    if rope_type is None:
+        raise ValueError(f"config.json cannot express rotary scaling of class {type(scaling).__name__}")
+    implied = () if rope_type == "yarn" else ("attention_factor",)
+    keys = {"length": "original_max_position_embeddings"}
+    values = {keys.get(field, field): value for field, value in vars(scaling).items() if field not in implied}
+    return {"rope_type": rope_type, **values}
