@@ -17,7 +17,7 @@ from dunes import ops
 from dunes.ops import cross_entropy, gated, int8_linear, kernels, low_rank, rms_norm, rotary
 from dunes.ops import expert_products as experts
 from dunes.ops import scaled_dot_product as attention
-from dunes.ops.gram import add_gram, mirror, plain_gram
+from dunes.ops.float32_products import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
 

@@ -9,8 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dunes.ops import cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
 from dunes.ops import scaled_dot_product as attention
-from dunes.ops.float32_products import Float32Products
-from dunes.ops.gram import add_gram, mirror, plain_gram
+from dunes.ops.float32_products import Float32Products, add_gram, mirror, plain_gram
 
 
 def close(got, want, limit=2e-6):
@@ -332,7 +331,7 @@ def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
     setting = torch.backends.mkldnn.matmul
-    monkeypatch.setattr("dunes.ops.gram.float32_is_faster", lambda: False)
+    monkeypatch.setattr("dunes.ops.float32_products.float32_is_faster", lambda: False)
     parts = torch.randn(2, 500, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = sum(x.double().T @ x.double() for x in parts)
     before, matrix = setting.fp32_precision, torch.zeros(size, size)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.ops.expert_products import one_by_one
-from dunes.ops.gram import add_gram, mirror
+from dunes.ops.float32_products import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
 from dunes.progress import each
@@ -45,7 +45,7 @@ class Gram:
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Add inputs (..., I) to the lower triangle; `dunes.ops.gram.mirror` completes the matrix."""
+        """Add inputs (..., I) to the lower triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)

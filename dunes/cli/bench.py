@@ -10,7 +10,7 @@ import tyro
 
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
-from dunes.cli.trust_code import with_trust
+from dunes.cli.main import with_trust
 from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
