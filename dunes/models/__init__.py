@@ -1,4 +1,4 @@
-"""Whole architectures, one file each, their names and configs in Hugging Face, and models on the meta device.
+"""Whole architectures, one file each, and their names and configs in Hugging Face.
 
 A family has Config, build(config), read(model, context_length), from_hf, to_hf and NAMES, and may have ALIASES
 (weight names that are read but not written) and IGNORED_NAMES (tensors in its files that are no weights).
