@@ -23,8 +23,8 @@ from dunes.augment.quantization import NF4
 from dunes.bench import benchmarks, plot, rows, runner, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work
-from dunes.bench.race import Lap, Work, race
-from dunes.bench.subject import Setting, of_folder, of_shape
+from dunes.bench.runner import Lap, race
+from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
 from dunes.ops import scaled_dot_product as attention

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
-from dunes.bench.race import Work
+from dunes.bench.subject import Work
 
 MODULE = "module: "
 OUTSIDE = "(outside)"

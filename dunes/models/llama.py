@@ -9,9 +9,8 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from dunes.models.config_values import check_supported, flag, number, quotient, size
+from dunes.models.config_values import check_supported, flag, number, quotient, rope_fields, rope_to_hf, size
 from dunes.models.names import Names, name, weight_and_bias
-from dunes.models.rope import rope_fields, rope_to_hf
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
 from dunes.parts.position import UNSCALED, Scaling
 

@@ -64,13 +64,19 @@ class Cache:
         """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
         padding.
 
-        Raises ValueError if they do not fit into the capacity.
+        Raises ValueError if they do not fit into the capacity; they always fit into a rolling cache.
         """
         self._count(new)
         if isinstance(new, int):
             first = self.length[:1] if self._in_order else self.length
-            return first[:, None] + torch.arange(new, device=first.device)
-        return torch.where(new, self.length[:, None] + new.long().cumsum(1) - 1, -1)
+            positions = first[:, None] + torch.arange(new, device=first.device)
+        else:
+            positions = torch.where(new, self.length[:, None] + new.long().cumsum(1) - 1, -1)
+        self._plan(positions)
+        return positions
+
+    def _plan(self, positions: Tensor) -> None:
+        """Prepare for the new tokens, once for all layers."""
 
     def _count(self, new: int | Tensor) -> None:
         self._empty = self.max_length == 0
@@ -210,16 +216,10 @@ class RollingCache(Cache):
         # True if slots may contain positions of the capacity or above, which `truncate` leaves in them.
         self._wrapped = False
 
-    def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of the real tokens in a mask; -1 for padding.
-
-        They always fit.
-        """
-        positions = super().start(new)
+    def _plan(self, positions: Tensor) -> None:
         # A single token overwrites one that is out of every window. Of several, the first would still attend to
         # slots that the last overwrites, so new tokens are read next to the slots.
         self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
-        return positions
 
     def _count(self, new: int | Tensor) -> None:
         self._new_positions = None

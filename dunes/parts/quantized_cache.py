@@ -171,18 +171,8 @@ class QuantizedCache(Cache):
     def _readable_groups(self) -> int:
         return self.max_length // self.format.group
 
-    def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
-        padding.
-
-        Raises ValueError if they do not fit into the capacity.
-        """
-        positions = super().start(new)
-        self._new_positions = positions.expand(self.batch, -1)
-        self._writes = self._plan(self._new_positions)
-        return positions
-
-    def _plan(self, positions: Tensor) -> _Writes:
+    def _plan(self, positions: Tensor) -> None:
+        self._new_positions = positions = positions.expand(self.batch, -1)
         size, ring = self.format.group, self.format.ring
         real, open_group = positions >= 0, self.length // size
         # Each slot is written once: a GPU does not define which of several values stays.
@@ -192,7 +182,7 @@ class QuantizedCache(Cache):
         groups = open_group[:, None] + numbers[:count]
         complete = (groups + 1) * size <= (self.length + real.sum(1))[:, None]
         index = positions - open_group[:, None] * size
-        return _Writes(
+        self._writes = _Writes(
             torch.where(in_ring, positions % ring, ring),
             torch.where(complete, groups, self._slot_count),
             torch.where(real & (index < count * size), index, count * size),
