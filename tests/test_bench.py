@@ -269,7 +269,7 @@ def model_folder(tmp_path_factory):
 def test_several_values_race_in_one_run(tmp_path):
     kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     assert len(kept) == 2 * 2 * 2
-    assert len(runner.summaries(kept)) == 4
+    assert len(rows.summaries(kept)) == 4
 
 
 def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):

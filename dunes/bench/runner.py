@@ -287,8 +287,3 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
 def default_path(name: str) -> Path:
     """The default file of a benchmark's rows."""
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
-
-
-def summaries(results: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
-    """One record per case."""
-    return [rows.summarize(group) for group in rows.group_rows(map(dict, results)).values()]

@@ -87,7 +87,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
             raise
         laps = rows.read_rows(file)
         print("interrupted; results so far:", file=sys.stderr)
-    results = runner.summaries(laps)
+    results = rows.summaries(laps)
 
     def print_text() -> None:
         table.print_summary(results)

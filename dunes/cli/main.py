@@ -1,16 +1,16 @@
 """The command line, also of recipes. Verbs import torch themselves, so that help is fast."""
 
 import gc
-import inspect
 import os
 import platform
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from importlib import metadata
+from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -105,16 +105,7 @@ def with_trust(commands: Mapping[str, Callable[..., Any]]) -> dict[str, Callable
 
 
 def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(command)
-    trust = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False,
-            annotation=Annotated[bool, tyro.conf.arg(help=text)],
-        )
-        for name, text in TRUST.items()
-    ]
+    trust = [keyword(name, False, Annotated[bool, tyro.conf.arg(help=text)]) for name, text in TRUST.items()]
 
     @wraps(command)
     def run(*args: Any, trust_code: bool = False, trust_sources: bool = False, **options: Any) -> Any:
@@ -129,10 +120,20 @@ def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)
 
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *trust])  # type: ignore[attr-defined]
-    run.__annotations__ = {**inspect.get_annotations(command), **{p.name: p.annotation for p in trust}}
     del run.__wrapped__  # tyro would follow it to the inner function
-    return run
+    return with_parameters(run, [*signature(command).parameters.values(), *trust])
+
+
+def keyword(name: str, default: Any, annotation: Any) -> Parameter:
+    """A keyword-only parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
+    """The command, whose flags follow from these parameters."""
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
 
 
 def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:

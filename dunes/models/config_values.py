@@ -56,11 +56,11 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     return value
 
 
-def quotient(hf: Mapping[str, Any], whole: str, parts: str) -> int:
-    """`whole` / `parts`, both sizes. Raises ValueError if not divisible."""
-    a, b = size(hf, whole), size(hf, parts)
+def quotient(hf: Mapping[str, Any], dividend: str, divisor: str) -> int:
+    """`dividend` / `divisor`, both sizes. Raises ValueError if not divisible."""
+    a, b = size(hf, dividend), size(hf, divisor)
     if a % b:
-        raise ValueError(f"config.json: {whole} is {a}, which is not divisible by {parts}, {b}")
+        raise ValueError(f"config.json: {dividend} is {a}, which is not divisible by {divisor}, {b}")
     return a // b
 
 

@@ -126,11 +126,7 @@ def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0)
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
     kv_heads = size(hf, "num_key_value_heads", heads)
-    quotient(
-        {"num_attention_heads": heads, "num_key_value_heads": kv_heads},
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
+    quotient(hf | {"num_key_value_heads": kv_heads}, "num_attention_heads", "num_key_value_heads")
     return {
         "vocab": size(hf, "vocab_size"),
         "dim": size(hf, "hidden_size"),
