@@ -23,7 +23,7 @@ from dunes.augment.group_int import GroupInt
 from dunes.augment.masked import linear_of
 from dunes.augment.options import CALIBRATED, RTN, Method, Quantize
 from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
-from dunes.ops.int8_linear import int8_linear, is_few
+from dunes.ops.int_linear import int8_linear, is_few
 from dunes.progress import each
 from dunes.units import plural
 

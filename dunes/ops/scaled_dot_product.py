@@ -71,7 +71,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     (b, h, t, d), (kv, s) = q.shape, k.shape[1:3]
     if mask is None:
         if t > PLAIN_BLOCK:
-            return _by_blocks(q, k, v, PLAIN_BLOCK, s, partial(plain, dropout=dropout))
+            return torch.cat([_plain_block(q, k, v, start, dropout) for start in range(0, t, PLAIN_BLOCK)], 2)
         mask = torch.ones(t, s, dtype=torch.bool, device=q.device).tril()
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
     # Query heads that share keys are stacked as rows, so that no key is copied.
@@ -85,6 +85,13 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     return torch.bmm(weights, v).view(b, h, t, d)
 
 
+def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:
+    """Outputs of one block of queries from `start` on, with causal attention."""
+    q, k, v = q[:, :, start : start + PLAIN_BLOCK], k[:, :, : start + PLAIN_BLOCK], v[:, :, : start + PLAIN_BLOCK]
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(start)
+    return plain(q, k, v, mask, dropout)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     """Causal attention for inference: queries (B, H, T, D) belong to the last T of the keys (B, K, S, D).
 
@@ -92,23 +99,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
     mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, 17 ms with a mask); else it gets blocks of queries with
     small masks.
     """
-    t, s = q.shape[2], k.shape[2]
-    window = s if window is None else min(window, s)
-    return attend(q, k, v) if t == s == window else _by_blocks(q, k, v, CAUSAL_BLOCK, window, attend)
-
-
-def _by_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, window: int, form: Callable[..., Tensor]) -> Tensor:
-    """Causal attention as in `causal_attention`, by blocks of queries with the keys that they attend to."""
     (t, s), blocks = (q.shape[2], k.shape[2]), []
-    for start in range(0, t, size):
-        query = q[:, :, start : start + size]
+    window = s if window is None else min(window, s)
+    if t == s == window:
+        return attend(q, k, v)
+    for start in range(0, t, CAUSAL_BLOCK):
+        query = q[:, :, start : start + CAUSAL_BLOCK]
         end = s - t + start + query.shape[2]
         first = max(0, end - query.shape[2] - window + 1)
-        gap = end - first - query.shape[2]
-        mask = torch.ones(query.shape[2], end - first, dtype=torch.bool, device=q.device)
-        mask = mask.tril_(gap).triu_(gap - window + 1)
-        blocks.append(form(query, k[:, :, first:end], v[:, :, first:end], mask))
+        mask = _causal_mask(query.shape[2], end - first, window, q.device)
+        blocks.append(attend(query, k[:, :, first:end], v[:, :, first:end], mask))
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _causal_mask(t: int, s: int, window: int, device: torch.device) -> Tensor:
+    """Mask (T, S) bool, True where one of the last T queries attends to a key."""
+    return torch.ones(t, s, dtype=torch.bool, device=device).tril_(s - t).triu_(s - t - window + 1)
 
 
 @dataclass(frozen=True)
