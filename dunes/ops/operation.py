@@ -34,29 +34,27 @@ SPECIAL = ("grad", "grads", "output", "outputs", "kept", "needs_grad")
 """Names of a backward's parameters besides those of the forward."""
 
 
+@dataclass(eq=False, repr=False)
 class Operation:
     """The result of `operation`: called like the forward, and differentiable by the backward."""
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        reference: Callable[..., Any],
-        backward: "Callable[..., Any] | None" = None,
-        fake: Callable[..., Any] | None = None,
-        kernels: Kernels | None = None,
-        autocast: Autocast | None = None,
-        compiled: Compiled = "operation",
-    ) -> None:
-        self.name, self.forward, self.reference, self.backward = name, forward, reference, backward
-        self.kernels, self.autocast, self.compiled = kernels, autocast, compiled
-        self.signature = inspect.signature(forward)
+    name: str
+    forward: Callable[..., Any]
+    reference: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    fake: Callable[..., Any] | None = None
+    kernels: Kernels | None = None
+    autocast: Autocast | None = None
+    compiled: Compiled = "operation"
+
+    def __post_init__(self) -> None:
+        self.signature = inspect.signature(self.forward)
         self.parameters = list(self.signature.parameters)
-        self.tensors = _tensor_parameters(name, forward)
-        self.saved = Saved.of(self) if backward else None
+        self.tensors = _tensor_parameters(self.name, self.forward)
+        self.saved = Saved.of(self) if self.backward else None
         self.keeps = self.saved is not None and "kept" in self.saved.parameters
-        self.operator: Any = None if compiled == "reference" else _register(self, fake)
-        self._function = _eager_function(self) if backward else None
+        self.operator: Any = None if self.compiled == "reference" else _register(self)
+        self._function = _eager_function(self) if self.backward else None
         self._announced: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,10 +223,7 @@ def operation(
     Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """
 
-    def make(forward: Callable[..., Any]) -> Operation:
-        return Operation(name, forward, reference, backward, fake, kernels, autocast, compiled)
-
-    return make
+    return lambda forward: Operation(name, forward, reference, backward, fake, kernels, autocast, compiled)
 
 
 def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
@@ -287,20 +282,20 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise ValueError(f"{ctx.name} has no second derivative; differentiate its reference")
 
 
-def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
+def _register(op: Operation) -> Any:
     """The torch operator for compiled graphs, exports and tensor subclasses."""
-    if op.keeps and fake is None:
+    if op.keeps and op.fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
     try:
         if isinstance(op.kernels, Triton):  # compiled graphs trace into it, so that outputs keep their strides
             operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
         else:
             schema = torch.library.infer_schema(op.forward, mutates_args=())
-            form = _contiguous(op.forward) if fake is None else op.forward
+            form = _contiguous(op.forward) if op.fake is None else op.forward
             operator = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
-    operator.register_fake(fake or _contiguous(op.reference))
+    operator.register_fake(op.fake or _contiguous(op.reference))
     if op.saved is not None:
         operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))
     return operator
