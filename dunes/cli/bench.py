@@ -220,11 +220,3 @@ def memory(
         plots.save_plot(plots.memory(estimates[0].log), picture)
     _print(print_text, {"results": [e.record(m) for e, m in zip(estimates, measurements, strict=True)]}, as_json)
     return 0
-
-
-def prepare() -> None:
-    """Set memory and denormals as `dunes train` does."""
-    from dunes import measure
-
-    measure.keep_freed_memory()
-    measure.flush_denormals()

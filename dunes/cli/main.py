@@ -45,9 +45,11 @@ def _main() -> int:
         print(version())
         return 0
     if sys.argv[1:2] == ["bench"]:
+        from dunes import measure
         from dunes.cli import bench
 
-        bench.prepare()
+        measure.keep_freed_memory()
+        measure.flush_denormals()
         return run("dunes bench", bench.ABOUT, bench.commands(), sys.argv[2:])
     if sys.argv[1:2] == ["augment"]:
         from dunes.cli import augment_verb

@@ -252,13 +252,9 @@ class RollingCache(Cache):
         -1 if empty. New tokens that are read next to the slots come last.
         """
         if self._new_positions is None:
-            return self._stored_positions(last)
-        stored = [] if self._empty else [self._stored_positions(self.length - 1)]
+            return ring_positions(last, self.readable_slots, self.capacity)
+        stored = [] if self._empty else [ring_positions(self.length - 1, self.readable_slots, self.capacity)]
         return torch.cat([*stored, self._new_positions], 1)
-
-    def _stored_positions(self, last: Tensor) -> Tensor:
-        slots = torch.arange(self.readable_slots, device=last.device)
-        return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Start one token of a single row: the slot to write, and the positions (S,) of the slots to read."""
@@ -282,3 +278,12 @@ class RollingCache(Cache):
         remaining = super().truncate(torch.where(possible, n, 0))
         self.high_water = torch.where(remaining == 0, 0, self.high_water)
         return remaining
+
+
+def ring_positions(last: Tensor, slots: int, size: int) -> Tensor:
+    """The position (B, S) in the first slots of a ring of this size, given each row's newest position `last` (B,).
+
+    -1 if empty.
+    """
+    age = (last[:, None] - torch.arange(slots, device=last.device)) % size
+    return (last[:, None] - age).clamp(min=-1)

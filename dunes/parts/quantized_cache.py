@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.parts.cache import Cache
+from dunes.parts.cache import Cache, ring_positions
 
 Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
@@ -272,10 +272,9 @@ class QuantizedCache(Cache):
 
     def slot_positions(self, last: Tensor) -> Tensor:
         """The position (B, S) in each readable slot: of codes, of the ring, and of new tokens; -1 if empty."""
-        ring, newest = self.format.ring, self.length[:, None] - 1
         codes = torch.arange(self._readable_groups * self.format.group, device=last.device)
-        slots = newest - (newest - torch.arange(ring, device=last.device)) % ring
-        parts = [codes.expand(self.batch, -1), slots.clamp(min=-1), self._new_positions]
+        ring = ring_positions(self.length - 1, self.format.ring, self.format.ring)
+        parts = [codes.expand(self.batch, -1), ring, self._new_positions]
         return torch.cat(parts[::2] if self._empty else parts, 1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
