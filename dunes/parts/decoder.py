@@ -297,7 +297,8 @@ def auxiliary_losses(
     for part, tensors in recorded.items():
         for name, value in part.auxiliary_losses(tensors, real).items() if tensors else ():
             values.setdefault(name, []).append((type(part).auxiliary_losses, value))
-    losses, metrics = dict[str, Tensor](), dict[str, tuple[Tensor, Tensor]]()
+    losses: dict[str, Tensor] = {}
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
     for name, pairs in values.items():
         if isinstance(pairs[0][1], Tensor):
             losses[name] = _sum_of_means(pairs)
