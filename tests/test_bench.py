@@ -24,8 +24,8 @@ from dunes.augment.quantized import NF4
 from dunes.bench import benchmarks, plot, rows, runner, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work
-from dunes.bench.race import Lap, Work, race
-from dunes.bench.subject import Setting, of_folder, of_shape
+from dunes.bench.runner import Lap, race
+from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
 from dunes.ops import scaled_dot_product as attention
@@ -270,7 +270,7 @@ def model_folder(tmp_path_factory):
 def test_several_values_race_in_one_run(tmp_path):
     kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     assert len(kept) == 2 * 2 * 2
-    assert len(runner.summaries(kept)) == 4
+    assert len(rows.summaries(kept)) == 4
 
 
 def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):

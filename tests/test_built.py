@@ -324,4 +324,4 @@ def test_the_name_of_a_function():
     assert function_name(partial(partial(build, 3), tied=False)) == "test_built:build"
     assert function_name(Shifted) == "test_built:Shifted"
     assert function_name(lambda: None).endswith("<lambda>")
-    assert function_name(MLP(4, 4).forward) == "dunes.parts.mlp:MLP.forward"
+    assert function_name(MLP(4, 4).forward) == "dunes.parts.layers:MLP.forward"

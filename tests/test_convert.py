@@ -26,8 +26,7 @@ from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.files import atomic
-from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta
+from dunes.models import FAMILIES, build_on_meta
 from dunes.models.names import to_theirs
 
 with warnings.catch_warnings():

@@ -18,7 +18,7 @@ from dunes.evaluate.text_loss import calibration_ids
 from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
-from dunes.parts.gate import NoisyGate
+from dunes.parts.moe import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.text import Tokenizer
 from dunes.train import adamw
@@ -195,7 +195,7 @@ def test_the_noise_is_there_in_training_alone_and_the_gate_learns():
 
 def test_the_load_is_the_chance_of_being_chosen_again():
     torch.manual_seed(0)
-    from dunes.parts.gate import _chances
+    from dunes.parts.moe import _chances
 
     logits, deviation = torch.randn(6, 5), torch.rand(6, 5) + 0.5
     noisy = logits + torch.randn(6, 5) * deviation

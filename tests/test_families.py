@@ -7,8 +7,7 @@ import torch
 
 from conftest import refuses
 from dunes import tree
-from dunes.models import FAMILIES, family_of, weight_names
-from dunes.models.meta import weight_counts
+from dunes.models import FAMILIES, family_of, weight_counts, weight_names
 from dunes.models.names import match_indices, to_ours
 from dunes.ops import rotary
 from dunes.parts import Attention, ForwardContext, Rotary

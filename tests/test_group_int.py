@@ -20,7 +20,7 @@ from dunes.augment.quantized import PACKED, Grid, GroupInt, Steps, pack, packed_
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.models import llama
-from dunes.ops import int4_linear
+from dunes.ops import int_linear
 from dunes.runs.augment import augment_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -146,8 +146,8 @@ def test_values_in_half_precision_are_rounded_once(grid, dtype):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("inputs", [256, 192, 51])
 def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid, inputs, monkeypatch):
-    used, packed = [], int4_linear.int4_linear
-    monkeypatch.setattr(int4_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
+    used, packed = [], int_linear.int4_linear
+    monkeypatch.setattr(int_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
     layer = filled(noise(48, inputs), grid)
     weight = layer.dense().double()
     layer.dtype, layer.bias = torch.bfloat16, nn.Parameter(layer.bias.bfloat16())
@@ -158,7 +158,7 @@ def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid,
             y = layer(x)
         assert y.dtype == torch.bfloat16
         assert (y - expected).norm() <= 0.004 * expected.norm()
-        fits = inputs % grid.width(inputs) == 0 and grid.width(inputs) in int4_linear.WIDTHS and rows <= 16
+        fits = inputs % grid.width(inputs) == 0 and grid.width(inputs) in int_linear.WIDTHS and rows <= 16
         assert used == [1] * fits
         used.clear()
     assert not layer(noise(0, inputs).bfloat16()).numel()

@@ -13,7 +13,7 @@ from conftest import refuses
 from dunes import tree
 from dunes.augment import attach
 from dunes.generate import Request, generate, generate_all
-from dunes.models.mixture import mixture
+from dunes.models.mixtral import mixture
 from dunes.ops import expert_products as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
@@ -402,7 +402,7 @@ SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
-from dunes.models.mixture import mixture
+from dunes.models.mixtral import mixture
 from dunes.parts import GatedMLP
 torch.set_num_threads(1)
 def make():

@@ -145,7 +145,7 @@ def rename(folder, name):
         ("dunes.models.gone:make", "ModuleNotFoundError: No module named 'dunes.models.gone'"),
         ("dunes.models.llama:nn", "nn builds no network"),
         ("dunes.models.llama:Config", "Config builds no network"),
-        ("dunes.models.meta:build_on_meta", None),
+        ("dunes.models:build_on_meta", None),
     ],
 )
 def test_a_card_that_names_no_function_is_refused_in_one_line(name, reason, tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_only_networks_of_the_package_are_imported_without_trust(tmp_path):
     checkpoint.save(other(empty), tmp_path, architecture=Architecture.of_function(empty))
     for name in (
         "dunes.models.names.re:compile",
-        "dunes.models.meta:torch.load",
+        "dunes.models:torch.load",
         "dunes.files.staging:rmtree",
         "os:system",
     ):

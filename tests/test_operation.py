@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import raising, refuses
 from dunes import ops
-from dunes.ops import cross_entropy, gated, int8_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, gated, int_linear, kernels, low_rank, rms_norm, rotary
 from dunes.ops import expert_products as experts
 from dunes.ops import scaled_dot_product as attention
-from dunes.ops.gram import add_gram, mirror, plain_gram
+from dunes.ops.float32_products import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
 
@@ -383,7 +383,7 @@ def own_operations():
     fused = lambda x: low_rank.frozen(x, lambda: weight.to(x), bias.to(x))
     yield "frozen", fused, (x,), lambda x: F.linear(x, weight.to(x), bias.to(x))
     codes, scale = torch.randint(-127, 128, (8, 32), dtype=torch.int8), torch.rand(8)
-    yield "int8_linear", int8_linear.int8_linear, (torch.randn(3, 32), codes, scale), int8_linear.plain
+    yield "int8_linear", int_linear.int8_linear, (torch.randn(3, 32), codes, scale), int_linear.plain
     yield "gram", gram, (torch.randn(20, 6),), plain_gram
 
 

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from dunes.ops import cross_entropy, float32_products, gated, int8_linear, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, float32_products, gated, int_linear, low_rank, rms_norm, rotary
 from dunes.ops import scaled_dot_product as attention
-from dunes.ops.float32_products import Float32Products
-from dunes.ops.gram import add_gram, mirror, plain_gram
+from dunes.ops.float32_products import Float32Products, add_gram, mirror, plain_gram
 
 
 def close(got, want, limit=2e-6):
@@ -310,9 +309,9 @@ def test_int8_products_are_those_of_the_scaled_codes(sides, rows):
     codes = torch.randint(-127, 128, sides, generator=draw).to(torch.int8)
     scale, x = torch.rand(sides[0], generator=draw), torch.randn(*rows, sides[1], generator=draw)
     want = F.linear(x.double(), codes.double() * scale.double()[:, None])
-    close(int8_linear.int8_linear(x, codes, scale), want.float())
+    close(int_linear.int8_linear(x, codes, scale), want.float())
     half = x.bfloat16()
-    for form in (int8_linear.plain, int8_linear.int8_linear):
+    for form in (int_linear.plain, int_linear.int8_linear):
         got, exact = form(half, codes, scale), F.linear(half.double(), codes.double() * scale.double()[:, None])
         assert got.dtype == torch.bfloat16
         close(got.double(), exact, 2**-7)
@@ -320,11 +319,11 @@ def test_int8_products_are_those_of_the_scaled_codes(sides, rows):
 
 def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
     calls = []
-    monkeypatch.setattr(int8_linear, "packed", lambda *arguments: calls.append(arguments[0].shape))
+    monkeypatch.setattr(int_linear, "packed", lambda *arguments: calls.append(arguments[0].shape))
     shapes = (1, 4, 32), (5, 32), (1, 4, 48), (1, 4, 64)
     for shape, dtype in ((shapes[0], torch.float32), *((shape, torch.bfloat16) for shape in shapes)):
         codes = torch.ones(8, shape[-1], dtype=torch.int8)
-        int8_linear.int8_linear(torch.ones(shape, dtype=dtype), codes, torch.ones(8))
+        int_linear.int8_linear(torch.ones(shape, dtype=dtype), codes, torch.ones(8))
     assert calls == [shapes[0], shapes[3]]
 
 
@@ -332,7 +331,7 @@ def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grams_by_panels_are_those_of_plain_products(dtype, size, monkeypatch):
     setting = torch.backends.mkldnn.matmul
-    monkeypatch.setattr("dunes.ops.gram.float32_is_faster", lambda: False)
+    monkeypatch.setattr("dunes.ops.float32_products.float32_is_faster", lambda: False)
     parts = torch.randn(2, 500, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = sum(x.double().T @ x.double() for x in parts)
     before, matrix = setting.fp32_precision, torch.zeros(size, size)
@@ -355,8 +354,8 @@ def misaligned(values):
 
 
 def test_torchs_packed_int8_product_reads_nothing_misaligned(monkeypatch):
-    monkeypatch.setattr(int8_linear, "packed", lambda *arguments: pytest.fail("this can end the process"))
+    monkeypatch.setattr(int_linear, "packed", lambda *arguments: pytest.fail("this can end the process"))
     codes, x, scale = torch.ones(65, 64, dtype=torch.int8), torch.ones(2, 64).bfloat16(), torch.ones(65)
     wide = torch.ones(2, 128).bfloat16()
     for rows, matrix in ((misaligned(x), codes), (x, misaligned(codes)), (wide[:, ::2], codes), (x[:0], codes)):
-        assert torch.equal(int8_linear.int8_linear(rows, matrix, scale), int8_linear.plain(rows, matrix, scale))
+        assert torch.equal(int_linear.int8_linear(rows, matrix, scale), int_linear.plain(rows, matrix, scale))

@@ -21,8 +21,7 @@ from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed
 from dunes.checkpoint.weights.mapped_file import MappedFile
 from dunes.files import json_file
-from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta, weight_counts
 from dunes.models.names import to_theirs
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
@@ -663,7 +662,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
         import sys
         from pathlib import Path
         from dunes.checkpoint.source import open_source
-        import dunes.models.meta
+        import dunes.models
         opens = []
         open_source(Path(sys.argv[1])).weights()
         sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)

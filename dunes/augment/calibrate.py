@@ -21,7 +21,7 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.change import modules_at
 from dunes.ops.expert_products import one_by_one
-from dunes.ops.gram import add_gram, mirror
+from dunes.ops.float32_products import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
 from dunes.progress import each
@@ -51,7 +51,7 @@ class Gram:
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Add inputs (..., I) to the lower triangle; `dunes.ops.gram.mirror` completes the matrix."""
+        """Add inputs (..., I) to the lower triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)

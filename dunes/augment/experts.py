@@ -20,7 +20,7 @@ from dunes import tree
 from dunes.augment import upcycle
 from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Experts, Gate, Scale, Split
-from dunes.parts.gate import NoisyGate
+from dunes.parts.moe import NoisyGate
 from dunes.progress import each
 
 VERSION = 1

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dunes.ops import int4_linear, low_rank
-from dunes.ops.int8_linear import int8_linear, is_few
+from dunes.ops import int_linear, low_rank
+from dunes.ops.int_linear import int8_linear, is_few
 from dunes.ops.operation import autocast_dtype
 
 Inputs = Callable[[Tensor], Sequence[Tensor]]
@@ -365,7 +365,7 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 class _Cached(NamedTuple):
     """A cached matrix, ids and versions of its source tensors, and references to these, except the codes."""
 
-    matrix: int4_linear.PackedInt4
+    matrix: int_linear.PackedInt4
     state: list[tuple[int, int]]
     parts: list[Tensor]
 
@@ -409,23 +409,23 @@ class GroupInt(Quantized):
             self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
 
     def product(self, x: Tensor) -> Tensor:
-        if self.codes.is_inference() or not int4_linear.fits(
+        if self.codes.is_inference() or not int_linear.fits_int4(
             x, self.out_features, self.grid.width(self.in_features)
         ):
             return super().product(x)
-        y = int4_linear.int4_linear(x, self._packed())
+        y = int_linear.int4_linear(x, self._packed())
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
-    def _packed(self) -> int4_linear.PackedInt4:
+    def _packed(self) -> int_linear.PackedInt4:
         """The matrix packed for the kernel for few rows, cached while the codes live; it doubles their memory."""
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
         entry = PACKED.get(self.codes)
         if entry is None or entry.state != state:
             bits, (scale, zero) = self.grid.bits, self.steps()
-            middle = int4_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
+            middle = int_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
             codes = unpack(self.codes, bits, self.in_features) + middle
-            entry = _Cached(int4_linear.pack(codes, scale, zero + middle), state, parts[1:])
+            entry = _Cached(int_linear.pack_int4(codes, scale, zero + middle), state, parts[1:])
             PACKED[self.codes] = entry
         return entry.matrix
 

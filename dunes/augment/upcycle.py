@@ -20,7 +20,7 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Upcycle
-from dunes.models.mixture import MAX_EXPERTS, mixture
+from dunes.models.mixtral import MAX_EXPERTS, mixture
 from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from torch import nn
 
 from dunes.checkpoint.architecture import Architecture
-from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta
+from dunes.models import FAMILIES, build_on_meta
 from dunes.tree.summary import ModuleRow, module_rows
 from dunes.units import plural
 

@@ -19,8 +19,7 @@ from dunes.checkpoint.weights import header, pickle_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
 from dunes.files import json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
-from dunes.models import FAMILIES, family_of, weight_names
-from dunes.models.meta import build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta, family_of, weight_counts, weight_names
 from dunes.models.names import Names, match_indices, substitute
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX

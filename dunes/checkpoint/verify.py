@@ -19,7 +19,7 @@ from dunes.checkpoint.formats import native
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
-from dunes.models.meta import build_on_meta
+from dunes.models import build_on_meta
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.progress import advance
 from dunes.units import plural

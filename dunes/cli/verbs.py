@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -274,12 +273,10 @@ def compile_(
     from dunes import checkpoint
     from dunes.generate.packages import compile_step
 
-    start = time.perf_counter()
+    start = perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
     package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
-    print(
-        f"compiled: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
-    )
+    print(f"compiled: {perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}")
     print(f'next: dunes generate {quote(str(model))} "..."')
 
 

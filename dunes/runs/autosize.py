@@ -20,7 +20,7 @@ from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.flags import Dtype
 from dunes.models import FAMILIES
-from dunes.models.mixture import expert_width
+from dunes.models.mixtral import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import RunConfig, T

@@ -23,9 +23,8 @@ from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights
 from dunes.checkpoint.weights.mapped_file import MappedFile, shape_error
 from dunes.extra import extra
 from dunes.models import FAMILIES, config_values
-from dunes.models.config_values import quotient
+from dunes.models.config_values import quotient, scaling_to_hf, yarn_scale
 from dunes.models.names import Names, identity, name, to_ours
-from dunes.models.rope import scaling_to_hf, yarn_scale
 from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
 from dunes.text import Tokenizer
 from dunes.text.gguf_file import TensorInfo, read_header
