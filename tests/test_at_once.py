@@ -18,7 +18,7 @@ from dunes.checkpoint import folder as folder_module
 from dunes.checkpoint import state
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
-from dunes.files import atomic, staging
+from dunes.files import atomic
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
 
 FORK = multiprocessing.get_context("fork")
@@ -168,7 +168,7 @@ def augmented(model):
 
 
 def _staging(path, fill):
-    with staging.staging_folder(path) as made:
+    with atomic.staging_folder(path) as made:
         fill(made)
         time.sleep(60)
 
@@ -220,7 +220,7 @@ def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
 def test_shards_made_by_many_threads_are_one(tmp_path, code):
     documents = collect_corpus([str(code)]).train
     (tmp_path / "cache").mkdir()
-    with staging.staging_folder(tmp_path / "cache" / "x") as left:
+    with atomic.staging_folder(tmp_path / "cache" / "x") as left:
         shards = at_once(lambda i: token_shard(documents, TOKENIZER, tmp_path / "cache"))
         assert left.is_dir(), "somebody is at it"
         assert len({bytes(shard.tokens) for shard in shards}) == 1

@@ -13,7 +13,7 @@ from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, load, load_with_tokenizer
 from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
-from dunes.files.trust import cards_trusted, trust_cards
+from dunes.files.model_file import cards_trusted, trust_cards
 
 __all__ = [
     "Architecture",

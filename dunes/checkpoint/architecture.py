@@ -29,7 +29,7 @@ from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_writer import CODES
 from dunes.files.atomic import tensor_digests
-from dunes.files.trust import cards_trusted
+from dunes.files.model_file import cards_trusted
 from dunes.models import FAMILIES
 from dunes.models.meta import build_on_meta
 from dunes.parts import Decoder

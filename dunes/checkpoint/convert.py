@@ -16,8 +16,8 @@ from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
+from dunes.files.atomic import folder_lock
 from dunes.files.model_file import read_file
-from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields
 from dunes.progress import phase

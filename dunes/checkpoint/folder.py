@@ -28,7 +28,7 @@ from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
-from dunes.files.staging import STAGED, folder_lock, staging_folder
+from dunes.files.atomic import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import advance

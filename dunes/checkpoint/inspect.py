@@ -17,7 +17,7 @@ from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
-from dunes.files.trust import cards_trusted
+from dunes.files.model_file import cards_trusted
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count, plural
 

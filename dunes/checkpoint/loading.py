@@ -30,8 +30,7 @@ from dunes.checkpoint.model_folder import ADAPTER, CONFIG, named_folder
 from dunes.checkpoint.source import Source, context_length_of, tensors
 from dunes.checkpoint.weights.header import quote
 from dunes.files import json_file
-from dunes.files.model_file import find_file
-from dunes.files.trust import trust_cards
+from dunes.files.model_file import find_file, trust_cards
 from dunes.parts import Decoder
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, plural

@@ -23,7 +23,7 @@ from dunes.checkpoint.folder import (
 from dunes.checkpoint.source import own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
 from dunes.checkpoint.weights.lazy_tensor import Weights
-from dunes.files.trust import trust_cards
+from dunes.files.model_file import trust_cards
 
 
 def is_network(folder: Path | str) -> bool:

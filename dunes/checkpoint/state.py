@@ -20,7 +20,7 @@ from torch import Tensor
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
-from dunes.files.staging import folder_lock
+from dunes.files.atomic import folder_lock
 from dunes.progress import Line
 
 KEEP_STATES = 2

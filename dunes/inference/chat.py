@@ -23,7 +23,7 @@ from dunes.checkpoint.folder import LoadedModel, readable_folder
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.child_process import python_command
 from dunes.files.atomic import write_file
-from dunes.files.trust import cards_trusted
+from dunes.files.model_file import cards_trusted
 from dunes.generate import Sampler
 from dunes.generate.packages import step_source
 from dunes.generate.sampling import greedy

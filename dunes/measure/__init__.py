@@ -3,7 +3,7 @@
 Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations` of a piece of work.
 """
 
-from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
+from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
 from dunes.measure.machine import (
     DEVICES,
     device,
@@ -19,7 +19,6 @@ from dunes.measure.machine import (
     set_device,
     synchronize,
 )
-from dunes.measure.module_tracker import ModuleTracker
 from dunes.measure.rates import (
     choose_dtype,
     choose_threads,

@@ -19,8 +19,7 @@ from time import perf_counter
 import torch
 
 from dunes.cores import FREE, wait_times, waiting_seconds
-from dunes.files.atomic import write_file
-from dunes.files.staging import cache_home
+from dunes.files.atomic import cache_home, write_file
 from dunes.measure.machine import fingerprint, synchronize
 
 FASTER = 1.5

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dunes.measure.module_tracker import in_backward
+from dunes.measure.allocations import in_backward
 from dunes.tree.places import Where, find
 
 Forward = Callable[[str, Any], object]
