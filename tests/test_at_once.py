@@ -14,8 +14,7 @@ import torch
 
 from adapters import trained
 from dunes import augment, checkpoint
-from dunes.checkpoint import folder as folder_module
-from dunes.checkpoint import state
+from dunes.checkpoint import model_folder, state
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
 from dunes.files import atomic
@@ -40,9 +39,9 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-@pytest.mark.parametrize("tries", [0, folder_module.MAX_RETRIES])
+@pytest.mark.parametrize("tries", [0, model_folder.MAX_RETRIES])
 def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tries, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "MAX_RETRIES", tries)  # without any, each load holds the lock
+    monkeypatch.setattr(model_folder, "MAX_RETRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
 

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.card import CARD
-from dunes.checkpoint.model_folder import READY, UNFINISHED, named_folder
+from dunes.checkpoint.model_folder import CARD, READY, UNFINISHED, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights

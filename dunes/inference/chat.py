@@ -18,9 +18,9 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
-from dunes.checkpoint import card as cards
-from dunes.checkpoint.folder import LoadedModel, readable_folder
+from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
+from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.child_process import python_command
 from dunes.files.atomic import write_file
 from dunes.files.model_file import cards_trusted
@@ -197,7 +197,7 @@ def _label(folder: Path) -> str:
 def _check_same_quantization(folders: Sequence[Path]) -> None:
     """Raise ValueError unless all these adapters were trained on the same quantization of the base."""
     changes = [
-        [c for c in cards.read_card(readable_folder(path)).get("changes", []) if c.get("name") != "lora"]
+        [c for c in read_card(readable_folder(path)).get("changes", []) if c.get("name") != "lora"]
         for path in folders
     ]
     for path, of_path in zip(folders, changes, strict=True):
