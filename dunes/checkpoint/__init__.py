@@ -6,7 +6,7 @@ Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.
 
 from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.base import base_identity
-from dunes.checkpoint.folder import LoadedModel, save
+from dunes.checkpoint.folder import LoadedModel, save, save_weights
 from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, is_network, load, load_network, load_weights, load_with_tokenizer

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -194,11 +195,16 @@ class _Node:
     layer: Layer
     inside: list["_Node"] = field(default_factory=list)
 
+    @property
+    def key(self) -> str:
+        """The last part of its name."""
+        return self.layer.name.rpartition(".")[2]
+
     def signature(self) -> tuple[Any, ...]:
         """Key of equal modules, which share a line; `kept` may be larger in the first of a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
-        return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))
+        return (*figures, *((n.key, n.signature()) for n in self.inside))
 
 
 def print_layers(rows: Sequence[Layer]) -> None:
@@ -224,10 +230,10 @@ def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:
         cells += [_calls(own), own.outputs]
         figures += [format_count(own.flops) if own.flops else "", format_bytes(own.kept) if own.kept else ""]
     lines = [cells + figures]
-    for group in _groups(node.inside):
-        key = group[0].layer.name.rpartition(".")[2]
-        last = group[-1].layer.name.rpartition(".")[2]
-        lines += _lines(group[-1], key if len(group) == 1 else f"{key} to {last}, each", indent + "  ")
+    for _, group in groupby(node.inside, lambda n: n.signature() if n.key.isdigit() else n.key):
+        equal = [*group]
+        label = equal[0].key if len(equal) == 1 else f"{equal[0].key} to {equal[-1].key}, each"
+        lines += _lines(equal[-1], label, indent + "  ")
     return lines
 
 
@@ -235,18 +241,6 @@ def _calls(layer: Layer) -> str:
     if not layer.calls:
         return "" if layer.container else "not called"
     return layer.inputs if layer.calls == 1 else f"{layer.inputs}, {layer.calls} times"
-
-
-def _groups(nodes: Sequence[_Node]) -> list[list[_Node]]:
-    """Groups of equal neighbours whose names are numbers."""
-    groups: list[list[_Node]] = []
-    for node in nodes:
-        key = node.layer.name.rpartition(".")[2]
-        if key.isdigit() and groups and groups[-1][0].signature() == node.signature():
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return groups
 
 
 def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import nan, sqrt
 from typing import Any
 
@@ -36,20 +38,34 @@ def hooks(
     tensors are removed afterwards, even if the body raises. The results of `torch.compile` run uncompiled inside.
     Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
-    watched, handles = _Hooks(forward, backward), list[RemovableHandle]()
+    active, handles = True, list[RemovableHandle]()
+    tensor_handles: Any = WeakTensorKeyDictionary()
+
+    def see(place: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if active and forward is not None and not in_backward():
+            forward(place, output)
+        for path, tensor in tensors_of(output) if active and backward is not None else ():
+            if tensor.requires_grad:
+                handle = tensor.register_hook(partial(see_gradient, place, path))  # type: ignore[no-untyped-call]
+                tensor_handles.setdefault(tensor, []).append(handle)
+
+    def see_gradient(place: str, path: str, gradient: Tensor) -> None:
+        if active and backward is not None:
+            backward(place, path, gradient)
+
     try:
         for place in find(model, where):
             if isinstance(place.module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"{place.name}: a ScriptModule, whose parts call no hooks; watch the module it was made from"
                 )
-            handles.append(place.module.register_forward_hook(watched.of(place.name)))
+            handles.append(place.module.register_forward_hook(partial(see, place.name)))
         with _uncompiled():
             yield
     finally:
-        for handle in handles:
+        active = False
+        for handle in (*handles, *chain.from_iterable(tensor_handles.values())):
             handle.remove()
-        watched.end()
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -58,44 +74,6 @@ def _uncompiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-class _Hooks:
-    """The hooks on modules, and the hooks that they add to tensors."""
-
-    def __init__(self, forward: Forward | None, backward: Backward | None) -> None:
-        self.forward, self.backward = forward, backward
-        self.tensors: Any = WeakTensorKeyDictionary()
-        self.active = True
-
-    def of(self, place: str) -> Callable[..., None]:
-        return lambda module, inputs, output: self.see(place, output)
-
-    def see(self, place: str, output: Any) -> None:
-        if not self.active:
-            return
-        if self.forward is not None and not in_backward():
-            self.forward(place, output)
-        if self.backward is not None:
-            for path, tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    handle = tensor.register_hook(self.gradient_of(place, path))  # type: ignore[no-untyped-call]
-                    self.tensors.setdefault(tensor, []).append(handle)
-
-    def gradient_of(self, place: str, path: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self.active and self.backward is not None:
-                self.backward(place, path, gradient)
-
-        return hook
-
-    def end(self) -> None:
-        """Remove the hooks of tensors that still exist."""
-        self.active = False
-        for handles in self.tensors.values():
-            for handle in handles:
-                handle.remove()
-        self.tensors.clear()
 
 
 def tensors_of(output: Any) -> list[tuple[str, Tensor]]:
