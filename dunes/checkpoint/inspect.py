@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from dunes.checkpoint.loading import base_folder, load, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, check_files, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.header import quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.files.model_file import cards_trusted, find_file
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, format_count, plural
@@ -63,8 +63,8 @@ def judge(source: Source) -> Verdict:
     tokenizer, reasons, built = None, [], True
     try:
         _ = source.expected  # raises if the model cannot be built
-        if differences := source.comparison[1]:
-            reasons.append(_count_kinds(differences))
+        kinds = Counter("of another shape" if d.kind == "shape" else d.kind for d in source.comparison[1])
+        reasons += [", ".join(f"{n} {kind}" for kind, n in kinds.items())] if kinds else []
     except ValueError as error:
         if not source.architecture.function:
             raise
@@ -93,12 +93,17 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     for change in source.architecture.changes:
         settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
-    yield from _parameters(source) if verdict.built else [_describe_size(files.values())]
+    if verdict.built:
+        yield from _parameters(source)
+    else:
+        total = sum(prod(tensor.shape) for tensor in files.values())
+        yield f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
     dtypes = Counter[str]()
     for w in files.values():
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
-    yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
+    missing = "none that can be read" if Tokenizer.find_file(source.folder) else "none"
+    yield f"tokenizer   {f'{verdict.tokenizer.vocab:,} ids' if verdict.tokenizer else missing}"
     for note in source.assumed if verdict.built else source.notes:
         yield f"assumed     {note}"
     differences = source.comparison[1] if verdict.built else []
@@ -107,22 +112,6 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     if len(differences) > SHOWN:
         yield f"            and {len(differences) - SHOWN} more"
     yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
-
-
-def _describe_tokenizer(source: Source, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is not None:
-        return f"{tokenizer.vocab:,} ids"
-    return "none that can be read" if Tokenizer.find_file(source.folder) else "none"
-
-
-def _count_kinds(differences: list[Any]) -> str:
-    kinds = Counter(d.kind for d in differences)
-    return ", ".join(f"{n} {'of another shape' if kind == 'shape' else kind}" for kind, n in kinds.items())
-
-
-def _describe_size(tensors: Iterable[LazyTensor]) -> str:
-    total = sum(prod(tensor.shape) for tensor in tensors)
-    return f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
 
 
 def _parameters(source: Source) -> Iterator[str]:
@@ -186,24 +175,17 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
-        lines.append(f"base check  {_comparison(folder, values)}")
+        check = "done when the adapter is loaded, or with --values"
+        if values:
+            load(folder)
+            check = "its weights match the adapter's digests"
+        if BaseRecord.read(verified_card(folder), folder) is None:
+            check = "not possible: the adapter's card has no digests of the base"
+        lines.append(f"base check  {check}")
         reason = None
     except ValueError as error:
         reason = str(error)
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
-
-
-def _comparison(folder: Path, values: bool) -> str:
-    """Text on the check of the base's weights; with `values` they are compared, raising ValueError as `load`."""
-    if values:
-        load(folder)
-    if BaseRecord.read(verified_card(folder), folder) is None:
-        return "not possible: the adapter's card has no digests of the base"
-    return (
-        "its weights match the adapter's digests"
-        if values
-        else "done when the adapter is loaded, or with --values"
-    )
 
 
 def _adapter_lines(folder: Path) -> Iterator[str]:

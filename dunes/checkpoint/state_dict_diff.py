@@ -179,7 +179,7 @@ def _difference(
     return None
 
 
-def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
+def _missing(file_tensors: dict[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
     """Differences for missing tensors, each under the first of its possible names."""
     names = {key: name for name, expected in reversed(file_tensors.items()) for key in expected.names}
     for name in dict.fromkeys(names[key] for key in keys):

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -49,7 +49,7 @@ class ModuleTracker:
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules(remove_duplicate=False):
             if not isinstance(module, torch.jit.ScriptModule):  # has no hooks
-                self._hooks.append(module.register_forward_pre_hook(self._begin(name)))
+                self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
                 self._hooks.append(module.register_forward_hook(self._end, always_call=True))
             self._owners |= {id(p): name for p in module.parameters(recurse=False)}
         return self
@@ -71,13 +71,10 @@ class ModuleTracker:
         index = bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._names[index] or None) if index >= 0 else None
 
-    def _begin(self, name: str) -> Any:
-        def begin(module: nn.Module, inputs: Any) -> None:
-            self.stack.append(name)
-            self.calls += 1
-            self._note()
-
-        return begin
+    def _begin(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self.stack.append(name)
+        self.calls += 1
+        self._note()
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self.stack.pop()
@@ -165,8 +162,8 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
         recorder.record_model(model)
         trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
         marks: list[Any] = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in trainable]
-        marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
-        marks.append(register_optimizer_step_post_hook(recorder.end_step))
+        marks.append(register_optimizer_step_pre_hook(partial(recorder.step, 1)))
+        marks.append(register_optimizer_step_post_hook(partial(recorder.step, -1)))
         try:
             with recorder:
                 yield log
@@ -251,20 +248,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter.grad is not None and (allocation := self.record(parameter.grad, "gradient")):
             allocation.kind = "gradients"
 
-    def begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._state(optimizer, before=True)
-        self.stepping += 1
-
-    def end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.stepping -= 1
-        self._state(optimizer)
-
-    def _state(self, optimizer: Optimizer, before: bool = False) -> None:
+    def step(self, change: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record the optimizer's state before a step, with a change of 1, and after it, with -1."""
         for tensor in tree_leaves([*optimizer.state.values()]):
             if isinstance(tensor, Tensor) and (allocation := self.record(tensor, "held before")):
                 allocation.kind = "optimizer"
-                if before and allocation.operation == "held before":
+                if change == 1 and allocation.operation == "held before":
                     allocation.phase, allocation.allocated = "before", 0
+        self.stepping += change
 
     def finish(self) -> None:
         """Count live temporaries of the forward pass as activations: there was no backward pass."""

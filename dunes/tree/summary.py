@@ -2,16 +2,17 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dunes import measure
 from dunes.progress import print_table
@@ -102,12 +103,10 @@ def _forward(
 ) -> dict[str, _Run]:
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return (leaf if fake is None else fake.from_tensor(leaf)).to(device or leaf.device)
+    def convert(tensor: Tensor) -> Tensor:
+        return (tensor if fake is None else fake.from_tensor(tensor)).to(device or tensor.device)
 
-    args, keywords = tree_map(convert, (tuple(example), dict(keyword_example)))
+    args, keywords = tree_map_only(Tensor, convert, (tuple(example), dict(keyword_example)))
     record = _Recorder(model)
     try:
         with mode(model, False), torch.random.fork_rng(devices=[]), _without_kernels(fake), fake or nullcontext():
@@ -153,24 +152,18 @@ class _Recorder:
         for name, module in modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            self.handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._end(name)))
+            self.handles.append(module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
+            self.handles.append(module.register_forward_hook(partial(self._end, name)))
 
-    def _begin(self, name: str) -> Callable[..., None]:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.stack.append((name, self.counter.get_total_flops()))
-            self.runs[name].inputs = self.runs[name].inputs or _shapes((args, kwargs))
-            self.runs[name].calls += 1
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.stack.append((name, self.counter.get_total_flops()))
+        self.runs[name].inputs = self.runs[name].inputs or _shapes((args, kwargs))
+        self.runs[name].calls += 1
 
-        return begin
-
-    def _end(self, name: str) -> Callable[..., None]:
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            _, before = self.stack.pop()
-            self.runs[name].flops += self.counter.get_total_flops() - before
-            self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
-
-        return end
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        _, before = self.stack.pop()
+        self.runs[name].flops += self.counter.get_total_flops() - before
+        self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
         """Add live allocations to `kept` of the module that allocated them and of its parents."""
@@ -215,21 +208,16 @@ def print_layers(rows: Sequence[Layer]) -> None:
             nodes[name.rpartition(".")[0]].inside.append(node)
     has_run = rows[0].calls is not None
     columns = ["", "type"] + (["input", "output"] if has_run else []) + ["parameters", "memory"]
-    lines = _lines(nodes[""], "all", "")
-    print_table("", columns + (["FLOPs", "kept for backward"] if has_run else []), lines)
+    columns += ["FLOPs", "kept for backward"] if has_run else []
+    print_table("", columns, _lines(nodes[""], "all", ""))
 
 
 def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:
     own = node.layer
-    cells = [indent + label, own.type]
-    figures = [
-        format_count(own.parameters) if own.parameters else "",
-        format_bytes(own.bytes) if own.bytes else "",
-    ]
-    if own.calls is not None:
-        cells += [_calls(own), own.outputs]
-        figures += [format_count(own.flops) if own.flops else "", format_bytes(own.kept) if own.kept else ""]
-    lines = [cells + figures]
+    shapes = [] if own.calls is None else [_calls(own), own.outputs]
+    figures = [(own.parameters, format_count), (own.bytes, format_bytes)]
+    figures += [] if own.calls is None else [(own.flops or 0, format_count), (own.kept or 0, format_bytes)]
+    lines = [[indent + label, own.type, *shapes, *(form(number) if number else "" for number, form in figures)]]
     for _, group in groupby(node.inside, lambda n: n.signature() if n.key.isdigit() else n.key):
         equal = [*group]
         label = equal[0].key if len(equal) == 1 else f"{equal[0].key} to {equal[-1].key}, each"
