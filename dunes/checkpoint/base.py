@@ -141,12 +141,13 @@ class BaseRecord:
         entries: dict[str, Any] = base if isinstance(base, dict) else {"kind": None}
         if not entries.keys() & {"kind", "sha256", "digests"}:
             return None
-        kind, digest, digests = *map(entries.get, ("kind", "sha256")), entries.get("digests", {})
-        texts = (kind, digest, *(digests.values() if isinstance(digests, dict) else [None]))
+        digests = entries.get("digests", {})
+        texts = (entries.get("kind"), entries.get("sha256"), *(digests.values() if isinstance(digests, dict) else [None]))
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
             )
+        kind, digest = entries["kind"], entries["sha256"]
         # Older cards have one digest, in the base's own dtype.
         own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
         return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
