@@ -142,7 +142,8 @@ class BaseRecord:
         if not entries.keys() & {"kind", "sha256", "digests"}:
             return None
         digests = entries.get("digests", {})
-        texts = (entries.get("kind"), entries.get("sha256"), *(digests.values() if isinstance(digests, dict) else [None]))
+        values = digests.values() if isinstance(digests, dict) else [None]
+        texts = (entries.get("kind"), entries.get("sha256"), *values)
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
