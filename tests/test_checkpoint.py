@@ -227,7 +227,7 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     assert verified_card(folder, max_bytes=before.st_size), "too large to hash at each load"
     assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
     limits = []
-    monkeypatch.setattr(inspect, "check_files", lambda folder, card, limit: limits.append(limit))
+    monkeypatch.setattr(inspect, "verified_card", lambda folder, limit: limits.append(limit))
     inspect.judge(open_source(folder))
     assert limits == [math.inf]
     change_json(folder / "dunes.json", files={})

@@ -140,7 +140,7 @@ def describe(
     persistent buffers.
     """
     _require_values(model)
-    tied, weights = tied_names(model), _tensors(model)
+    weights, tied = saved_tensors(model)
     if architecture is None:
         rebuilt, entries = model, {"family": {"class": function_name(type(model))}}
     else:
@@ -216,19 +216,14 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
     return table
 
 
-def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
-    """Tensors to save, by name, without repetitions of tied ones."""
-    tied = tied_names(model)
-    return in_memory({k: t for k, t in model.state_dict().items() if k not in tied})
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied tensors, mapped to each tensor's first name."""
+def saved_tensors(model: nn.Module) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors to save, by name, and further names of tied ones, mapped to each tensor's first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
     state = model.state_dict()
-    return {key: name for key, name in names.items() if key != name and key in state}
+    tied = {key: name for key, name in names.items() if key != name and key in state}
+    return in_memory({key: tensor for key, tensor in state.items() if key not in tied}), tied
 
 
 def tensor_differences(
@@ -238,7 +233,7 @@ def tensor_differences(
 
     The weights of a family may be stored in any floating-point dtype.
     """
-    expected, expected_ties = _tensors(model), tied_names(model)
+    (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
     for key in sorted(differing):
         yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
@@ -249,9 +244,7 @@ def tensor_differences(
             yield Difference(reason, key, *("nothing" if w is None else str(w.shape) for w in (built, actual)))
         elif built.shape != actual.shape:
             yield Difference("shape", key, str(built.shape), str(actual.shape))
-        elif built.dtype != actual.dtype and (
-            architecture.function or not {built.dtype, actual.dtype} <= {*FLOATS}
-        ):
+        elif built.dtype != actual.dtype and not (any_float and {built.dtype, actual.dtype} <= {*FLOATS}):
             yield Difference("dtype", key, str(built.dtype), str(actual.dtype))
 
 
@@ -274,8 +267,8 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
     actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
-            changed = "has another class or other settings" if {name} <= actual.keys() & digests.keys() else None
-            reason = changed or ("is missing" if name in digests else "is new")
+            single = "is missing" if name in digests else "is new"
+            reason = "has another class or other settings" if name in actual and name in digests else single
             yield Difference("structure", name or "the model", "", reason)
 
 

@@ -16,7 +16,7 @@ from dunes.checkpoint.base import BaseRecord
 from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
 from dunes.checkpoint.loading import base_folder, load, tokenizer_folder
-from dunes.checkpoint.model_folder import ADAPTER, check_files, read_card, readable_folder, verified_card
+from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import Weights
@@ -71,7 +71,7 @@ def judge(source: Source) -> Verdict:
         built = False
         reasons.append(str(error))
     try:
-        check_files(source.folder, read_card(source.folder), math.inf)
+        verified_card(source.folder, math.inf)
     except ValueError as error:
         reasons.append(str(error))
     try:

@@ -277,7 +277,7 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
     """A file's tensors without copies of tied ones, and the names of ties. Raises ValueError if copies differ."""
-    tied = architectures.tied_names(model)
+    _, tied = architectures.saved_tensors(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):
             raise ValueError(str(Difference("tied", name, f"the same tensor as {first}", "a tensor of its own")))

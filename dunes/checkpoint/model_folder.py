@@ -75,7 +75,12 @@ def explain(path: Path) -> str:
     if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
         return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
     if _is_run(path):
-        return _explain_run(path)
+        plan = path / "state" / "plan.json"
+        verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
+        return (
+            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it: "
+            f"dunes {verb} --resume --out {path}"
+        )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
     if any((path / name).exists() for name in (COMPACT, f"{COMPACT}.index.json")):
@@ -104,16 +109,6 @@ def _is_run(folder: Path) -> bool:
     return known or (state.is_dir() and not any(state.iterdir()))
 
 
-def _explain_run(run: Path) -> str:
-    """Message for a run before its first save, with the command that resumes it."""
-    plan = run / "state" / "plan.json"
-    verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
-    return (
-        f"{run}: a run without a model yet, still training, or stopped before its first save; continue it: "
-        f"dunes {verb} --resume --out {run}"
-    )
-
-
 def _remedy_of_file(path: Path) -> str:
     if is_model_folder(path.parent):
         return f"name its folder: {path.parent}"
@@ -138,8 +133,8 @@ def _contents(folder: Path) -> str:
         return "it holds no files"
     counts = Counter(f.suffix or f.name for f in files).most_common(2)
     listed = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
-    text = any(map(_is_text, files))
-    return f"it holds {listed}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
+    remedy = f"; to train a model on them: dunes train {folder} --out RUN" if any(map(_is_text, files)) else ""
+    return f"it holds {listed}{remedy}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -173,31 +168,32 @@ def read_card(folder: Path) -> dict[str, Any]:
 def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file that a card lists. Raises ValueError for a damaged card."""
     files = card.get("files", None if card else {})
-    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+    entries = files.values() if isinstance(files, dict) else [None]
+    if any(not isinstance(e, dict) or (type(e.get("size")), type(e.get("sha256"))) != (int, str) for e in entries):
         raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file, or be {{}}")
     if len(files) > MAX_FILES:
         raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
 
 
-def check_files(folder: Path, card: Mapping[str, Any], max_bytes: float = atomic.LARGE) -> None:
-    """Raise ValueError for the first file that differs from its entry in the card.
+def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
+    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from its entry.
 
     Each must be a plain file in the folder with the listed size and, if all files have at most `max_bytes` in
     total, the listed SHA-256.
     """
+    card = read_card(folder)
     files = listed_files(folder, card)
     paths = {name: listed_file(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
         if (actual := paths[name].stat().st_size) != size:
             raise _file_error(folder, name, f"{plural(actual, 'byte')} instead of {size}")
-    total = sum(size for size, _ in files.values())
-    if total > max_bytes:
-        return
-    with atomic.progress("hashing", total) as advance:
-        for name, (_, digest) in files.items():
-            if atomic.digest(paths[name], advance) != digest:
-                raise _file_error(folder, name, "another SHA-256")
+    if (total := sum(size for size, _ in files.values())) <= max_bytes:
+        with atomic.progress("hashing", total) as advance:
+            for name, (_, digest) in files.items():
+                if atomic.digest(paths[name], advance) != digest:
+                    raise _file_error(folder, name, "another SHA-256")
+    return card
 
 
 def _file_error(folder: Path, name: str, reason: str) -> ValueError:
@@ -205,17 +201,6 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
         f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
         f"changed since; if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
     )
-
-
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
-
-
-def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from it."""
-    card = read_card(folder)
-    check_files(folder, card, max_bytes)
-    return card
 
 
 def readable_folder(folder: Path) -> Path:

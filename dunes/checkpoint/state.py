@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,11 +114,10 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    try:
+    with suppress(ValueError):
         _verify(folder)
         return True
-    except ValueError:
-        return False
+    return False
 
 
 def load_state(folder: Path) -> dict[str, Any]:
