@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -43,21 +43,19 @@ class ModuleTracker:
         self.calls = 0
         self._numbers: list[int] = []
         self._names: list[str] = []
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._owners: dict[int, str] = {}
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules(remove_duplicate=False):
             if not isinstance(module, torch.jit.ScriptModule):  # has no hooks
-                self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
-                self._hooks.append(module.register_forward_hook(self._end, always_call=True))
+                self._hooks.enter_context(module.register_forward_pre_hook(partial(self._begin, name)))
+                self._hooks.enter_context(module.register_forward_hook(self._end, always_call=True))
             self._owners |= {id(p): name for p in module.parameters(recurse=False)}
         return self
 
     def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     def now(self) -> str | None:
         """The running module, or that of a parameter's own graph node; None outside all modules."""
@@ -157,20 +155,17 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     """
     log = Allocations([])
     gc.collect()  # otherwise earlier garbage would be freed inside
-    with ModuleTracker(model) as places:
+    with ModuleTracker(model) as places, ExitStack() as hooks:
         recorder = _Recorder(places, log.made)
         recorder.record_model(model)
+        hooks.callback(recorder.finish)
         trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        marks: list[Any] = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in trainable]
-        marks.append(register_optimizer_step_pre_hook(partial(recorder.step, 1)))
-        marks.append(register_optimizer_step_post_hook(partial(recorder.step, -1)))
-        try:
-            with recorder:
-                yield log
-        finally:
-            for mark in marks:
-                mark.remove()
-            recorder.finish()
+        for parameter in trainable:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(recorder.gradient))
+        hooks.enter_context(register_optimizer_step_pre_hook(partial(recorder.step, 1)))
+        hooks.enter_context(register_optimizer_step_post_hook(partial(recorder.step, -1)))
+        with recorder:
+            yield log
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

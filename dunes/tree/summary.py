@@ -3,7 +3,7 @@
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -109,7 +109,7 @@ def _forward(
     args, keywords = tree_map_only(Tensor, convert, (tuple(example), dict(keyword_example)))
     record = _Recorder(model)
     try:
-        with mode(model, False), torch.random.fork_rng(devices=[]), _without_kernels(fake), fake or nullcontext():
+        with record.hooks, mode(model, False), torch.random.fork_rng(devices=[]), _without_values(fake):
             with measure.allocations(model) as log, record.counter:
                 output = model(*args, **keywords)
             record.keep(log.live_at(len(log.live)))
@@ -118,19 +118,16 @@ def _forward(
         reason = " ".join(str(error).split())[:300]
         place = (record.stack or [("", 0)])[-1][0] or "the network"  # the innermost whose forward has not ended
         raise ValueError(f"the example does not fit at {place}: {reason}") from error
-    finally:
-        for handle in record.handles:
-            handle.remove()
     return record.runs
 
 
 @contextmanager
-def _without_kernels(fake: object) -> Iterator[None]:
-    """Disable fused LSTM kernels, whose FLOPs are not counted, for a copy without values."""
+def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
+    """Run a copy without values, if `fake` is given, without fused LSTM kernels, whose FLOPs are not counted."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False):
+        with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False), fake or nullcontext():
             yield
 
 
@@ -141,7 +138,7 @@ class _Recorder:
         from torch.utils.flop_counter import FlopCounterMode
 
         self.counter = FlopCounterMode(display=False)
-        self.handles: list[Any] = []
+        self.hooks = ExitStack()
         self.stack: list[tuple[str, int]] = []
         modules = {id(model): ("", model)}
         for place in places(model):
@@ -152,8 +149,9 @@ class _Recorder:
         for name, module in modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            self.handles.append(module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(partial(self._end, name)))
+            begin, end = partial(self._begin, name), partial(self._end, name)
+            self.hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            self.hooks.enter_context(module.register_forward_hook(end))
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.stack.append((name, self.counter.get_total_flops()))
