@@ -45,13 +45,22 @@ def cache_home() -> Path:
 
 
 @contextmanager
+def open_handle(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or a folder in the context, as a number for the system's calls."""
+    handle = os.open(path, flags, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock a folder or a file; the system releases the lock when the process ends.
 
     The lock is reentrant. Raises BlockingIOError if another thread or process has it and `wait` is False.
     """
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with open_handle(folder) as handle:
         status, locked = os.fstat(handle), _local.__dict__.setdefault("locked", set())
         key = os.getpid(), status.st_dev, status.st_ino
         if key in locked and wait:
@@ -64,8 +73,6 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
         finally:
             locked.discard(key)
             fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile has the handle, too
-    finally:
-        os.close(handle)
 
 
 @contextmanager
@@ -91,23 +98,15 @@ def staging_folder(path: Path) -> Iterator[Path]:
 def _clear(parent: Path) -> None:
     """Remove the staging folders of dead writers."""
     for folder in parent.glob(STAGED.format("*")):
-        with suppress(OSError):  # locked, or another user's
-            handle = os.open(folder, _OPEN)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)
-            finally:
-                os.close(handle)
+        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
 
 def fsync_path(path: Path) -> None:
     """fsync a file or a folder."""
-    with add_path_to_errors(path):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with add_path_to_errors(path), open_handle(path) as handle:
+        os.fsync(handle)
 
 
 @contextmanager

@@ -35,9 +35,8 @@ def device() -> torch.device:
     """The device set with `set_device`; else CUDA if available, else Apple's GPU, else the CPU."""
     if _device_set is not None:
         return torch.device(_device_set)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    mps = "mps" if torch.backends.mps.is_available() else "cpu"
+    return torch.device("cuda" if torch.cuda.is_available() else mps)
 
 
 def out_of_memory(error: BaseException) -> bool:
