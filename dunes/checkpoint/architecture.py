@@ -236,7 +236,9 @@ def tensor_differences(
     (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
     for key in sorted(differing):
-        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
+        firsts = (expected_ties.get(key), tied.get(key))
+        texts = ("a tensor of its own" if name is None else f"the same tensor as {name}" for name in firsts)
+        yield Difference("tied", key, *texts)
     for key in sorted((expected.keys() | files.keys()) - differing):
         built, actual = expected.get(key), files.get(key)
         if actual is None or built is None:
@@ -246,10 +248,6 @@ def tensor_differences(
             yield Difference("shape", key, str(built.shape), str(actual.shape))
         elif built.dtype != actual.dtype and not (any_float and {built.dtype, actual.dtype} <= {*FLOATS}):
             yield Difference("dtype", key, str(built.dtype), str(actual.dtype))
-
-
-def _describe_tie(name: str | None) -> str:
-    return "a tensor of its own" if name is None else f"the same tensor as {name}"
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:

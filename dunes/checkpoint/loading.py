@@ -253,23 +253,22 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
 
 def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
     """Compare the files with the network, then load their values."""
-    anything, note = Architecture("", None, function=type(model)), ""
+    exact, prefix = Architecture("", None, function=type(model)), Prefix()  # no other dtypes
     if card:
-        differences = architectures.compare_structure(model, anything, card, files, path)
+        differences = architectures.compare_structure(model, exact, card, files, path)
     else:
         prefix = Prefix.of(files, model.state_dict())
         files, tied = _without_ties(model, prefix.without(files))
-        note = prefix.note
-        differences = list(architectures.tensor_differences(model, files, tied, anything))
+        differences = list(architectures.tensor_differences(model, files, tied, exact))
         card = {"structure": {"tied": tied}}
     if differences:
-        hint = "; for weights alone, load its model.safetensors"
-        hint = hint if all(d.kind == "structure" for d in differences) else ""
-        hint += f"; {note}" if note else ""
+        intact = all(d.kind == "structure" for d in differences)
+        hint = "; for weights alone, load its model.safetensors" if intact else ""
+        hint += f"; {prefix.note}" if prefix.note else ""
         raise ValueError(f"{path}: does not fit this {type(model).__name__}: {summarize(differences)}{hint}")
     state = model.state_dict()
-    if note:
-        warnings.warn(f"{path}: {note}", stacklevel=3)
+    if prefix.note:
+        warnings.warn(f"{path}: {prefix.note}", stacklevel=3)
     if lost := next((name for name, b in model.named_buffers() if b.is_meta and name not in state), None):
         raise ValueError(f"{lost} has no values, and no file has them: it is a buffer that is not persistent")
     architectures.fill(model, files, card)

@@ -6,7 +6,7 @@ while watched.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -60,20 +60,13 @@ def hooks(
                     f"{place.name}: a ScriptModule, whose parts call no hooks; watch the module it was made from"
                 )
             handles.append(place.module.register_forward_hook(partial(see, place.name)))
-        with _uncompiled():
+        # Importing the compiler takes seconds.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:
         active = False
         for handle in (*handles, *chain.from_iterable(tensor_handles.values())):
             handle.remove()
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Context in which compiled functions run as written; importing the compiler takes seconds."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def tensors_of(output: Any) -> list[tuple[str, Tensor]]:
