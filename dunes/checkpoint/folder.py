@@ -262,12 +262,13 @@ def _place(file: Path, link: Path, path: Path) -> None:
 def _remove_old(folder: Path, ready: Path) -> None:
     """Remove files of an older save that the new one does not have."""
     new, old = {f.name for f in ready.iterdir()} | set(listed_files(ready, read_card(ready))), set[str]()
-    if CARD not in new:  # the last file to be put into place
-        return
-    with suppress(ValueError):  # the older card is damaged
-        old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
-    if new & {SINGLE, INDEX}:
+    if CARD in new:
+        with suppress(ValueError):  # the older card is damaged
+            old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
+    if SINGLE in new or (INDEX in new and CARD in new):
         old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
+    elif INDEX in new:  # without a card, shards that were renamed already are unknown
+        old |= {SINGLE}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
 
