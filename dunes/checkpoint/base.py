@@ -103,8 +103,8 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
         weights = BaseWeights(model, adapters=True)
         same = identity == {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
         return None if same else "some part"
-    now = weights_identity(model)
-    differing = {part for part in now.keys() | identity.keys() if now.get(part) != identity.get(part)}
+    parts = weights_identity(model)
+    differing = {part for part in parts.keys() | identity.keys() if parts.get(part) != identity.get(part)}
     return next(
         (part for part in map(_part, model.state_dict()) if part in differing), min(differing, default=None)
     )
@@ -150,8 +150,8 @@ class BaseRecord:
             )
         kind, digest = entries["kind"], entries["sha256"]
         # Older cards have one digest, in the base's own dtype.
-        own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
-        return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
+        exact = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
+        return cls(kind, digest, exact | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def is_of(self, weights: BaseWeights) -> bool:
         """True if the adapter was trained on exactly these weights."""

@@ -67,9 +67,9 @@ class Report:
         return lines
 
     def card(self) -> dict[str, Any]:
-        moved = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
+        entries: dict[str, Any] = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
         values = self.errors.values()
-        return ({"errors": {"largest": max(values), "mean": mean(values)}} if values else {}) | moved
+        return ({"errors": {"largest": max(values), "mean": mean(values)}} if values else {}) | entries
 
 
 def export(
@@ -190,10 +190,10 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...
     """
     trained_logits, original_logits = (model_logits(m, trained.context_length) for m in (trained.model, original))
     bases = [model_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
-    moved, allowed = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
-    if not moved <= allowed:
+    difference, limit = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
+    if not difference <= limit:
         raise ValueError(
-            f"the logits of the original base with this adapter differ by {moved:.1e} from those it was trained "
-            f"with, {allowed:.1e} allowed; use --into dequantized; nothing was written"
+            f"the logits of the original base with this adapter differ by {difference:.1e} from those it was "
+            f"trained with, {limit:.1e} allowed; use --into dequantized; nothing was written"
         )
-    return moved, allowed
+    return difference, limit

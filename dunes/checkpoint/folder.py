@@ -366,8 +366,8 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
     if rows is None:
         return
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    marked = () if tokenizer is None else tokenizer.configured_ids
-    largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
+    configured = () if tokenizer is None else tokenizer.configured_ids
+    largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)
     if ids > rows or padding >= rows:
         named = ", ".join(f"{k} {v}" for k, v in special.items())
         raise ValueError(

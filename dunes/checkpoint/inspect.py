@@ -147,7 +147,7 @@ def odd_values(weights: Weights) -> Iterator[str]:
     for name, lazy in weights.items():
         counts = _count_odd(lazy.read())
         lazy.release()
-        if listed := ", ".join(f"{what} {n:,}" for what, n in counts.items() if n):
+        if listed := ", ".join(f"{kind} {n:,}" for kind, n in counts.items() if n):
             yield f"{name}: {listed}"
 
 

@@ -58,7 +58,7 @@ class ModuleTracker:
         self._hooks.close()
 
     def now(self) -> str | None:
-        """The running module, or that of a parameter's own graph node; None outside all modules."""
+        """The running module, or the one whose parameter's own graph node runs; None outside all modules."""
         if self.stack:
             return self.stack[-1]
         node: Any = torch._C._current_autograd_node()
