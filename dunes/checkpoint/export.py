@@ -61,7 +61,7 @@ class Report:
             lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
         if self.moved is not None:
             lines.append(
-                f"the adapter was trained on the quantized base; on this one its logits differ by "
+                "the adapter was trained on the quantized base; on this one its logits differ by "
                 f"{self.moved:.1e} (relative norm; allowed: {self.allowed:.1e}, twice the effect of quantization)"
             )
         return lines
