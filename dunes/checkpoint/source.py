@@ -316,7 +316,7 @@ def _open_gguf(path: Path) -> Source:
 
 def _open_native(folder: Path) -> Source:
     params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
-    shards, prefix = _without_prefix(_consolidated(folder))
+    shards, renaming = _without_prefix(_consolidated(folder))
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]
     if not rows or any(len(shape) != 2 for shape in rows):
@@ -326,9 +326,7 @@ def _open_native(folder: Path) -> Source:
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
-    unnamed = Source(
-        folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *filter(None, [prefix]))
-    )
+    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *renaming))
     unnamed._check_size(w for s in shards for w in s.values())
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
@@ -336,15 +334,14 @@ def _open_native(folder: Path) -> Source:
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
 
 
-def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], str]:
-    """The tensors of native files without the common prefix of their names, and a note on it or ""."""
-    leading = next(
-        (name.removesuffix(native.EMBEDDING) for s in shards for name in s if name.endswith(native.EMBEDDING)), ""
-    )
-    if not leading.endswith(".") or not all(name.startswith(leading) for s in shards for name in s):
-        return shards, ""
+def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], list[str]]:
+    """The tensors of native files without the common prefix of their names, if any, and a note on it."""
+    names = [name for shard in shards for name in shard]
+    leading = next((n.removesuffix(native.EMBEDDING) for n in names if n.endswith(native.EMBEDDING)), "")
+    if not leading.endswith(".") or not all(name.startswith(leading) for name in names):
+        return shards, []
     plain = [{name.removeprefix(leading): tensor for name, tensor in s.items()} for s in shards]
-    return plain, f"tensors are read without {leading!a} in their names"
+    return plain, [f"tensors are read without {leading!a} in their names"]
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
