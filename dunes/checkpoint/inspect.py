@@ -170,7 +170,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
     """
     folder = readable_folder(folder)
-    lines = list(_adapter_lines(folder))
+    card = verified_card(folder)
+    lines = list(_adapter_lines(folder, card))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
@@ -179,7 +180,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         if values:
             load(folder)
             check = "its weights match the adapter's digests"
-        if BaseRecord.read(verified_card(folder), folder) is None:
+        if BaseRecord.read(card, folder) is None:
             check = "not possible: the adapter's card has no digests of the base"
         lines.append(f"base check  {check}")
         reason = None
@@ -188,8 +189,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _adapter_lines(folder: Path) -> Iterator[str]:
-    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
+def _adapter_lines(folder: Path, card: Mapping[str, Any]) -> Iterator[str]:
+    peft = PeftConfig.read(folder / ADAPTER)
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"

@@ -135,10 +135,8 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 def stand_in(head: bytes) -> str:
     """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
-    reasons = (
-        f"{name}, not the file itself; {remedy}" for start, name, remedy in _STAND_INS if re.match(start, head)
-    )
-    return next(reasons, "")
+    matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
+    return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
 
 
 def _other_content(suffix: str, head: bytes) -> str:
