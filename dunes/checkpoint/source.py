@@ -123,20 +123,18 @@ class Source:
         try:
             parameters, tensors = weight_counts(self.family, self.config)
         except RuntimeError:  # the bytes of a tensor exceed 64 bits
-            raise ValueError(
-                f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
-                f"the files have {stored:.2e} parameters; one of them belongs to another model"
-            ) from None
-        if parameters > 2 * stored + slack:
-            raise ValueError(
-                f"{self.folder}: the config describes {parameters:.2e} parameters ({2 * parameters:.2e} bytes in "
-                f"bfloat16), the files have {stored:.2e}; one of them belongs to another model"
-            )
-        if self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
-            raise ValueError(
-                f"{self.folder}: the config describes {self.config.depth:,} blocks and {tensors:,} tensors, the "
-                f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
-            )
+            described, actual = f"a matrix of more than {1 << 63:.2e} bytes", f"{stored:.2e} parameters"
+        else:
+            if parameters > 2 * stored + slack:
+                described = f"{parameters:.2e} parameters ({2 * parameters:.2e} bytes in bfloat16)"
+                actual = f"{stored:.2e}"
+            elif self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
+                described = f"{self.config.depth:,} blocks and {tensors:,} tensors"
+                actual = f"{len(sizes):,} ({MAX_TENSORS:,} is the limit)"
+            else:
+                return
+        reason = f"the config describes {described}, the files have {actual}"
+        raise ValueError(f"{self.folder}: {reason}; one of them belongs to another model")
 
     @property
     def assumed(self) -> tuple[str, ...]:
