@@ -162,8 +162,8 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
         trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
         for parameter in trainable:
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(recorder.gradient))
-        hooks.enter_context(register_optimizer_step_pre_hook(partial(recorder.step, 1)))
-        hooks.enter_context(register_optimizer_step_post_hook(partial(recorder.step, -1)))
+        hooks.enter_context(register_optimizer_step_pre_hook(recorder.begin_step))
+        hooks.enter_context(register_optimizer_step_post_hook(recorder.end_step))
         with recorder:
             yield log
 
@@ -243,14 +243,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter.grad is not None and (allocation := self.record(parameter.grad, "gradient")):
             allocation.kind = "gradients"
 
-    def step(self, change: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Record the optimizer's state before a step, with a change of 1, and after it, with -1."""
+    def begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._state(optimizer, before=True)
+        self.stepping += 1
+
+    def end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.stepping -= 1
+        self._state(optimizer)
+
+    def _state(self, optimizer: Optimizer, before: bool = False) -> None:
         for tensor in tree_leaves([*optimizer.state.values()]):
             if isinstance(tensor, Tensor) and (allocation := self.record(tensor, "held before")):
                 allocation.kind = "optimizer"
-                if change == 1 and allocation.operation == "held before":
+                if before and allocation.operation == "held before":
                     allocation.phase, allocation.allocated = "before", 0
-        self.stepping += change
 
     def finish(self) -> None:
         """Count live temporaries of the forward pass as activations: there was no backward pass."""
