@@ -170,8 +170,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
     """
     folder = readable_folder(folder)
-    card = verified_card(folder)
-    lines = list(_adapter_lines(folder, card))
+    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
+    lines = list(_adapter_lines(folder, peft, card))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
@@ -189,8 +189,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _adapter_lines(folder: Path, card: Mapping[str, Any]) -> Iterator[str]:
-    peft = PeftConfig.read(folder / ADAPTER)
+def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
