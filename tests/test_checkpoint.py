@@ -63,7 +63,7 @@ def stage(folder, weights, shard):
     """A save that was cut short after all was written and before anything was moved."""
     from dunes.checkpoint import folder as folders
 
-    ready = folder / folders.READY
+    ready = folder / ".ready"
     ready.mkdir()
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":

@@ -21,6 +21,7 @@ from dunes.checkpoint import folder, inspect
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.inspect import odd_values
+from dunes.checkpoint.model_folder import READY
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_writer
@@ -472,7 +473,7 @@ def test_the_library_reads_what_is_written(tmp_path):
 
 def test_old_shards_are_removed_when_a_single_file_is_saved(hf):
     """Several files of an older save must not be read instead of the one file of the newer."""
-    ready = hf / folder.READY
+    ready = hf / READY
     ready.mkdir()
     safetensors_writer.write_tensors(ready, in_memory(bits(hf)), shard=40_000)
     folder.finish_save(hf)

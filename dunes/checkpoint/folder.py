@@ -20,16 +20,7 @@ from dunes.augment import lora
 from dunes.augment.masked import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, hf_config_of
-from dunes.checkpoint.model_folder import (
-    CARD,
-    CONFIG,
-    FORMAT,
-    READY,
-    UNFINISHED,
-    listed_files,
-    read_card,
-    ready_folder,
-)
+from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, UNFINISHED, listed_files, read_card, ready_folder
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
@@ -196,7 +187,7 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
     Several processes may save at once; the last to finish wins.
     """
     finish_save(folder)
-    atomic.write_folder(folder / READY, fill, size, _publish)
+    atomic.write_folder(ready_folder(folder), fill, size, _publish)
 
 
 def _publish(staged: Path, ready: Path) -> None:
@@ -234,8 +225,7 @@ def _move(folder: Path) -> None:
 
     Until then `.ready` stays complete, and readers read from it.
     """
-    ready = folder / READY
-    if not ready.is_dir():
+    if not (ready := ready_folder(folder)).is_dir():
         return
     _remove_old(folder, ready)
     with staging_folder(ready) as links:

@@ -71,6 +71,9 @@ def explain(path: Path) -> str:
         return no_such_folder(path)
     if not path.is_dir():
         return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
+    if (path / ADAPTER).is_file():
+        base = quote(json_file.read(path / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path"))
+        return f"{path}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {path} OUT"
     runs = [run for run in (path.parent, path.parent.parent) if _is_run(run)]
     if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
         return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"

@@ -13,16 +13,7 @@ from typing import Any
 
 from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.formats import bitsandbytes, compressed_tensors, gguf, native
-from dunes.checkpoint.model_folder import (
-    ADAPTER,
-    CARD,
-    CONFIG,
-    SINGLE,
-    explain,
-    read_card,
-    readable_folder,
-    verified_card,
-)
+from dunes.checkpoint.model_folder import CARD, CONFIG, SINGLE, explain, read_card, readable_folder, verified_card
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
 from dunes.checkpoint.weights import header, pickle_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
@@ -201,12 +192,6 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
         if renames:
             raise ValueError(f"{folder}: a native folder, whose names are known; leave out the table of names")
         return _open_native(folder)
-    if (folder / ADAPTER).is_file():
-        config = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
-        base = header.quote(config.get("base_model_name_or_path"))
-        raise ValueError(
-            f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
-        )
     raise ValueError(explain(folder) + unfinished_downloads(folder))
 
 
