@@ -11,7 +11,7 @@ from pathlib import Path
 from dunes import measure, train
 from dunes.cli.main import run_recipe
 from dunes.data import Digits, Rows, drawn_digits, fetch_digits, read_digits
-from dunes.files.staging import cache_home
+from dunes.files.atomic import cache_home
 from dunes.models import mnist
 
 import torch

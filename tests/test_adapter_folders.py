@@ -13,8 +13,8 @@ from conftest import change_json, refuses, run_python
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import open_verified_source
-from dunes.checkpoint.loading import describe_adapter
+from dunes.checkpoint.inspect import describe_adapter
+from dunes.checkpoint.source import open_verified_source
 from dunes.cli import augment_verb, verbs
 from dunes.files import atomic
 from dunes.inference.chat import load_chat_engine

@@ -8,7 +8,7 @@ import pytest
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import open_verified_source
+from dunes.checkpoint.source import open_verified_source
 from dunes.models import llama
 from dunes.text import SPECIAL, Tokenizer
 from dunes.text.templates import (

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import change_json, raising, refuses, run_python
 from dunes import augment, checkpoint
-from dunes.checkpoint import card, inspect, state
-from dunes.checkpoint.folder import finish_save, verified_card
+from dunes.checkpoint import inspect, state
+from dunes.checkpoint.folder import finish_save
+from dunes.checkpoint.model_folder import verified_card
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
@@ -62,7 +63,7 @@ def stage(folder, weights, shard):
     """A save that was cut short after all was written and before anything was moved."""
     from dunes.checkpoint import folder as folders
 
-    ready = folder / folders.READY
+    ready = folder / ".ready"
     ready.mkdir()
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
@@ -166,10 +167,9 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder,
 
 
 def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
-    from dunes.checkpoint import folder as folders
     from dunes.checkpoint import loading
 
-    filled, other, calls = folders.load_decoder, initialise(build(), seed=9), []
+    filled, other, calls = loading.load_decoder, initialise(build(), seed=9), []
 
     def saved_meanwhile(source):
         calls.append(source)
@@ -178,7 +178,7 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
             raise ValueError("model.safetensors: changed while it was being read")
         return filled(source)
 
-    monkeypatch.setattr(folders, "load_decoder", saved_meanwhile)
+    monkeypatch.setattr(loading, "load_decoder", saved_meanwhile)
     assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
@@ -227,7 +227,7 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     assert verified_card(folder, max_bytes=before.st_size), "too large to hash at each load"
     assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
     limits = []
-    monkeypatch.setattr(card, "check_files", lambda folder, card, limit: limits.append(limit))
+    monkeypatch.setattr(inspect, "verified_card", lambda folder, limit: limits.append(limit))
     inspect.judge(open_source(folder))
     assert limits == [math.inf]
     change_json(folder / "dunes.json", files={})

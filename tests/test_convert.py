@@ -21,7 +21,8 @@ from dunes.checkpoint import folder, inspect
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.inspect import odd_values
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.model_folder import READY
+from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
@@ -352,7 +353,7 @@ def test_hidden_folders_that_are_not_ours_stay(hf, tmp_path, name):
 
 def test_the_card_records_the_source(hf, tmp_path):
     convert(open_source(hf), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
-    first = folder.open_verified_source(tmp_path / "a")
+    first = open_verified_source(tmp_path / "a")
     card = first.card | {"trained": {"steps": 3}, "changes": [{"name": "x"}]}
     convert(replace(first, card=card), tmp_path / "b")
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
@@ -471,7 +472,7 @@ def test_the_library_reads_what_is_written(tmp_path):
 
 def test_old_shards_are_removed_when_a_single_file_is_saved(hf):
     """Several files of an older save must not be read instead of the one file of the newer."""
-    ready = hf / folder.READY
+    ready = hf / READY
     ready.mkdir()
     safetensors_writer.write_tensors(ready, in_memory(bits(hf)), shard=40_000)
     folder.finish_save(hf)

@@ -165,7 +165,7 @@ def test_only_networks_of_the_package_are_imported_without_trust(tmp_path):
     for name in (
         "dunes.models.names.re:compile",
         "dunes.models:torch.load",
-        "dunes.files.staging:rmtree",
+        "dunes.files.atomic:rmtree",
         "os:system",
     ):
         rename(tmp_path, name)

@@ -14,6 +14,7 @@ import tokenizers
 
 from conftest import change_json, refuses
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.source import open_verified_source
 from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece
 
 # ruff: noqa: E501  (tables)
@@ -567,7 +568,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     marks = [key for key in json.loads((tmp_path / "in" / "config.json").read_text()) if key.endswith("_token_id")]
     change_json(tmp_path / "in" / "config.json", **dict.fromkeys(marks, ...))
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
-    convert(checkpoint.folder.open_verified_source(tmp_path / "in"), tmp_path / "out")
+    convert(open_verified_source(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not [k for k in said if k.endswith("_token_id")]
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]

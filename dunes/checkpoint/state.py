@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from dunes.checkpoint.weights import safetensors_writer
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
-from dunes.files.staging import folder_lock
+from dunes.files.atomic import folder_lock
 from dunes.progress import Line
 
 KEEP_STATES = 2
@@ -113,11 +114,10 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    try:
+    with suppress(ValueError):
         _verify(folder)
         return True
-    except ValueError:
-        return False
+    return False
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -429,8 +429,9 @@ def inspect(
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
-    from dunes.checkpoint.folder import readable_folder
-    from dunes.checkpoint.loading import describe_adapter, is_adapter
+    from dunes.checkpoint.inspect import describe_adapter
+    from dunes.checkpoint.loading import is_adapter
+    from dunes.checkpoint.model_folder import readable_folder
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
@@ -591,7 +592,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.export import export, is_plain
-    from dunes.checkpoint.folder import open_verified_source
+    from dunes.checkpoint.source import open_verified_source
     from dunes.progress import Display, shown_by
 
     location = checkpoint.locate_model(model, verify=True)

@@ -16,13 +16,12 @@ from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
 from dunes.augment.quantization import BY_GROUP, check_kinds
+from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
-from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import LoadedModel, inherited, readable_folder
-from dunes.checkpoint.hf_config_of import hf_config_of
+from dunes.checkpoint.folder import LoadedModel, inherited
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import UNFINISHED
+from dunes.checkpoint.model_folder import UNFINISHED, read_card, readable_folder
 from dunes.checkpoint.trained_text import trained_text
 from dunes.checkpoint.verify import check_written, distance, model_logits
 from dunes.checkpoint.weights import header

@@ -21,6 +21,7 @@ from dunes import tree
 from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapted, dense, is_embedding, sides
 from dunes.augment.quantized import Quantized
+from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
     BaseRecord,
@@ -29,15 +30,7 @@ from dunes.checkpoint.base import (
     check_base,
     read_base_record,
 )
-from dunes.checkpoint.card import listed_files, read_card
-from dunes.checkpoint.folder import (
-    read_consistently,
-    saved_folder,
-    verified_card,
-    write_card,
-    write_files,
-    write_tokenizer,
-)
+from dunes.checkpoint.folder import write_card, write_files, write_tokenizer
 from dunes.checkpoint.formats.adapter_layout import (
     Factors,
     Target,
@@ -46,8 +39,15 @@ from dunes.checkpoint.formats.adapter_layout import (
     peft_targets,
     split_factors,
 )
-from dunes.checkpoint.hf_config_of import hf_config_of
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.model_folder import (
+    ADAPTER,
+    CONFIG,
+    listed_files,
+    read_card,
+    read_consistently,
+    saved_folder,
+    verified_card,
+)
 from dunes.checkpoint.source import tensors
 from dunes.checkpoint.state_dict_diff import Prefix
 from dunes.checkpoint.weights import safetensors_writer

@@ -12,15 +12,9 @@ from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import (
-    hf_parts,
-    inherited,
-    readable_folder,
-    require_described,
-    special_ids,
-    write_model,
-)
+from dunes.checkpoint.folder import hf_parts, inherited, require_described, special_ids, write_model
 from dunes.checkpoint.formats import compressed_tensors
+from dunes.checkpoint.model_folder import readable_folder
 from dunes.checkpoint.verify import EXACT, PACKED, check_written, model_logits
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
 from dunes.models import FAMILIES
