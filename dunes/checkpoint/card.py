@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic, json_file
 from dunes.files.model_file import find_file, listed_file
 from dunes.units import plural

@@ -26,7 +26,7 @@ from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, explain, is_model_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
-from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.weights.safetensors_file import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
 from dunes.files.staging import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES

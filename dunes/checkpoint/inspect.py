@@ -15,8 +15,8 @@ from dunes import tree
 from dunes.checkpoint import card
 from dunes.checkpoint.folder import check_vocabulary
 from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.trust import cards_trusted
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count, plural

@@ -28,7 +28,7 @@ from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, attach_adapter
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, named_folder
 from dunes.checkpoint.source import Source, context_length_of, tensors
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.files.trust import trust_cards

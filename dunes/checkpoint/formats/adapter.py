@@ -50,9 +50,9 @@ from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.source import tensors
 from dunes.checkpoint.state_dict_diff import Prefix
-from dunes.checkpoint.weights import safetensors_writer
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import weight_names
@@ -158,7 +158,7 @@ def save_adapter(
     card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
-        safetensors_writer.write_file(staged / WEIGHTS[0], weights)
+        safetensors_file.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, {**card, **(facts or {})})

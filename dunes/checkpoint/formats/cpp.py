@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.convert import exclusive_folder
-from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.checkpoint.weights.safetensors_writer import CODES, write_file
+from dunes.checkpoint.weights.safetensors_file import CODES, write_file
 from dunes.files import atomic
 from dunes.generate.packages import (
     FILES,
@@ -262,7 +262,7 @@ def _write(
     def write(folder: Path) -> None:
         fill(folder)
         write_file(folder / WEIGHTS, in_memory(own))
-        written = {name: tensor.read() for name, tensor in header.tensors(folder / WEIGHTS).items()}
+        written = {name: tensor.read() for name, tensor in safetensors_file.tensors(folder / WEIGHTS).items()}
         verify(folder, written | {name: written[first] for name, first in aliases.items()})
         files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
         for file in sorted(SOURCES.iterdir()):

@@ -18,9 +18,16 @@ from torch import Tensor
 
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.formats.native import to_halves
-from dunes.checkpoint.weights.header import check_name, quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory, renamed
-from dunes.checkpoint.weights.mapped_file import MappedFile, shape_error
+from dunes.checkpoint.weights.lazy_tensor import (
+    LazyTensor,
+    MappedFile,
+    Weights,
+    hf_weights,
+    in_memory,
+    renamed,
+    shape_error,
+)
+from dunes.checkpoint.weights.safetensors_file import check_name, quote
 from dunes.extra import extra
 from dunes.models import FAMILIES, config_values
 from dunes.models.config_values import quotient

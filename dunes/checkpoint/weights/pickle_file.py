@@ -12,17 +12,14 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from struct import Struct
 from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from dunes.checkpoint.weights.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor
-from dunes.checkpoint.weights.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
-from dunes.files.model_file import require_content
+from dunes.checkpoint.weights.lazy_tensor import MAX_DIMS, LazyTensor, MappedFile, extent, open_mapped, shape_error
+from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The limit on reads grows with the number
@@ -82,36 +79,21 @@ _STORAGES: dict[Name, torch.dtype] = {
 }
 
 
-def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """Tensors of a `torch.save` file by name, in the file's order, in either of torch's two formats.
+def tensors(path: Path) -> dict[str, LazyTensor]:
+    """Tensors of a `torch.save` file, by name, in the file's order, in either of torch's two formats.
 
     Keys of nested dicts are joined with dots. If a dict "state_dict" or "model" exists, only its tensors are
     returned, without an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may share
     storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line, for a
     damaged file and for any opcode or name that is not a tensor's.
     """
-    mapped = source if isinstance(source, MappedFile) else MappedFile(source)
-    with mapped.open() as file:
-        require_content(mapped.path, file)
-    try:
-        with mapped.open() as file:
-            content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
-        return {
-            name: LazyTensor(
-                tensor.shape,
-                tensor.storage.dtype,
-                f"{mapped.path.name}: {name}",
-                _reader(mapped, tensor, places),
-                mapped.release,
-            )
-            for name, tensor in _tensors_by_name(content).items()
-        }
-    except ValueError as error:
-        raise refusal(mapped.path, error, _REMEDY) from None
+    with open_mapped(path, _REMEDY) as (mapped, file):
+        content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
+        return {name: _lazy(mapped, name, t, places) for name, t in _tensors_by_name(content).items()}
 
 
-def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
-    """A function that reads the tensor. Raises ValueError if its storage is not in the file."""
+def _lazy(mapped: MappedFile, name: str, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> LazyTensor:
+    """The tensor with values in the file. Raises ValueError if its storage is not there."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
     begin, available = places.get(storage.key, (0, -1))
     if storage.count * size > available:
@@ -120,7 +102,7 @@ def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int,
             f"{'none' if available < 0 else available} for it"
         )
     begin += tensor.offset * size if 0 not in tensor.shape else 0
-    return partial(mapped.tensor, begin, tensor.shape, storage.dtype, tensor.stride)
+    return mapped.lazy(name, begin, tensor.shape, storage.dtype, tensor.stride)
 
 
 def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
