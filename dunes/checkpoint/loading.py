@@ -232,11 +232,11 @@ def _comparison(folder: Path, values: bool) -> str:
 
 
 def _adapter_lines(folder: Path) -> Iterator[str]:
-    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
+    options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
-    method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
+    method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
-    yield f"adapter     {method}, rank {peft.rank}, alpha {peft.alpha:g}: {size}"
+    yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

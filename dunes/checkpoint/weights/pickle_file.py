@@ -10,7 +10,7 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -318,25 +318,26 @@ def _tensors_by_name(content: object) -> dict[str, _Tensor]:
     if inner and any(isinstance(value, _Tensor) for value in content.values()):
         raise ValueError(f"it has tensors beside its {next(iter(inner))!r}, which is ambiguous")
     result: dict[str, _Tensor] = {}
-    _collect(next(iter(inner.values()), content), "", _MAX_DEPTH, result, [_MAX_ITEMS])
+    for i, (name, value, depth) in enumerate(_items(next(iter(inner.values()), content))):
+        if i >= _MAX_ITEMS or depth > _MAX_DEPTH:
+            raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
+        if isinstance(value, _Tensor):
+            if check_name(name) in result or len(result) >= MAX_TENSORS:
+                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
+            result[name] = value
     if not result:
         raise ValueError("it has no named tensor")
     return result
 
 
-def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
-    left[0] -= len(values)
-    if not depth or left[0] < 0:
-        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
+def _items(values: _Dict, prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object, int]]:
+    """Names, values and depths of the items of nested dicts, in order."""
     for key, value in values.items():
         # Truncated, since a dict with a long, invalid key may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
+        yield name, value, depth
         if type(value) is _Dict:
-            _collect(value, f"{name}.", depth - 1, into, left)
-        elif isinstance(value, _Tensor):
-            if check_name(name) in into or len(into) >= MAX_TENSORS:
-                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
-            into[name] = value
+            yield from _items(value, f"{name}.", depth + 1)
 
 
 _STAND_INS: dict[Name, object] = {
