@@ -50,14 +50,12 @@ INSTRUCTIONS = re.compile(
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
 """Of what Linux lists of an x86 processor, that for which compilers write instructions; all of it on others."""
-_PLAIN_BPE = {
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
+UNSUPPORTED = (
+    *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
+)
+"""Settings of byte pairs that the program does not have."""
+NO_TOKENIZER = "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
 def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
@@ -111,7 +109,8 @@ def export_native(
     if "native-text.so" in names:
         weights |= _differing(weights, step_weights(model, next(model.parameters()).dtype))
     tables = None if tokenizer is None else encoding_tables(tokenizer)
-    card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else _no_tokenizer(tokenizer)}
+    reason = "the model has no tokenizer" if tokenizer is None else NO_TOKENIZER
+    card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else reason}
 
     def fill(folder: Path) -> None:
         for name in names:
@@ -186,13 +185,6 @@ def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> d
         for name, tensor in others.items()
         if name not in weights or weights[name].dtype != tensor.dtype or not torch.equal(weights[name], tensor)
     }
-
-
-def _no_tokenizer(tokenizer: Tokenizer | None) -> str:
-    """Why the program takes and gives ids only."""
-    if tokenizer is None:
-        return "the model has no tokenizer"
-    return "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
 def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
@@ -305,7 +297,7 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     if not (plain and splits_lines(tokenizer) and model["type"] == "BPE"):
         return None
     first = {CHAR_TO_BYTE[c]: i for c, i in model["vocab"].items() if len(c) == 1 and c in CHAR_TO_BYTE}
-    if len(first) < 256 or any(model.get(key) not in (value, False, "") for key, value in _PLAIN_BPE.items()):
+    if len(first) < 256 or any(model.get(key) for key in UNSUPPORTED):
         return None
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merges = [[model["vocab"][t] for t in (left, right, left + right)] for left, right in pairs]

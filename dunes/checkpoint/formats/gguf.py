@@ -208,9 +208,8 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if "head_dim" in hf:
         fields |= {"attention.value_length": hf["head_dim"], "rope.dimension_count": hf["head_dim"]}
         fields |= _rope_fields(model.config.scaling)
-    fields = {
-        f"{architecture}.{key}": value for key, value in (fields | {"vocab_size": model.config.vocab}).items()
-    }
+    fields["vocab_size"] = model.config.vocab
+    fields = {f"{architecture}.{key}": value for key, value in fields.items()}
     vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
     return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
 

@@ -15,6 +15,7 @@ https://github.com/vllm-project/compressed-tensors
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from dunes.augment.change import float_dtype
 from dunes.augment.group_int import unpack
-from dunes.augment.quantized import Steps
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 from dunes.checkpoint.weights.safetensors_file import quote
 
@@ -89,9 +89,7 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
     expected = {"": -(-rows * columns // 2), ".absmax": blocks, ".quant_map": 16}
     if nested := "nested_blocksize" in state:
         expected |= {".nested_absmax": -(-blocks // state["nested_blocksize"]), ".nested_quant_map": 256}
-    sizes = {
-        name: tensor.nbytes if not name else torch.Size(tensor.shape).numel() for name, tensor in parts.items()
-    }
+    sizes = {name: prod(tensor.shape) if name else tensor.nbytes for name, tensor in parts.items()}
     if wrong := sorted(k for k in {*sizes, *expected} if sizes.get(k) != expected.get(k)):
         raise ValueError(
             f"{origin}: its part {wrong[0] or 'of codes'} has size {sizes.get(wrong[0], 0)}; expected "
@@ -102,10 +100,8 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
         values = {name: tensor.read().flatten() for name, tensor in parts.items()}
         scale = values[".absmax"]
         if nested:
-            scale = _scaled(
-                values[".nested_quant_map"], scale, values[".nested_absmax"], state["nested_blocksize"]
-            )
-            scale = scale + state["offset"]
+            levels, outer = values[".nested_quant_map"], values[".nested_absmax"]
+            scale = _scaled(levels, scale, outer, state["nested_blocksize"]) + state["offset"]
         packed = values[""].contiguous().view(torch.uint8)
         codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: rows * columns]
         weight = _scaled(values[".quant_map"], codes, scale, state["blocksize"])
@@ -159,11 +155,13 @@ def _packed_rows(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
         ) from None
 
     def read() -> Tensor:
-        codes = unpack(packed.read().contiguous().view(torch.uint8), bits, columns).float()
-        steps = Steps(scale.read().float(), torch.full((rows, groups), float(2 ** (bits - 1))))
-        if zero is not None:
-            steps = steps._replace(zero=unpack(zero.read().T.contiguous().view(torch.uint8), bits, rows).T.float())
-        weight = (codes.view(rows, groups, -1) - steps.zero[..., None]) * steps.scale[..., None]
-        return weight.flatten(1).to(scale.dtype)
+        codes = _unpack(packed.read(), bits, columns).view(rows, groups, -1)
+        offset = 2 ** (bits - 1) if zero is None else _unpack(zero.read().T, bits, rows).T[..., None]
+        return ((codes - offset) * scale.read().float()[..., None]).flatten(1).to(scale.dtype)
 
     return computed((rows, columns), scale.dtype, origin, read, parts.values())
+
+
+def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Codes in float32 of rows of int32."""
+    return unpack(packed.contiguous().view(torch.uint8), bits, count).float()

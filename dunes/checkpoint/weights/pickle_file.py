@@ -31,11 +31,7 @@ _MAX_TEXT = 1 << 20
 _MAX_DEPTH = 8
 _MAX_ITEMS = 2 * MAX_TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
-_TRUNCATED = "its pickle is truncated"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
-
-Name = tuple[str, str]
-"""A module's name and an object's name in it."""
 
 # The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
 # calls.
@@ -65,7 +61,7 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-_STORAGES: dict[Name, torch.dtype] = {
+_STORAGES: dict[tuple[str, str], torch.dtype] = {
     ("torch", "DoubleStorage"): torch.float64,
     ("torch", "FloatStorage"): torch.float32,
     ("torch", "HalfStorage"): torch.float16,
@@ -181,7 +177,7 @@ class _BoundedFile:
             raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one string")
         data = self.file.read(count)
         if len(data) < count:
-            raise ValueError(_TRUNCATED)
+            raise ValueError("its pickle is truncated")
         return data
 
     def readline(self) -> bytes:
@@ -340,7 +336,7 @@ def _items(values: _Dict, prefix: str = "", depth: int = 1) -> Iterator[tuple[st
             yield from _items(value, f"{name}.", depth + 1)
 
 
-_STAND_INS: dict[Name, object] = {
+_STAND_INS: dict[tuple[str, str], object] = {
     **_STORAGES,
     ("collections", "OrderedDict"): lambda: _Dict(),  # takes no pairs
     ("torch", "Size"): _sizes,
