@@ -22,9 +22,23 @@ from dunes.augment import Change, lora
 from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
 from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint import base as bases
-from dunes.checkpoint import folder as folders
+from dunes.checkpoint.base import (
+    ANY_BASE_HINT,
+    BaseRecord,
+    BaseWeights,
+    base_identity,
+    check_base,
+    read_base_record,
+)
 from dunes.checkpoint.card import listed_files, read_card
+from dunes.checkpoint.folder import (
+    read_consistently,
+    saved_folder,
+    verified_card,
+    write_card,
+    write_files,
+    write_tokenizer,
+)
 from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factors, peft_targets, split_factors
 from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG
@@ -112,7 +126,7 @@ def save_adapter(
     with a model from elsewhere, which would hide the adapter.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
-    folders.read_consistently(folder, _refuse_foreign_model)
+    read_consistently(folder, _refuse_foreign_model)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _peft_config(factors, adapter_base, lora_config)
     config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
@@ -122,7 +136,7 @@ def save_adapter(
     card = {
         "adapter": name,
         "family": adapter_base.family,
-        "base": {**(identity or bases.base_identity(model)), **relative_base},
+        "base": {**(identity or base_identity(model)), **relative_base},
         "structure": structure_digest(adapter_base, change),
         "changes": [],
         **({} if context_length is None else {"context_length": context_length}),
@@ -132,14 +146,14 @@ def save_adapter(
     def fill(staged: Path) -> None:
         safetensors_file.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
-        folders.write_tokenizer(staged, tokenizer, context_length)
-        folders.write_card(staged, card)
+        write_tokenizer(staged, tokenizer, context_length)
+        write_card(staged, card)
 
-    folders.write_files(folder, fill, sum(w.nbytes for w in weights.values()))
+    write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
 
 def _refuse_foreign_model(folder: Path) -> None:
-    readable = folders.saved_folder(folder)
+    readable = saved_folder(folder)
     if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
@@ -261,15 +275,15 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     of another base, or of one that cannot be compared. Warns if the adapter has no digests of its base, as from
     PEFT.
     """
-    folder = folders.saved_folder(Path(folder))
-    if not any_base and (record := bases.read_base_record(folders.verified_card(folder), folder)) is not None:
-        bases.check_base(bases.BaseWeights(model), record, folder)
+    folder = saved_folder(Path(folder))
+    if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
+        check_base(BaseWeights(model), record, folder)
     return attach_adapter(model, folder, name, any_base)
 
 
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> Change:
     """`load_adapter` for a base whose weights the caller has verified."""
-    card = folders.verified_card(folder)
+    card = verified_card(folder)
     peft = PeftConfig.read(folder / ADAPTER)
     base = adapter_base_of(model)
     factors = _read_factors(folder, peft, base)
@@ -415,13 +429,13 @@ def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any],
         )
         return
     expected = card.get("structure")
-    if expected is None and bases.BaseRecord.read(card, folder) is None:
+    if expected is None and BaseRecord.read(card, folder) is None:
         return
     if expected != (actual := structure_digest(base, change)):
         raise ValueError(
             f"{folder}: base and adapter form a different model here: its structure digest is {actual[:12]}, not "
             f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "
-            f"dunes or torch; load the original base, {bases.ANY_BASE_HINT}"
+            f"dunes or torch; load the original base, {ANY_BASE_HINT}"
         )
 
 

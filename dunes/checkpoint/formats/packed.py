@@ -19,9 +19,16 @@ from dunes.augment import Adapted, dequantize
 from dunes.augment.group_int import GroupInt, pack, unpack
 from dunes.augment.quantization import Int8
 from dunes.augment.quantized import Grid, Quantized
-from dunes.checkpoint import folder as folders
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.convert import Edit, rewrite
+from dunes.checkpoint.folder import (
+    hf_parts,
+    inherited,
+    readable_folder,
+    require_described,
+    special_ids,
+    write_model,
+)
 from dunes.checkpoint.formats.quantized_weights import BITS, FORMAT, NAME, PACKED
 from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.verify import PACKED as TOLERANCE
@@ -44,7 +51,7 @@ def export_packed(folder: Path, out: Path) -> str:
     Raises ValueError if `out` exists, for a model without quantized layers, with adapters, or with layers that the
     format cannot express, and, with nothing written, if the result reads back with other logits.
     """
-    folder = folders.readable_folder(folder)
+    folder = readable_folder(folder)
     return rewrite(folder, out, partial(_packed, folder, out))
 
 
@@ -58,16 +65,16 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
     packed = {name: _pack(layer, name) for name, layer in layers.items()}
     expected = model_logits(model, length)
     dequantize(model)
-    described = folders.require_described(model, length, folder)
-    known, settings, weights = folders.hf_parts(model, described)
+    described = require_described(model, length, folder)
+    known, settings, weights = hf_parts(model, described)
     names = {place: _their_name(model, described, place) for place in packed}
     files = {key: tensor for key, tensor in weights.items() if key.removesuffix(".weight") not in names.values()}
     for place, (tensors, _) in packed.items():
         files |= in_memory({f"{names[place]}.{part}": tensor for part, tensor in tensors.items()})
     dtype = str(next(iter(layers.values())).dtype).removeprefix("torch.")
-    config = settings | folders.special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+    config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
     config |= {"quantization_config": _quantization_config({names[place]: s for place, (_, s) in packed.items()})}
-    card = {**folders.inherited(loaded.card), **known, "context_length": length, "changes": []}
+    card = {**inherited(loaded.card), **known, "context_length": length, "changes": []}
 
     def compare(staged: Path) -> tuple[str, Mapping[str, Any]]:
         limit = EXACT if dtype == "float32" else TOLERANCE
@@ -79,7 +86,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
         )
         return report, {"packed": {"layers": len(layers), "verified": difference}}
 
-    write = partial(folders.write_model, weights=files, config=config, card=card, tokenizer=(tokenizer, length))
+    write = partial(write_model, weights=files, config=config, card=card, tokenizer=(tokenizer, length))
     return write, compare
 
 
