@@ -341,7 +341,7 @@ class PeftConfig:
         """The change that `augment.lora.decide` returns for these modules."""
         alphas = {place: f.scale * _divisor(f.rank, self.options.rslora) for place, f in factors.items()}
         places = {place: {"rank": f.rank, "alpha": alphas[place]} for place, f in factors.items()}
-        request = replace(self.options, where=list(factors), adapter=name).request()
+        request = replace(self.options, where=tuple(factors), adapter=name).request()
         return Change("lora", lora.VERSION, request, places, (f"**.adapters.{name}.*",))
 
 

@@ -167,7 +167,7 @@ def _same_value(stored: Any, value: Any) -> bool:
     """True if the value of a key is read back as it was written: texts in lists as bytes, numbers in float32."""
     if isinstance(value, list | tuple):
         expected = [item.encode() if isinstance(item, str) else item for item in value]
-        return expected == (stored.tolist() if isinstance(stored, np.ndarray) else stored)
+        return bool(expected == (stored.tolist() if isinstance(stored, np.ndarray) else stored))
     return bool(np.float32(value) == np.float32(stored) if isinstance(value, float) else value == stored)
 
 
