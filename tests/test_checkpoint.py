@@ -19,7 +19,7 @@ from dunes.checkpoint import inspect, state
 from dunes.checkpoint.folder import finish_save
 from dunes.checkpoint.model_folder import verified_card
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -68,7 +68,7 @@ def stage(folder, weights, shard):
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith("model") and file.name != "dunes.json":
             shutil.copy(file, ready)
-    safetensors_writer.write_tensors(ready, in_memory(weights), shard=shard)
+    safetensors_file.write_tensors(ready, in_memory(weights), shard=shard)
     folders.write_card(ready, {"note": str(shard)})
     return ready
 
@@ -133,7 +133,7 @@ def test_a_save_that_was_left_half_moved_is_refused(folder):
 
 
 def test_other_programs_miss_no_file_while_a_save_is_put_into_place(folder, monkeypatch):
-    stage(folder, load_file(folder / "model.safetensors"), safetensors_writer.SHARD)
+    stage(folder, load_file(folder / "model.safetensors"), safetensors_file.SHARD)
     names, seen = [p.name for p in folder.iterdir() if p.is_file()], []
     for call in ("link", "replace", "unlink", "rename"):
         real = getattr(os, call)
@@ -158,11 +158,11 @@ def test_reading_moves_nothing_but_what_we_saved(folder):
 def test_a_save_in_a_folder_that_cannot_be_written_is_read_where_it_lies(folder, monkeypatch):
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    stage(folder, weights | {name: weights[name] + 1}, safetensors_writer.SHARD)
+    stage(folder, weights | {name: weights[name] + 1}, safetensors_file.SHARD)
     for call in ("replace", "unlink", "link", "rename", "mkdir", "rmdir"):
         monkeypatch.setattr(os, call, raising(OSError(errno.EROFS, os.strerror(errno.EROFS))))
     loaded = checkpoint.load(folder)
-    assert loaded.card["note"] == str(safetensors_writer.SHARD)
+    assert loaded.card["note"] == str(safetensors_file.SHARD)
     assert torch.equal(loaded.model.embed.token.weight, weights["model.embed_tokens.weight"] + 1)
 
 

@@ -24,7 +24,7 @@ from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.model_folder import READY
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import source_logits
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.files import atomic
 from dunes.models import FAMILIES, build_on_meta
@@ -233,7 +233,7 @@ KILLED = """
     import os, sys
     from pathlib import Path
     from dunes.files import atomic
-    from dunes.checkpoint.weights import safetensors_writer
+    from dunes.checkpoint.weights import safetensors_file
     from dunes.checkpoint.convert import convert
     from dunes.checkpoint.source import open_source
 
@@ -248,7 +248,7 @@ KILLED = """
             return act(*arguments, **more)
         return instead
 
-    safetensors_writer._bytes, atomic.fsync_path = counted(safetensors_writer._bytes), counted(atomic.fsync_path)
+    safetensors_file._bytes, atomic.fsync_path = counted(safetensors_file._bytes), counted(atomic.fsync_path)
     os.replace, os.rename, os.link = map(counted, (os.replace, os.rename, os.link))
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
@@ -281,7 +281,7 @@ def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(hf, tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(hf, tmp_path, monkeypatch):
-    real, calls = safetensors_writer._bytes, []
+    real, calls = safetensors_file._bytes, []
 
     def full(tensor):
         calls.append(1)
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_nothing(hf, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(tensor)
 
-    monkeypatch.setattr(safetensors_writer, "_bytes", full)
+    monkeypatch.setattr(safetensors_file, "_bytes", full)
     with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
         convert(open_source(hf), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -392,7 +392,7 @@ def test_memory_holds_one_tensor_at_a_time(tied, dtype, copies, tmp_path):
     state = build_on_meta("llama", llama.from_hf(words)).state_dict()
     filled = lambda shape: partial(torch.full, shape, 0.01, dtype=torch.bfloat16)
     noise = {k: LazyTensor(tuple(t.shape), torch.bfloat16, k, filled(t.shape)) for k, t in state.items()}
-    safetensors_writer.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
+    safetensors_file.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
     grown = int(run_python(MEMORY, tmp_path / "hf", tmp_path / "out", dtype, check=True).stdout)
     print(f"{grown / 1e6:.0f} MB for a largest tensor of {large / 1e6:.0f} MB")
     assert grown < copies * large + 250e6, "the logits of so many words take 33 MB each time, too"
@@ -409,7 +409,7 @@ def test_every_family_converts_bit_for_bit(form, tmp_path):
     model = random_model(family, **sizes)
     moves, _ = to_theirs(module.NAMES, model.state_dict())
     (tmp_path / "hf").mkdir()
-    safetensors_writer.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
+    safetensors_file.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))
     verification = convert(open_source(tmp_path / "hf"), tmp_path / "out")
     assert verification.largest_difference == 0.0
@@ -452,7 +452,7 @@ def test_a_table_of_foreign_names(hf, tmp_path):
 def test_large_models_are_sharded(hf, tmp_path):
     weights = bits(hf)
     (tmp_path / "many").mkdir()
-    safetensors_writer.write_tensors(tmp_path / "many", in_memory(weights), shard=40_000)
+    safetensors_file.write_tensors(tmp_path / "many", in_memory(weights), shard=40_000)
     (tmp_path / "many" / "config.json").write_text((hf / "config.json").read_text())
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) >= 4
@@ -466,7 +466,7 @@ def test_the_library_reads_what_is_written(tmp_path):
     kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     tensors = {f"t{i}": torch.randn(3, i + 1).mul(9).to(kind) for i, kind in enumerate(kinds)}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.randn(4, 3).T}
-    safetensors_writer.write_tensors(tmp_path, in_memory(tensors))
+    safetensors_file.write_tensors(tmp_path, in_memory(tensors))
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
@@ -474,12 +474,12 @@ def test_old_shards_are_removed_when_a_single_file_is_saved(hf):
     """Several files of an older save must not be read instead of the one file of the newer."""
     ready = hf / READY
     ready.mkdir()
-    safetensors_writer.write_tensors(ready, in_memory(bits(hf)), shard=40_000)
+    safetensors_file.write_tensors(ready, in_memory(bits(hf)), shard=40_000)
     folder.finish_save(hf)
     assert not (hf / "model.safetensors").exists()
-    assert (hf / safetensors_writer.INDEX).exists()
+    assert (hf / safetensors_file.INDEX).exists()
     ready.mkdir()
-    safetensors_writer.write_tensors(ready, open_source(hf).files)
+    safetensors_file.write_tensors(ready, open_source(hf).files)
     folder.finish_save(hf)
     assert [p.name for p in (hf).glob("model*")] == ["model.safetensors"]
 

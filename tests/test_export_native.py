@@ -69,7 +69,7 @@ def no_work(monkeypatch):
         raise AssertionError("work before the refusal")
 
     for name in ("compile_step", "compile_graph"):
-        monkeypatch.setattr(export_native, name, fail)
+        monkeypatch.setattr(export_native.packages, name, fail)
     monkeypatch.setattr(torch.export, "export", fail)
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")  # which imports Inductor
 
@@ -159,7 +159,7 @@ def test_a_network_that_cannot_be_exported_is_refused_before_any_work(
 )
 def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")
-    monkeypatch.setattr(export_native, "compile_graph", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(export_native.packages, "compile_graph", lambda *args: pytest.fail("compiled"))
     refuses(message, export_network, network, torch.rand(1), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -19,7 +19,7 @@ import torch
 
 from conftest import display, refuses, run_python, toy, training_output
 from dunes import checkpoint
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.files import atomic
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
@@ -127,7 +127,7 @@ def failing(monkeypatch, number, error):
 
     for name in CALLS:
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(safetensors_writer, "write_file", counted(safetensors_writer.write_file))
+    monkeypatch.setattr(safetensors_file, "write_file", counted(safetensors_file.write_file))
     monkeypatch.setattr(Path, "write_text", counted(Path.write_text))
 
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     save(tmp_path, 1)
     free = shutil.disk_usage(tmp_path)._replace(free=500)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    monkeypatch.setattr(safetensors_writer, "write_file", lambda path, tensors: pytest.fail("written"))
+    monkeypatch.setattr(safetensors_file, "write_file", lambda path, tensors: pytest.fail("written"))
     with pytest.raises(OSError, match=r"B are needed and \S+ k?B are free.*" + str(tmp_path)):
         save(tmp_path, 2)
     assert read(tmp_path) == 1

@@ -28,7 +28,7 @@ from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
-from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, llama_cpp, ranked_bpe, sentencepiece, templates
+from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from hard_strings import HARD
@@ -601,7 +601,7 @@ def test_what_stands_around_a_text_is_written(text, adds):
 @pytest.mark.filterwarnings("ignore:llama.cpp")
 def test_llama_cpps_algorithm_in_python_gives_the_ids_of_hard_texts(name, tokenizer):
     before = tokenizer if name == "own" else FOREIGN[name]()
-    encode = llama_cpp.encoder(vocabulary_fields(before, before.vocab))
+    encode = gguf_vocabulary.encoder(vocabulary_fields(before, before.vocab))
     for text in (text for text in HARD if len(text) < 700):
         if (name == "own" and not text.isascii()) or (name == "symbols" and "REF" in text) or "<sep" in text:
             continue

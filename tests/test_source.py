@@ -18,8 +18,7 @@ from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.weights.mapped_file import MappedFile
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, MappedFile, cast, in_memory, renamed
 from dunes.files import json_file
 from dunes.models import FAMILIES, build_on_meta, weight_counts
 from dunes.models.names import to_theirs

@@ -16,7 +16,7 @@ from torch import nn
 from dunes.augment import lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.model_folder import CARD
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

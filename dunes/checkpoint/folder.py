@@ -23,7 +23,7 @@ from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, UNFINISHED, listed_files, read_card, ready_folder
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
-from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.weights.safetensors_file import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
 from dunes.files.atomic import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES

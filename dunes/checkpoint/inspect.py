@@ -18,8 +18,8 @@ from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
 from dunes.checkpoint.loading import base_folder, load, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
-from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import Weights
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, format_count, plural
@@ -170,7 +170,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
     """
     folder = readable_folder(folder)
-    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
+    options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
     lines = list(_adapter_lines(folder, peft, card))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
@@ -191,9 +191,9 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
 
 def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
-    method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
+    method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
-    yield f"adapter     {method}, rank {peft.rank}, alpha {peft.alpha:g}: {size}"
+    yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

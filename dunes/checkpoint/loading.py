@@ -30,8 +30,8 @@ from dunes.checkpoint.model_folder import (
 )
 from dunes.checkpoint.source import Source, context_length_of, open_verified_source, own_weights, tensors
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
-from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import Weights
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import trust_cards
 from dunes.parts import Decoder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dunes.checkpoint.formats.native import PARAMS
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.data.files import CODE_SUFFIXES, DEPENDENCIES, NEVER
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
-from dunes.checkpoint.formats import bitsandbytes, compressed_tensors, gguf, native
+from dunes.checkpoint.formats import gguf, native
+from dunes.checkpoint.formats.quantized_weights import dense_weights
 from dunes.checkpoint.model_folder import CARD, CONFIG, SINGLE, explain, read_card, readable_folder, verified_card
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
-from dunes.checkpoint.weights import header, pickle_file
+from dunes.checkpoint.weights import pickle_file, safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic, json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
 from dunes.models import FAMILIES, build_on_meta, family_of, weight_counts, weight_names
@@ -213,9 +215,7 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
     architecture = Architecture.of_card(card, folder / CARD, build)
     adapters = [change.request.get("adapter") for change in architecture.changes]
     if (active := card.get("adapter")) is not None and active not in adapters:
-        raise ValueError(
-            f"{folder / CARD}: adapter is {header.quote(active)}; expected one of its adapters, or null"
-        )
+        raise ValueError(f"{folder / CARD}: adapter is {quote(active)}; expected one of its adapters, or null")
     config = json_file.read_if_present(folder / CONFIG)
     return Source(folder, "dunes", config, own_weights(folder), [], (), (), card, architecture)
 
@@ -239,7 +239,7 @@ def context_length_of(
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
     if type(context_length) is not int or not 1 <= context_length <= limit:
         expected = "a number of tokens" if limit == math.inf else f"1 to {limit}, the learned positions"
-        raise ValueError(f"{folder / CARD}: context_length is {header.quote(context_length)}; expected {expected}")
+        raise ValueError(f"{folder / CARD}: context_length is {quote(context_length)}; expected {expected}")
     return context_length
 
 
@@ -248,24 +248,11 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     notes: tuple[str, ...] = ()
     if (quantized := hf_config.get("quantization_config")) is not None:
         hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
-        files, notes = _dequantized(files, quantized, folder), ("quantized weights, dequantized",)
+        files, notes = dense_weights(files, quantized, folder / CONFIG), ("quantized weights, dequantized",)
     with _naming_errors(folder / CONFIG):
         family = family_of(hf_config)
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
     return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
-
-
-def _dequantized(files: dict[str, LazyTensor], quantization: Any, folder: Path) -> dict[str, LazyTensor]:
-    """The tensors, with quantized ones dequantized on reading. Raises ValueError for an unknown quantization."""
-    if bitsandbytes.is_four_bits(quantization):
-        return bitsandbytes.dense_weights(files)
-    if compressed_tensors.is_packed(quantization):
-        return compressed_tensors.dense_weights(files)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    raise ValueError(
-        f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights and bitsandbytes' of four "
-        "bits and compressed-tensors' packed ones are read, get those"
-    )
 
 
 def _apply_renames(
@@ -369,11 +356,11 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
             owner = weight_map.get(key, "no file")
             missing = f"is missing, although {index.name} lists it"
             reason = missing if key in listed[name] else f"belongs to {owner} according to {index.name}"
-            raise ValueError(f"{path}: {header.quote(key)} {reason}; fetch both again")
+            raise ValueError(f"{path}: {quote(key)} {reason}; fetch both again")
         files |= shard
     return files
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of one file: safetensors, or for any other suffix a pickle of `torch.save`."""
-    return header.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)
+    return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

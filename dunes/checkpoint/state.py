@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
@@ -48,7 +48,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
 
     def write_files(staged: Path) -> None:
-        safetensors_writer.write_file(staged / TENSORS, in_memory(copied.tensors))
+        safetensors_file.write_file(staged / TENSORS, in_memory(copied.tensors))
         (staged / STATE).write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
         write_manifest(staged)
 

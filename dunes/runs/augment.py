@@ -24,9 +24,9 @@ from dunes.checkpoint.loading import base_folder, is_adapter
 from dunes.checkpoint.model_folder import UNFINISHED, read_card, readable_folder
 from dunes.checkpoint.trained_text import trained_text
 from dunes.checkpoint.verify import check_written, distance, model_logits
-from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.checkpoint.weights.safetensors_writer import write_file
+from dunes.checkpoint.weights.safetensors_file import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens, missing_source, require_separate
@@ -80,7 +80,7 @@ def _spill_into(folder: Path) -> Spill:
         folder.mkdir(exist_ok=True)
         file = folder / f"{next(numbers)}.safetensors"
         write_file(file, in_memory(tensors))
-        return {name: tensor.read() for name, tensor in header.tensors(file).items()}
+        return {name: tensor.read() for name, tensor in safetensors_file.tensors(file).items()}
 
     return spill
 
