@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment.options import Lora
 from dunes.checkpoint.base import BaseRecord
 from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
@@ -171,7 +172,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     """
     folder = readable_folder(folder)
     options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
-    lines = list(_adapter_lines(folder, peft, card))
+    lines = list(_adapter_lines(folder, options, card))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
@@ -189,7 +190,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> Iterator[str]:
+def _adapter_lines(folder: Path, options: Lora, card: Mapping[str, Any]) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
