@@ -59,8 +59,7 @@ class Clock:
 
 def test_a_lap_is_the_time_of_its_work_and_short_work_is_repeated():
     clock = Clock()
-    works = {"short": clock.work(0.25), "long": clock.work(3.0)}
-    laps = list(race(works, 2, least=1.0, clock=clock))
+    laps = list(race({"short": clock.work(0.25), "long": clock.work(3.0)}, 2, least=1.0, clock=clock))
     assert [(lap.name, lap.round) for lap in laps] == [("short", 0), ("long", 0), ("long", 1), ("short", 1)]
     assert {lap.name: (lap.seconds, lap.runs) for lap in laps} == {"short": (0.25, 4), "long": (3.0, 1)}
 
@@ -118,8 +117,7 @@ def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
     summed = rows.summarize(laps)
     assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
-    slow = rows.summarize([lap | {"flop_share": 0.5} for lap in laps])
-    assert slow["limit"] == pytest.approx(600)
+    assert rows.summarize([lap | {"flop_share": 0.5} for lap in laps])["limit"] == pytest.approx(600)
     assert "limit" not in rows.summarize([lap | {"bytes": 0} for lap in laps])
 
 
@@ -456,8 +454,7 @@ class Two(nn.Module):
 def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     model = Two()
     trainer = Trainer(model, adamw(model), cross_entropy)
-    batch = (torch.randn(256, 512), torch.randint(0, 8, (256,)))
-    steps = trainer.run([batch] * 3)
+    steps = trainer.run([(torch.randn(256, 512), torch.randint(0, 8, (256,)))] * 3)
     next(steps)
     with bench.profile_modules(model) as report:
         next(steps)

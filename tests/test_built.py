@@ -280,8 +280,7 @@ def test_a_model_of_a_family_is_hugging_faces_and_needs_no_function(tmp_path):
 
 
 def test_one_kind_over_the_other_leaves_nothing_of_it(kept):
-    model = random_model(vocab=TOKENIZER.vocab, context=16)
-    save(model, kept)
+    save(random_model(vocab=TOKENIZER.vocab, context=16), kept)
     assert checkpoint.load(kept).card["family"] == "llama"
     save(learned(build()), kept)
     refuses("not imported automatically", checkpoint.load, kept)
@@ -292,8 +291,7 @@ def test_a_card_of_format_1_is_read(kept):
     card = json.loads((kept / "dunes.json").read_text())
     assert card["format"] == 3
     context_length = card.pop("context_length")
-    old = card | {"format": 1, "context": context_length}
-    (kept / "dunes.json").write_text(json.dumps(old))
+    (kept / "dunes.json").write_text(json.dumps(card | {"format": 1, "context": context_length}))
     loaded = checkpoint.load(kept, build=build)
     assert loaded.context_length == loaded.card["context_length"] == context_length
     assert "context" not in loaded.card

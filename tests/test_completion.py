@@ -221,11 +221,9 @@ def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
     monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
     monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
     prompt, hopeless = [id_of(b"a")], []
-    copies = Copies(engine.sources([]), b"re", 1)
-    assert search_at(engine, prompt, copies).beams() == [line]
+    assert search_at(engine, prompt, Copies(engine.sources([]), b"re", 1)).beams() == [line]
     assert not hopeless
-    whole = Copies(engine.sources([]), b"r", 1)
-    assert search_at(engine, prompt, whole).beams() == [line]
+    assert search_at(engine, prompt, Copies(engine.sources([]), b"r", 1)).beams() == [line]
     assert hopeless == [part]
 
 
@@ -317,8 +315,7 @@ def test_a_more_probable_line_comes_before_a_repetition(monkeypatch):
 
 
 def test_a_repetition_that_the_tokenizer_cannot_spell_is_none():
-    tokenizer = metaspace_tokenizer()
-    engine = CompletionEngine(model_for(tokenizer), None, zero_gate())
+    engine = CompletionEngine(model_for(metaspace_tokenizer()), None, zero_gate())
     found = engine.alternatives("aa = f(aa, 'é🙂')\nbb = f(", options=CompleteOptions(alternatives=3))
     assert not any(suggestion.text.startswith("bb, '") for suggestion in found)
 
@@ -398,8 +395,7 @@ def test_an_empty_suggestion_is_as_probable_as_its_line(monkeypatch):
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_text_of_nothing_begins_after_the_end_of_another(width):
     """A tokenizer without a document start, and no header."""
-    loaded = model_for(metaspace_tokenizer())
-    engine = engine_of([("a.py", "value d\n")], loaded=loaded, header=False)
+    engine = engine_of([("a.py", "value d\n")], loaded=model_for(metaspace_tokenizer()), header=False)
     for before in ("", "v"):
         assert 0 < engine.complete(before, "", "", CompleteOptions(width=width)).line <= 1.0001
 
@@ -436,8 +432,7 @@ def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
         for column in range(len(body) - 12, len(body) - 4):
             before = text + "def area_9(width, height):\n" + body[:column]
             suggestion = engine.complete(before, "", "b.py", options=CompleteOptions(width=1)).text
-            whole = body[:column] + suggestion
-            assert whole.startswith(body[:-3]), (column, suggestion)
+            assert (body[:column] + suggestion).startswith(body[:-3]), (column, suggestion)
             assert not {"\r", "\n"} & {*suggestion}
     assert 0 < engine.complete(CODE + "def area", "", "b.py").line <= 1
 
@@ -685,16 +680,14 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
     with torch.no_grad():
         for place in range(text.starts[0], len(text.ids)):
             done = 0 if place <= CONTEXT else CONTEXT + (place - 1 - CONTEXT) // (CONTEXT // 2) * (CONTEXT // 2)
-            start = max(0, done - CONTEXT // 2)
-            logits = LOADED.model(torch.tensor([text.ids[start:place]]))[0, -1]
+            logits = LOADED.model(torch.tensor([text.ids[max(0, done - CONTEXT // 2) : place]]))[0, -1]
             total -= float(logits.log_softmax(-1)[text.ids[place]])
     assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
     assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
 
 
 def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
-    rows = text_logprobs(LOADED, [70] * 100_000)
-    assert next(rows).shape == (BPE.vocab,)
+    assert next(text_logprobs(LOADED, [70] * 100_000)).shape == (BPE.vocab,)
     del forwards[:]
     text = FileTokenizer(BPE, True).tokenize(CODE * 100)
     places = places_of(LOADED, [text], lambda above: engine_of().sources([], [], ""), 20)
@@ -720,8 +713,7 @@ def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
 def test_records_without_names_are_copied_from():
     engine = engine_of([("", CODE), ("", OTHER)])
     assert len(engine.sources([1]).far[0]) == len(engine.sources([1], name="x.py").far[0]) > 0
-    copied = copier(("", "alpha = beta\n")).complete("x\nalpha = ")
-    assert copied.text == "beta"
+    assert copier(("", "alpha = beta\n")).complete("x\nalpha = ").text == "beta"
 
 
 @pytest.mark.slow
@@ -833,8 +825,7 @@ def change_tensor(name, change):
 
 def change_json(name, change):
     def apply(folder):
-        record = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(change(record)))
+        (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
 
     return apply
 
@@ -972,8 +963,7 @@ def checkpoint_test_files(run):
 @pytest.mark.slow
 def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     run = tmp_path / "run"
-    out = train_to(run, programs, vocab_size=330)
-    assert "nats/token by the model" in out
+    assert "nats/token by the model" in train_to(run, programs, vocab_size=330)
     index, (_, facts) = read_index(run), read_gate(run)
     assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]
@@ -1059,9 +1049,7 @@ def test_few_lines_do_not_decide(programs, tmp_path, monkeypatch):
 
 
 def test_shares_of_right_ends_are_those_of_each_line():
-    text = "ab\nabc\nxyz\n"
-    completer = Says({"a": "b", "ab": "c", "": "abc "})
-    typed = typed_files(completer, [("a.txt", text)], 3)
+    typed = typed_files(Says({"a": "b", "ab": "c", "": "abc "}), [("a.txt", "ab\nabc\nxyz\n")], 3)
     assert right_by_line(typed).tolist() == pytest.approx([1 / 2, 2 / 3, 0])
 
 
@@ -1197,14 +1185,11 @@ def noise_places(count, seed):
 
 def test_a_gate_does_not_learn_few_places_by_heart():
     few, others = noise_places(500, 0), noise_places(2000, 1)
-    gate = fit_gate(few)
-    change = float(others.loss(gate).mean() + others.target_logprob.mean())
-    assert change < 0
+    assert float(others.loss(fit_gate(few)).mean() + others.target_logprob.mean()) < 0
 
 
 def test_a_window_seldom_moves():
-    starts = {len(ids) - len(window(ids, 40)) for n in range(41, 90) for ids in [[0] * n]}
-    assert len(starts) <= 7
+    assert len({len(ids) - len(window(ids, 40)) for n in range(41, 90) for ids in [[0] * n]}) <= 7
     assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
 
 

@@ -411,8 +411,7 @@ def test_every_family_converts_bit_for_bit(form, tmp_path):
     (tmp_path / "hf").mkdir()
     safetensors_writer.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))
-    verification = convert(open_source(tmp_path / "hf"), tmp_path / "out")
-    assert verification.largest_difference == 0.0
+    assert convert(open_source(tmp_path / "hf"), tmp_path / "out").largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -254,8 +254,7 @@ def test_candidates_are_what_any_source_proposes_with_what_each_knows():
 
 
 def test_the_models_top_ids_are_candidates_too_with_how_the_file_uses_them():
-    sources = sources_of(b"ab = 12\na = 1\n", b"12")
-    found = Copies(sources).candidates(encode(b"a"), [3, 4, 7])
+    found = Copies(sources_of(b"ab = 12\na = 1\n", b"12")).candidates(encode(b"a"), [3, 4, 7])
     assert {3, 4, 7} <= {*found.ids.tolist()}
     own = dict(zip(found.ids.tolist(), found.features[:, 18:21].exp2() - 1, strict=True))
     assert own[4].tolist() == pytest.approx([1, 8, 8]), "ab: once, the first of eight ids"

@@ -695,8 +695,7 @@ def test_tokenizers_that_differ_in_the_end_of_a_text_alone_have_shards_of_their_
 
 def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_path):
     tokenizer = metaspace_tokenizer()
-    texts = {"a.txt": "def v\n" * 12_000, "b.txt": "v d"}
-    corpus = collect_corpus([put(tmp_path / "source", texts)])
+    corpus = collect_corpus([put(tmp_path / "source", {"a.txt": "def v\n" * 12_000, "b.txt": "v d"})])
     documents = sorted(corpus.train + corpus.valid, key=lambda d: d.name)
     ids = [[0, *tokenizer.encode("".join(d.text())), 1] for d in documents]
     shard = token_shard(documents, tokenizer, tmp_path / "cache")
@@ -902,8 +901,7 @@ def test_ids_take_two_bytes_as_long_as_they_fit(tmp_path, vocab, dtype):
     shard = token_shard([one(tmp_path / "a.txt")], tokenizer)
     assert shard.tokens.dtype == dtype
     assert shard.tokens.tolist() == expected([one(tmp_path / "a.txt")], tokenizer)
-    windows = Windows(shard.tokens, shard.length - 1, 1)
-    assert windows.batch(0).tolist() == [shard.tokens.tolist()]
+    assert Windows(shard.tokens, shard.length - 1, 1).batch(0).tolist() == [shard.tokens.tolist()]
 
 
 # Windows

@@ -139,8 +139,7 @@ def write_programs(folder):
     word = lambda: draw.choice(WORDS)
     one = lambda: f"def {word()}_{word()}({word()}, {word()}):\n    return {word()}.{word()}({word()})"
     for i in range(20):
-        lines = [one() for _ in range(6)]
-        (folder / f"module_{i}.py").write_text("\n\n\n".join(lines))
+        (folder / f"module_{i}.py").write_text("\n\n\n".join([one() for _ in range(6)]))
 
 
 def dunes(*words):

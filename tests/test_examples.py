@@ -645,8 +645,7 @@ GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi
 def test_good_examples_are_not_refused(bpe, llama3, spaced):
     for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
         check_report(reported(GOOD, get_template(name), tokenizer))
-    empty = [(Turn("user", ""), Turn("assistant", ""))]
-    check_report(reported(empty, get_template("plain"), bpe))
+    check_report(reported([(Turn("user", ""), Turn("assistant", ""))], get_template("plain"), bpe))
 
 
 def test_nothing_to_train_on_and_ids_that_the_model_has_not_are_refused(bpe):

@@ -182,8 +182,7 @@ def test_parameters_are_counted_without_the_model(family):
     config = module.Config.from_size(97, 64, 5, 48)
     assert weight_counts(family, config)[0] == tree.count(module.build(config))
     assert weight_counts(family, replace(config, depth=1))[0] == tree.count(module.build(replace(config, depth=1)))
-    absurd = replace(config, depth=10**9, hidden=2**24)
-    assert weight_counts(family, absurd)[0] > 10**18
+    assert weight_counts(family, replace(config, depth=10**9, hidden=2**24))[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)

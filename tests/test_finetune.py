@@ -113,8 +113,7 @@ def test_each_method_learns_and_leaves_what_was_measured(method, base, examples,
     card = checkpoint.load(folder).card
     assert card["measured"]["loss"] < card["measured"]["before"] - 0.01
     assert card["template"] == "alpaca"
-    again = score_of(folder, config)
-    assert again.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
+    assert score_of(folder, config).loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
     assert (folder / "adapter_config.json").is_file() != METHODS[method].saves_model
     assert (folder / "chat_template.jinja").is_file()
     assert "dunes chat" in out.splitlines()[-1]
@@ -214,8 +213,7 @@ def test_a_run_goes_on_with_its_own_base_and_examples_only(base, tokenizer, exam
     rows.write_text(json.dumps(ROWS[:-1]))
     refuses_run("cannot resume: examples changed", config, tmp_path / "run", resume=True)
     rows.write_text(json.dumps(ROWS))
-    other = initialise(checkpoint.load(mine).model, seed=4)
-    checkpoint.save(other, mine, tokenizer, 128)
+    checkpoint.save(initialise(checkpoint.load(mine).model, seed=4), mine, tokenizer, 128)
     refuses_run("cannot resume: base changed", config, tmp_path / "run", resume=True)
     refuses("contains a run of another kind", train, toy(tmp_path), tmp_path / "run", display()[0], resume=True)
 
@@ -260,8 +258,7 @@ def test_a_run_goes_on_from_elsewhere_and_with_what_was_moved(base, examples, tm
     (tmp_path / "here" / "base").symlink_to(base)
     (tmp_path / "here" / "rows.json").write_text(examples.read_text())
     monkeypatch.chdir(tmp_path / "here")
-    config = asked("base", "rows.json", steps=2)
-    finetuned(config, tmp_path / "run")
+    finetuned(asked("base", "rows.json", steps=2), tmp_path / "run")
     monkeypatch.chdir(tmp_path / "there")
     assert finetune(FinetuneConfig(), tmp_path / "run", display()[0], resume=True) == 0
     (tmp_path / "here" / "rows.json").rename("moved.json")
@@ -326,8 +323,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(method, base, examples
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
     monkeypatch.setattr(Run, "score", lambda self, limit=None: next(scores))
     monkeypatch.setattr(Run, "check", remembered)
-    out = finetuned(config, folder)
-    assert "warning: no better than the base model" in out
+    assert "warning: no better than the base model" in finetuned(config, folder)
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
@@ -415,8 +411,7 @@ def test_examples_without_targets_are_not_for_validation(size, base, tmp_path):
     for share in (0.05, 0.5, 0.9):
         path = chats(tmp_path / "rows.json", [1] * 4 + [0] * 20, size)
         config = asked(base, path, val_fraction=share, context_length=128, max_truncated=1.0)
-        out = finetuned(config, tmp_path / "run", dry_run=True)
-        assert "20 examples without targets" in out
+        assert "20 examples without targets" in finetuned(config, tmp_path / "run", dry_run=True)
         data = ready(base, path, val_fraction=share, context_length=128, max_truncated=1.0, split_version=1)
         assert 1 <= len(data.valid) <= 3
         assert all(e.targets(128) for e in data.valid)
@@ -485,8 +480,7 @@ def test_full_finetuning_of_bfloat16_is_done_in_float32_and_kept_in_bfloat16(tok
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "arcee"])
 def test_other_families(family, tokenizer, examples, tmp_path):
     base = base_in(tmp_path / "base", tokenizer, family, context=160)
-    out = finetuned(asked(base, examples), tmp_path / "run")
-    assert "after" in out
+    assert "after" in finetuned(asked(base, examples), tmp_path / "run")
     card = checkpoint.load(tmp_path / "run").card
     assert card["measured"]["loss"] < card["measured"]["before"]
 
@@ -520,8 +514,7 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     _, held = split_records(read_records(examples).rows, 0.2)
     for record in held[:3]:
         assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
-    before = json.loads((folder / "state" / "baseline.json").read_text())["answers"]
-    assert len(before) == 3
+    assert len(json.loads((folder / "state" / "baseline.json").read_text())["answers"]) == 3
     words = "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
     assert words in finetuned(asked(base, examples), tmp_path / "other")
 
@@ -714,8 +707,7 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     held = train_allocations(real, shape, False, learning)
     said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (estimated, held))
     print({kind: (said.get(kind), size) for kind, size in seen.items()})
-    more = said.pop("activations") / seen.pop("activations")
-    assert 1 <= more < 1.5
+    assert 1 <= (said.pop("activations") / seen.pop("activations")) < 1.5
     kinds = ("parameters", "gradients", "optimizer")
     assert {k: said[k] for k in kinds if k in said} == {k: seen[k] for k in kinds if k in seen}
 

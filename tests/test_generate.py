@@ -170,8 +170,7 @@ def test_parts_of_ones_own_write_what_the_full_forward_does(name):
         for p in module.parameters():
             p.mul_(2)
     prompts = [[1, 2, 3], [9] * 11, [40, 2, 7, 7, 5]]
-    want = [greedy(module, p, 12) for p in prompts]
-    assert together(module, prompts, max_tokens=12) == want
+    assert together(module, prompts, max_tokens=12) == [greedy(module, p, 12) for p in prompts]
     crossing = [[id % 50 for id in p[:28]] for p in CROSSING]
     assert together(module, crossing, max_tokens=20) == alone(module, crossing, max_tokens=20)
 
@@ -263,8 +262,7 @@ def test_draws_follow_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0, -torch.inf])
     sample = sampler(1.0, seed=3)
     drawn = torch.tensor([int(sample(logits, [])) for _ in range(4000)])
-    share = torch.bincount(drawn, minlength=4) / 4000
-    assert (share - logits.softmax(-1)).abs().max() < 0.03
+    assert (torch.bincount(drawn, minlength=4) / 4000 - logits.softmax(-1)).abs().max() < 0.03
 
 
 TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)

@@ -622,8 +622,7 @@ def test_metadata_that_is_written_otherwise_is_found(tmp_path, tokenizer, monkey
     [("per token", "mlp is OwnMLP, not GatedMLP"), ("position", "attn has position function, not Rotary")],
 )
 def test_own_parts_are_refused_by_their_place(name, part, tmp_path):
-    described = checkpoint.hf_config_of(of_own_parts(name).float(), 32)
-    assert described == f"blocks.0.{part}"
+    assert checkpoint.hf_config_of(of_own_parts(name).float(), 32) == f"blocks.0.{part}"
 
 
 def test_a_context_that_is_cut_to_the_window_is_told(tmp_path, tokenizer):

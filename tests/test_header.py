@@ -127,8 +127,7 @@ def test_release_returns_pages(tmp_path):
 
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count = 4 * memory
+    count = 4 * (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         with (tmp_path / "x").open("wb") as file:
             file.write(pack({"a": entry(0, count, (count,), "U8")}))
@@ -284,8 +283,7 @@ def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monke
 
 
 def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
-    many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
-    (tmp_path / "x").write_bytes(many)
+    (tmp_path / "x").write_bytes(pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)}))
     refused(header.tensors, tmp_path / "x")
     monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
     refused(header.tensors, tmp_path / "x")

@@ -110,8 +110,7 @@ def test_of_equals_the_first_experts_are_taken():
     chosen, weights = model.route(torch.zeros(4, 6))
     assert chosen.tolist() == [[0, 1, 2]] * 4
     assert torch.allclose(weights, torch.full((4, 3), 1 / 3))
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
-    assert model.route(logits)[0].tolist() == [[1, 3, 2]]
+    assert model.route(torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]]))[0].tolist() == [[1, 3, 2]]
 
 
 def test_renormalised_or_not():
@@ -180,8 +179,7 @@ def test_a_step_on_tensors_without_data():
     with FakeTensorMode(), torch.device("cpu"):
         model = mixture(16, [GatedMLP(16, 24) for _ in range(5)], 2)
         for tokens in (1, 64):
-            y = model(torch.randn(tokens, 16))
-            y.sum().backward()
+            model(torch.randn(tokens, 16)).sum().backward()
             with torch.no_grad():
                 assert model(torch.randn(tokens, 16)).shape == (tokens, 16)
         assert all(p.grad is not None for p in model.parameters())
@@ -190,8 +188,7 @@ def test_a_step_on_tensors_without_data():
 def test_balance_is_k_if_even_and_the_experts_if_collapsed():
     even = torch.eye(4).repeat(3, 1) * 1e-7  # each is the likeliest of as many, by next to nothing
     assert load_balance(even, 1) == pytest.approx(1, abs=1e-5)
-    pairs = even + even.roll(1, 1)
-    assert load_balance(pairs, 2) == pytest.approx(2, abs=1e-5)
+    assert load_balance(even + even.roll(1, 1), 2) == pytest.approx(2, abs=1e-5)
     collapsed = torch.tensor([[50.0, 50.0, 0, 0, 0, 0, 0, 0]]).repeat(9, 1)
     assert load_balance(collapsed, 2) == pytest.approx(8, abs=1e-4)
     others = [collapsed.roll(2 * i, 1) for i in range(4)]
@@ -233,8 +230,7 @@ def test_the_z_loss_is_that_of_the_paper_and_padding_does_not_count():
     padded = torch.cat([logits[:4], torch.full((2, 4), torch.nan)])
     assert torch.allclose(router_z(padded, real), want, rtol=1e-12)
     assert torch.isfinite(torch.autograd.grad(router_z(padded, real), logits)[0]).all()
-    model = moe(z_loss=0.1, balance=0.3)
-    losses = model.auxiliary_losses([logits.detach().float()], real)
+    losses = moe(z_loss=0.1, balance=0.3).auxiliary_losses([logits.detach().float()], real)
     assert losses["router_z"] == pytest.approx(0.1 * float(want.detach()), rel=1e-6)
     assert losses["balance"] == pytest.approx(0.3 * float(load_balance(logits[:4].float(), 2).detach()), rel=1e-6)
     assert losses["expert_load"][0].sum() == 2 * losses["expert_load"][1] == 8
@@ -279,8 +275,7 @@ def test_loss_free_balancing_evens_out_a_router_that_is_uneven():
     with torch.no_grad():
         start = violation()
         for step in range(2_000):
-            batch = x[torch.arange(1024) + 1024 * step % 4096]
-            model.auxiliary_losses([model.router(batch)], None)
+            model.auxiliary_losses([model.router(x[torch.arange(1024) + 1024 * step % 4096])], None)
             model.after_step()
         print(f"MaxVio {start:.3f} -> {violation():.3f}")
         assert start > 1
@@ -340,8 +335,7 @@ def test_padding_is_no_load():
 
 def test_layers_of_different_sizes_report_their_loads_side_by_side():
     parts = [moe(3, balance=1.0), moe(5, balance=1.0)]
-    recorded = {m: [torch.randn(7, len(m.experts))] for m in parts}
-    losses, metrics = auxiliary_losses(recorded)
+    losses, metrics = auxiliary_losses({m: [torch.randn(7, len(m.experts))] for m in parts})
     sums, count = metrics["expert_load"]
     assert (sums.shape, int(count), [*losses]) == ((2, 5), 7, ["balance"])
     assert sums[0, 3:].tolist() == [-1, -1]
@@ -500,8 +494,7 @@ def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
     model(text[:, :20], cache=cache)
     part = cache.select_rows(rows)
     assert part.truncate(torch.zeros_like(rows)).tolist() == [0, 0]
-    again = text[rows, 20:]
-    model(again[:, :7], cache=part)
+    model(text[rows, 20:][:, :7], cache=part)
     cache.write_rows(rows, part)
     assert cache.length.tolist() == [7, 20, 7]
     kept = cache.truncate(torch.tensor([3, 20, 6])).tolist()

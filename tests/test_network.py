@@ -40,8 +40,7 @@ def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
     checkpoint.save_weights(network, tmp_path / "w", {"accuracy": 0.9})
     loaded = build().eval()
     before = {k: id(p) for k, p in loaded.named_parameters()}
-    card = checkpoint.load_weights(loaded, tmp_path / "w")
-    assert card["accuracy"] == 0.9
+    assert checkpoint.load_weights(loaded, tmp_path / "w")["accuracy"] == 0.9
     assert sorted(p.name for p in (tmp_path / "w").iterdir()) == ["dunes.json", "model.safetensors"]
     assert same(network.state_dict(), loaded.state_dict())
     assert same(network(x), loaded(x))

@@ -33,8 +33,7 @@ FAMILY = ("llama", "gpt2", "mistral")
 
 def example(length, asked=None, seed=0):
     """Random ids, of which the last `asked` (half of them) are trained on; the last is the end."""
-    generator = np.random.default_rng((seed, length))
-    ids = generator.integers(0, END, length).astype(np.int32)
+    ids = np.random.default_rng((seed, length)).integers(0, END, length).astype(np.int32)
     ids[-1] = END
     trained = np.arange(length) >= length - (length // 2 if asked is None else asked)
     return Example(ids, trained, f"made {seed}")
@@ -68,8 +67,7 @@ def alone(examples):
     """Each example by itself, without positions: what packing and padding have to equal."""
     for e in examples:
         ids = torch.from_numpy(e.ids.astype(np.int64))[None]
-        asked = torch.from_numpy(e.loss_mask)[None, 1:]
-        yield ids[:, :-1], ids[:, 1:].where(asked, IGNORE)
+        yield ids[:, :-1], ids[:, 1:].where(torch.from_numpy(e.loss_mask)[None, 1:], IGNORE)
 
 
 def packed(examples=EXAMPLES, batch=2, **options):
@@ -166,8 +164,7 @@ def test_attention_that_leaks_into_the_next_example_is_seen(family, monkeypatch)
 
     monkeypatch.setattr(ForwardContext, "_mask", leaking)
     module = model(family)
-    off = taught(module, packed())[0] / taught(module, alone(EXAMPLES))[0] - 1
-    assert abs(off) > 1e-3
+    assert abs(taught(module, packed())[0] / taught(module, alone(EXAMPLES))[0] - 1) > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILY)
@@ -352,8 +349,7 @@ def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
 
 
 def test_real_lengths_fill_their_rows():
-    generator = np.random.default_rng(0)
-    lengths = generator.lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
+    lengths = np.random.default_rng(0).lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
     made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
     assert sum(len(e) - 1 for e in made.examples) / (made.rows_per_epoch * made.context_length) > 0.98
 
@@ -455,8 +451,7 @@ def test_a_mixture_beside_what_mixes_tokens_is_balanced_over_the_whole_batch():
 def test_parts_that_say_so_share_rows(name):
     module, seen = of_own_parts(name), []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
-    batch = packed()[0]
-    nats(module, batch)
+    nats(module, packed()[0])
     assert seen == [(2, CONTEXT) if name == "attention with a context" else (1, decoder.PAD_MULTIPLE)]
 
 
@@ -500,8 +495,7 @@ def test_an_overflow_where_nothing_is_asked_stays_out_of_the_loss_of_any_head():
         module.head, ids = head, torch.randint(VOCAB, (1, 9))
         overflow = lambda _, inputs, output: output.index_fill(1, torch.tensor(3), torch.inf)
         module.norm.register_forward_hook(overflow)
-        targets = ids.index_fill(1, torch.tensor(3), IGNORE)
-        total, _, _ = module(ids, targets=targets)
+        total, _, _ = module(ids, targets=ids.index_fill(1, torch.tensor(3), IGNORE))
         total.backward()
         assert torch.isfinite(total)
         assert torch.isfinite(head.weight.grad).all()

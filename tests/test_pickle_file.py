@@ -649,8 +649,7 @@ NAMES |= {"jinja2.environment": {"Environment"}, "torch.hub": {"load"}, "importl
 
 def forbidden(source):
     """What a source imports or calls that could execute data, by line."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
+    nodes = list(ast.walk(ast.parse(source)))
     called = {
         alias.asname: alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names if alias.asname
     }

@@ -75,8 +75,7 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     weight, gram = layer()
     h = damped(gram)
     all_scores = scores(weight, h, range(32))
-    threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
-    mask = all_scores <= threshold
+    mask = all_scores <= all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
     expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
     pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(sparsity))
     assert torch.equal(pruned == 0, mask)
@@ -106,8 +105,7 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
 
 def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
     weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, Sparsity(0.5), block=8)
+    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5), block=8)
     assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
     mask = pruned == 0
     expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
@@ -199,8 +197,7 @@ def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     print(error)
     assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
     assert error[1] < 0.9 * error[0]
-    once_more = sparsegpt.refit(expected.float(), weight, h)
-    assert (once_more - expected).abs().max() < 1e-4
+    assert (sparsegpt.refit(expected.float(), weight, h) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
@@ -210,8 +207,7 @@ def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     zeros[:, 4:7], zeros[::2, 20] = True, True
     pruned = sparsegpt.prune(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
     assert not pruned[zeros].any()
-    count = {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
-    assert int((pruned == 0).sum()) == count
+    assert int((pruned == 0).sum()) == {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
 
 
 def test_a_pruned_model_is_pruned_further():
@@ -397,8 +393,7 @@ def test_new_blocks_of_a_pruned_model_learn():
     model = random_model()
     apply_change(model, "prune", ids=LONG)
     apply_change(model, "expand", blocks=1)
-    masked = {place.split(".")[1] for place in masked_places(model)}
-    assert len(masked) == 2
+    assert len({place.split(".")[1] for place in masked_places(model)}) == 2
     assert len(model.blocks) == 3
 
 
@@ -409,8 +404,7 @@ def test_masked_layers_are_the_linear_layers_they_are():
         mask_linears(model, [p.name for p in tree.find(model, "blocks.*.mlp.experts.**", tree.linear)])
         assert torch.equal(model(IDS), before)
     assert all(block.mlp.pack() for block in model.blocks)
-    described = checkpoint.hf_config_of(model, 32)
-    assert not isinstance(described, str)
+    assert not isinstance(checkpoint.hf_config_of(model, 32), str)
     linear = nn.Linear(3, 3)
     mask_linears(nn.ModuleDict({"a": linear}), ["a"])
     refuses("b: this model has no such dense linear layer", mask_linears, nn.ModuleDict({"a": linear}), ["b"])
@@ -446,8 +440,7 @@ def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
     gram.matrix[::4], gram.matrix[:, ::4] = 0, 0
     errors = []
     for factor in (1.0, scale):
-        scaled = Gram(gram.matrix * factor**2, gram.tokens)
-        h = sparsegpt.hessian(scaled, 0.01)
+        h = sparsegpt.hessian(Gram(gram.matrix * factor**2, gram.tokens), 0.01)
         change = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
         errors.append(float(((change @ gram.matrix) * change).sum()))
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)

@@ -30,8 +30,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def recipe(name):
-    path = next(p for p in RECIPES if p.stem == name)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, next(p for p in RECIPES if p.stem == name))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

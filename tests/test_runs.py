@@ -150,8 +150,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert "--resume" in said.splitlines()[-1]
     assert checkpoint.load(halves).card["trained"]["steps"] == 37
     assert train(TrainConfig(sources=()), halves, display()[0], resume=True) == 0
-    tokens = np.prod([90, 16, 32])
-    assert tokens > 2 * 32 * 40 * 12, "more than one epoch"
+    assert np.prod([90, 16, 32]) > 2 * 32 * 40 * 12, "more than one epoch"
     one, two = weights(straight), weights(halves)
     assert one.keys() == two.keys()
     assert all(torch.equal(one[k], two[k]) for k in one)
@@ -515,8 +514,7 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert score.tokens == len(ids) - 1
     assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
-    part = evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40)
-    assert 16 < part.tokens <= 32
+    assert 16 < evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40).tokens <= 32
 
 
 def test_overfitting_is_said_in_words():
@@ -693,8 +691,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = CompletionEngine(loaded).complete(prefix).text
-        assert cut + rest == "import itertools"
+        assert cut + CompletionEngine(loaded).complete(prefix).text == "import itertools"
 
 
 def start(code, folder):

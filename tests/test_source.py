@@ -830,8 +830,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
     said = r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);"
-    found = re.search(said, message)
-    numbers, size, there = map(float, found.groups())
+    numbers, size, there = map(float, re.search(said, message).groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
@@ -881,8 +880,7 @@ def test_bad_params_json_take_little_memory(made, tmp_path):
         (folder / file).unlink()
     tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()
     save_file(tensors, folder / "consolidated.safetensors")
-    hidden = tensors["layers.0.feed_forward.w1.weight"].shape[0]
-    good = PARAMS | {"hidden_dim": hidden}
+    good = PARAMS | {"hidden_dim": tensors["layers.0.feed_forward.w1.weight"].shape[0]}
     (folder / "params.json").write_text(json.dumps(good))
     open_source(folder).weights()
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
@@ -965,8 +963,7 @@ def test_mixed_dtypes_become_one(copy):
         change_config(folder, dtype=configured)
         state = checkpoint.load(folder).model.state_dict()
         assert {v.dtype for v in state.values()} == {expected}
-    stored = load_file(folder / WEIGHTS)["model.norm.weight"]
-    assert torch.equal(state["norm.weight"], stored.float())
+    assert torch.equal(state["norm.weight"], load_file(folder / WEIGHTS)["model.norm.weight"].float())
     change_config(folder, dtype=None)
     change_weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
     state = checkpoint.load(folder).model.state_dict()

@@ -135,8 +135,7 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
 def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
     model = model_of(tied=False)
     graph = export_step(Step(model).eval(), example_cache(model)).graph
-    sums = [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
-    assert not sums
+    assert not [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
 
 
 def example_cache(model):
@@ -358,8 +357,7 @@ def test_ids_and_positions_do_not_end_the_process_in_native_code(home):
     model = model_of(tied=False)
     step = make_step(model, torch.float32)
     for token in (300, -1, 2**62):
-        cache = example_cache(model)
-        assert step([token], cache)[0].logits.isnan().all()
+        assert step([token], example_cache(model))[0].logits.isnan().all()
 
 
 @pytest.mark.parametrize("of_module", [True, False])
@@ -892,8 +890,7 @@ def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, 
         models.append(model_of())
         for block in models[-1].blocks:
             block.attn = Tempered(block.attn, temperature)
-    step = make_step(models[0], torch.float32)
-    assert ids_of(models[0], step) == ids_of(models[0])
+    assert ids_of(models[0], make_step(models[0], torch.float32)) == ids_of(models[0])
     assert load_step(models[1], torch.float32) is None
     monkeypatch.setattr(step_package, "_describe", lambda *arguments: "")
     step_package.make_step(models[0], torch.float32)

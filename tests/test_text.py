@@ -274,8 +274,7 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
 
     tokenizer = TOKENIZERS[kind]
     ids = [*tokenizer.encode("a"), tokenizer.vocab, tokenizer.vocab + 7, *tokenizer.encode("b")]
-    stream = DecodeStream(tokenizer)
-    assert tokenizer.decode(ids) == "".join(map(stream.step, ids)) == "ab"
+    assert tokenizer.decode(ids) == "".join(map(DecodeStream(tokenizer).step, ids)) == "ab"
     model = initialise(llama.build(llama.Config.from_size(tokenizer.vocab + 512, 32, 1, 16)))
     for temperature in (0.0, 9.0):
         pieces = list(TextGenerator(LoadedModel(model, tokenizer, 16)).stream("a", 20, sampler(temperature)))
@@ -295,8 +294,7 @@ def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
     limited = lambda count, *settings, **more: sampler(*settings, **more).after(partial(limit_vocab, count))
     assert int(limited(3, 0.0)(logits, [])) == 1
     assert int(limited(5, 0.0)(logits, [])) == int(sampler(0.0)(logits, [])) == 3
-    drawn = {int(limited(3, 9.0, seed=s, penalty=1.1)(logits, [0])) for s in range(40)}
-    assert drawn == {0, 1, 2}
+    assert {int(limited(3, 9.0, seed=s, penalty=1.1)(logits, [0])) for s in range(40)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

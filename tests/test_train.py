@@ -140,8 +140,7 @@ def test_metrics_are_means_over_all_micro_batches():
     model, twin = plain(), plain()
     ids, targets = masked(0)
     pieces = [(ids[i::2], targets[i::2]) for i in range(2)]
-    trainer = Trainer(model, train.sgd(model, 0.5), measured, accumulate=2)
-    [step] = run(trainer, 1, iter(pieces))
+    [step] = run(Trainer(model, train.sgd(model, 0.5), measured, accumulate=2), 1, iter(pieces))
     [without] = run(Trainer(twin, train.sgd(twin, 0.5), next_token, accumulate=2), 1, iter(pieces))
     assert (step.loss, step.count, step.grad_norm) == (without.loss, without.count, without.grad_norm)
     assert without.metrics == {}
@@ -311,8 +310,7 @@ def test_batches_of_every_form_are_to_device():
     assert moved["pair"].targets.device == moved["list"][0].device == moved["record"].ids.device == meta
     assert (moved["list"][1], moved["record"].name, moved["none"]) == ("text", "a", None)
     assert nested["record"].ids is ids, "the caller's batch stays"
-    ordered = trainer_module._to_device(OrderedDict(ids=ids), meta)
-    assert type(ordered) is OrderedDict
+    assert type(trainer_module._to_device(OrderedDict(ids=ids), meta)) is OrderedDict
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": ids})
     assert trainer_module._to_device(encoding, meta)["input_ids"].device == meta

@@ -307,8 +307,7 @@ def test_a_run_does_not_go_on_with_other_changes_of_its_base(
     kind, option, was, now, converted, code, tmp_path, monkeypatch
 ):
     base = changed(converted, tmp_path / "base", kind)
-    config = going_on(base, code, trainable=("norm.**",))
-    stop(config, tmp_path / "run", 5, monkeypatch)
+    stop(going_on(base, code, trainable=("norm.**",)), tmp_path / "run", 5, monkeypatch)
     saved = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["model"]
     assert saved == checkpoint.load(base).architecture.record()
     changed(converted, base, kind, **{option: now})
