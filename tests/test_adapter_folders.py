@@ -199,10 +199,7 @@ DAMAGED = {
         "does not exist in this llama model",
     ),
     "a layer too many": (weights(lengthened), "does not exist in this llama model"),
-    "a module lost": (
-        weights(lambda h: lose(h, "layers.1.self_attn.v_proj")),
-        "no tensors for 1 of them.*1.*v_proj",
-    ),
+    "one lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "no tensors for 1 of them.*1.*v_proj"),
     "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
     "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
     "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "has no effect"),

@@ -161,13 +161,11 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
-    augment_verb.COMMANDS["quantize"](
-        str(run), tmp_path / "in 4 bits", quantize=Quantize(kind="int4", method="rtn")
-    )
+    augment_verb.COMMANDS["quantize"](str(run), tmp_path / "in 4", quantize=Quantize(kind="int4", method="rtn"))
     printed = capsys.readouterr()
     assert calls == ["threads"]
     assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())
-    assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
+    assert f"next: dunes generate '{tmp_path}/in 4'" in printed.out
 
 
 EXPERTS = ("upcycle", "experts", "lora-experts")

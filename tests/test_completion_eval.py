@@ -210,11 +210,9 @@ def test_the_context_index_finds_what_a_search_finds():
         index = ContextIndex(items, depth=depth)
         query = [*items[20:30].tolist(), 1, 2]
         found = [sorted(index.positions(places).tolist()) for places in index.matches(query)]
-        expected = [
-            [p for p in range(k, 60) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)
-        ]
-        assert found == [e for e in expected[: len(query)] if e][: len(found)]
-        assert len(found) == sum(map(bool, expected[: len(query)]))
+        spots = [[p for p in range(k, 60) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)]
+        assert found == [e for e in spots[: len(query)] if e][: len(found)]
+        assert len(found) == sum(map(bool, spots[: len(query)]))
     assert not [*ContextIndex(np.array([], np.int64), depth=4).matches([1])]
     assert len([*ContextIndex(np.full(5000, 70_000), depth=100).matches([70_000] * 300)]) == 100
 

@@ -520,11 +520,7 @@ def test_plain_text_is_trained_on_as_a_whole(bpe):
 
 
 REFUSED = {
-    "alternating": (
-        "mistral",
-        ("user", "user", "assistant"),
-        "expected perhaps a system, then user and assistant",
-    ),
+    "no turns": ("mistral", ("user", "user", "assistant"), "expected perhaps a system, then user and assistant"),
     "assistant first": ("llama2", ("assistant", "user", "assistant"), "found assistant, user, assistant"),
     "system later": ("mistral", ("user", "system", "assistant"), "found user, system, assistant"),
     "several": ("alpaca", ("user", "assistant") * 2, "has one instruction and one answer, found user"),

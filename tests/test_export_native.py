@@ -167,9 +167,7 @@ def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, 
 @pytest.mark.parametrize("wrong", [1.001, float("nan")])
 def test_code_that_computes_something_else_is_refused(wrong):
     expected = torch.tensor([1.0, -2.0])
-    check = lambda factor: step_package.require_close(
-        "they", expected * factor - expected, expected, torch.float32
-    )
+    check = lambda by: step_package.require_close("they", expected * by - expected, expected, torch.float32)
     check(1 + 1e-6)
     refuses(r"they differ by .* of up to 2", check, wrong)
 

@@ -358,9 +358,7 @@ def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
                 assert tensor.read().nbytes == tensor.nbytes
             assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
     grown = measure.peak_memory(CPU) - before
-    print(
-        f"5,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
-    )
+    print(f"5,000 mutants: {kept} legal, the slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
     assert grown < 64 << 20
     assert 0 < kept < 2_500
     assert all(line.isprintable() for line in lines)

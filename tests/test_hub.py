@@ -366,10 +366,7 @@ CHOICES = [
     (SHARDS, ["consolidated.safetensors", *BINS, "sub/model.safetensors"]),
     (["consolidated.safetensors", "params.json", "tekken.json"], ["consolidated.00.pth", "pytorch_model.bin"]),
     (["consolidated.00.pth", "consolidated.01.pth", "tokenizer.model.v3"], ["pytorch_model.bin"]),
-    (
-        ["pytorch_model.bin", "tokenizer.model"],
-        [*BINS, "tf_model.h5", "training_args.bin", "model.safetensors.py"],
-    ),
+    (["pytorch_model.bin", "tokenizer.model"], [*BINS, "tf_model.h5", "training_args.bin", "a.safetensors.py"]),
     (BINS, ["merges.txt", "modeling.py", "config.json.py", "onnx/config.json", "tokenizer.py", "tiny.gguf"]),
 ]
 

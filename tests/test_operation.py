@@ -455,11 +455,8 @@ def test_the_example_in_cpp_compiles_runs_and_is_right(tmp_path, monkeypatch):
     if module.cpp.missing("cpu"):
         pytest.skip(module.cpp.missing("cpu"))
     assert torch.equal(module.squared_relu(torch.tensor([-1.0, 3.0])), torch.tensor([0.0, 9.0]))
-    for op, inputs in (
-        (module.squared_relu, [leaf(9, 5)]),
-        (module.squared_relu_backward, [leaf(9, 5).detach()] * 2),
-    ):
-        assert set(results(ops.check(op, inputs, seconds=0)).values()) <= {"ok", "not tried"}
+    for op, x in ((module.squared_relu, [leaf(9, 5)]), (module.squared_relu_backward, [leaf(9, 5).detach()] * 2)):
+        assert set(results(ops.check(op, x, seconds=0)).values()) <= {"ok", "not tried"}
 
 
 @pytest.mark.slow
