@@ -32,7 +32,7 @@ from dunes.text import Tokenizer
 from killed_runs import exit_code
 from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
-from test_runs import stop, weights
+from test_runs import assert_same_training, stop
 from test_stored_state import resealed
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
@@ -129,9 +129,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     stop(config, halves, 5, monkeypatch)
     assert train(TrainConfig(), halves, display()[0], resume=True) == 0
     assert losses(straight) == losses(halves)
-    one, two = weights(straight), weights(halves)
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+    assert_same_training(straight, halves)
     before, after = checkpoint.load(base).model.state_dict(), checkpoint.load(straight).model.state_dict()
     assert before.keys() == after.keys()
     differing = {name for name in before if not torch.equal(before[name], after[name])}
@@ -150,10 +148,8 @@ def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, 
     assert train(config, tmp_path / "a", display()[0]) == 0
     stop(config, tmp_path / "b", 5, monkeypatch)
     assert train(TrainConfig(), tmp_path / "b", display()[0], resume=True) == 0
-    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
-    before = checkpoint.load(base).model.state_dict()
-    after = checkpoint.load(tmp_path / "a").model.state_dict()
-    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert_same_training(tmp_path / "a", tmp_path / "b")
+    before, after = (checkpoint.load(folder).model.state_dict() for folder in (base, tmp_path / "a"))
     moved = {name for name in before if (before[name] - after[name]).abs().max() > 1e-5}
     assert moved
     assert all(".3." in name or "blocks.1." in name for name in moved)
@@ -214,11 +210,8 @@ def test_killed_and_resumed_is_straight_bit_for_bit(verb, first, second, convert
     assert exit_code(verb, type(config)(), killed, resume=True) == 0
     assert losses(straight) == losses(killed)
     assert [step for step, *_ in losses(straight)][-1] == 12
-    one, two = weights(straight), weights(killed)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[k], two[k]) for k in one)
     file = "model.safetensors" if verb is train else "adapter_model.safetensors"
-    assert (straight / file).read_bytes() == (killed / file).read_bytes()
+    assert_same_training(straight, killed, file)
 
 
 def trainable_of(base):
