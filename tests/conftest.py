@@ -144,6 +144,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+def refuses_command(words, outcome):
+    """A command ended with status 2 and one line that has these words."""
+    status, _, error = outcome
+    assert (status, error.count("\n")) == (2, 1), error
+    assert error.startswith("dunes: ")
+    assert words in error
+
+
 def metaspace_tokenizer() -> Tokenizer:
     """A tokenizer as LLaMA's first: a space before each text, which lines do not separate, and a BOS."""
     characters = [chr(i) for i in range(32, 127) if i != 32] + ["\n", "▁"]

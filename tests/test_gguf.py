@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer, refuses, run_python
+from conftest import metaspace_tokenizer, refuses, refuses_command, run_python
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
@@ -126,9 +126,7 @@ def test_the_verb_exports_a_folder(tmp_path, tokenizer, command):
         ((out, "--to", "gguf"), "exists already"),
         ((tmp_path / "x", "--dtype", "q8_0"), "for --to gguf only"),
     ):
-        status, _, error = command("export", tmp_path / "model", *arguments)
-        assert status == 2
-        assert reason in error
+        refuses_command(reason, command("export", tmp_path / "model", *arguments))
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
@@ -428,9 +426,7 @@ def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, c
     written(moved, "llama", tokenizer, "q4_0")
     refuses("made for a different base", checkpoint.load, moved / "run")
     (moved / path.name).unlink()
-    status, _, error = command("chat", moved / "run")
-    assert status == 2
-    assert "its base" in error
+    refuses_command("its base", command("chat", moved / "run"))
 
 
 # --- tokenizers of other models
@@ -629,11 +625,7 @@ DAMAGED = [
     ("ggml.token_type", lambda v: [1.5] * len(v), "token_type is of float32; expected integers"),
     ("ggml.token_type", lambda v: 7, "token_type is 7"),
     ("ggml.merges", lambda v: ["a", *v[1:]], r"merges\[0\] is \('a',\); expected two tokens"),
-    (
-        "ggml.merges",
-        lambda v: [*v[:5], "a qqq"],
-        r"merges\[5\] .*: 'qqq' is none of the vocabulary's 7\d\d ",
-    ),
+    ("ggml.merges", lambda v: [*v[:5], "a qqq"], r"merges\[5\] .*: 'qqq' is none of .* 7\d\d tokens"),
     ("ggml.merges", lambda v: None, "merges is missing"),
     ("ggml.bos_token_id", lambda v: 99999, "bos_token_id is 99999; expected an id below 704"),
     ("ggml.bos_token_id", lambda v: True, "is True"),

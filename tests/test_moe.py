@@ -58,12 +58,9 @@ def test_sizes_that_do_not_align_take_the_plain_form(sizes):
     model = moe(dim=dim, hidden=hidden)
     x = torch.randn(9, dim)
     chosen, weights = model.route(model.router(x))
-    want = sum(
-        weights[:, slot, None]
-        * torch.stack([model.experts[int(e)](row) for e, row in zip(chosen[:, slot], x, strict=True)])
-        for slot in range(2)
-    )
-    assert (model(x) - want).abs().max() <= 1e-6
+    experts_of = lambda row, choice: torch.stack([model.experts[int(e)](row) for e in choice])
+    outputs = torch.stack([experts_of(*pair) for pair in zip(x, chosen, strict=True)])
+    assert (model(x) - (weights[..., None] * outputs).sum(1)).abs().max() <= 1e-6
     assert not forms.adjacent([e.gate.weight for e in model.experts])
 
 
@@ -74,14 +71,6 @@ def test_a_mixture_in_float64_is_exact(renormalise):
     assert torch.autograd.gradcheck(model, (x,))
     assert model.route(model.router(x))[1].dtype == torch.float64
     assert (model(x) - copy.deepcopy(model).float()(x.float())).abs().max() < 1e-5
-
-
-def test_padding_that_overflowed_does_not_reach_the_balance():
-    logits, real = torch.randn(6, 4, requires_grad=True), torch.tensor([True] * 4 + [False] * 2)
-    want = load_balance(logits[:4], 2)
-    found = load_balance(torch.cat([logits[:4], torch.full((2, 4), torch.inf)]), 2, real)
-    assert torch.equal(found, want)
-    assert torch.isfinite(torch.autograd.grad(found, logits)[0]).all()
 
 
 def test_the_grouped_product_is_an_operator_as_pytorch_wants_them():
@@ -105,18 +94,14 @@ def test_every_expert_is_called_while_gradients_are_on_and_only_the_chosen_witho
     assert len(called) == 2
 
 
-def test_of_equals_the_first_experts_are_taken():
+def test_of_equals_the_first_experts_are_taken_and_weights_are_renormalised_or_not():
     model = moe(experts=6, top_k=3)
     chosen, weights = model.route(torch.zeros(4, 6))
     assert chosen.tolist() == [[0, 1, 2]] * 4
     assert torch.allclose(weights, torch.full((4, 3), 1 / 3))
     assert model.route(torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]]))[0].tolist() == [[1, 3, 2]]
-
-
-def test_renormalised_or_not():
-    logits = torch.randn(7, 5)
     for renormalise in (True, False):
-        _, weights = moe(renormalise=renormalise).route(logits)
+        _, weights = moe(renormalise=renormalise).route(torch.randn(7, 5))
         assert torch.allclose(weights.sum(-1), torch.ones(7)) == renormalise
     refuses("top_k is 3; expected 1 to 2", moe, experts=2, top_k=3)
 
@@ -142,11 +127,8 @@ def test_packing_keeps_parameters_and_is_done_again_when_something_undid_it():
     model.load_state_dict(state)
     assert packed(model)
     want = model(x)
-    for undone in (
-        lambda m: m.load_state_dict(state, assign=True) and m,
-        copy.deepcopy,
-        lambda m: m.to(torch.float64).to(torch.float32),
-    ):
+    assigned, cast = lambda m: m.load_state_dict(state, assign=True) and m, lambda m: m.double().float()
+    for undone in (assigned, copy.deepcopy, cast):
         again = undone(model)
         assert not packed(again)
         assert torch.equal(again(x), want)
@@ -154,14 +136,10 @@ def test_packing_keeps_parameters_and_is_done_again_when_something_undid_it():
     half = model.to(torch.bfloat16)
     assert half(x.bfloat16()).dtype == torch.bfloat16
     assert packed(half)
-
-
-def test_experts_that_are_not_plain_are_called_one_by_one():
-    model = moe()
-    assert model.pack()
-    model.experts[1] = nn.Linear(16, 16)
-    assert not model.pack()
-    assert model(torch.randn(64, 16)).shape == (64, 16)
+    other = moe()
+    other.experts[1] = nn.Linear(16, 16)
+    assert not other.pack(), "experts that are not plain are called one by one"
+    assert other(x).shape == (64, 16)
 
 
 def test_autocast_multiplies_in_bfloat16_in_both_forms(monkeypatch):
@@ -230,6 +208,9 @@ def test_the_z_loss_is_that_of_the_paper_and_padding_does_not_count():
     padded = torch.cat([logits[:4], torch.full((2, 4), torch.nan)])
     assert torch.allclose(router_z(padded, real), want, rtol=1e-12)
     assert torch.isfinite(torch.autograd.grad(router_z(padded, real), logits)[0]).all()
+    overflowed = torch.cat([logits[:4], torch.full((2, 4), torch.inf)])
+    assert torch.equal(load_balance(overflowed, 2, real), load_balance(logits[:4], 2))
+    assert torch.isfinite(torch.autograd.grad(load_balance(overflowed, 2, real), logits)[0]).all()
     losses = moe(z_loss=0.1, balance=0.3).auxiliary_losses([logits.detach().float()], real)
     assert losses["router_z"] == pytest.approx(0.1 * float(want.detach()), rel=1e-6)
     assert losses["balance"] == pytest.approx(0.3 * float(load_balance(logits[:4].float(), 2).detach()), rel=1e-6)
@@ -363,8 +344,11 @@ def test_the_loss_has_the_balance_in_training_only():
     assert none == {}
     assert metrics["balance"][0] == pytest.approx(float((total - plain).detach()), rel=1e-3)
     assert metrics["balance"][1] == count
-    without, _, _ = small(balance=0.0).train()(x, targets=y)
+    alone = small(balance=0.0).train()
+    without, _, _ = alone(x, targets=y)
     assert float(without.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
+    without.backward()
+    assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in alone.blocks), "by the task alone"
     positions = torch.arange(16).repeat(2, 1)
     positions[1, 9:] = -1
     padded, _, _ = model(x, positions, targets=y.where(positions >= 0, -100))
@@ -384,12 +368,6 @@ def test_checkpointed_gives_the_same_gradients(family):
     tree.replace(other, "blocks.*", Checkpointed)
     for a, b in zip(grads(plain), grads(other), strict=True):
         assert (a - b).abs().max() <= 1e-5 * max(1, float(a.abs().max()))
-
-
-def test_the_task_alone_moves_the_router():
-    model = small(balance=0.0)
-    model(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()
-    assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
 
 
 SHARDED = """
