@@ -229,7 +229,6 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "most"), [("arcee", 1.1), ("mixtral", 1.25)])
 def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
     """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes.

@@ -35,7 +35,6 @@ from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
-from test_cli import dunes
 
 TINY = runner.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
@@ -578,14 +577,6 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     assert process.returncode == 130
     assert "interrupted; results so far:" in messages
     assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line_and_status_2():
-    done = dunes("bench", "compare", "a.jsonl", "b.jsonl")
-    assert done.returncode == 2
-    assert "no such file" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def adapter_in(folder, **options):

@@ -132,15 +132,9 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
     assert loaded.model.blocks[0].attn.q.dtype == torch.bfloat16
 
 
+Q = lambda card: card["changes"][0]["places"]["blocks.0.attn.q"]
 EDITS = [("lora", lambda c: c["changes"][0]["request"].update(dtype="int8"), r"dunes\.json: ")]
-EDITS += [
-    (
-        "lora",
-        lambda c, value=value: c["changes"][0]["places"]["blocks.0.attn.q"].update(alpha=value),
-        r"dunes\.json: ",
-    )
-    for value in (10**400, [])
-]
+EDITS += [("lora", lambda c, value=value: Q(c).update(alpha=value), r"dunes\.json: ") for value in (10**400, [])]
 EDITS += [
     ("int8", *edit)
     for edit in [
@@ -152,8 +146,8 @@ EDITS += [
         (lambda c: c["changes"][0]["request"].update(kind="nf4"), "codes"),
         (lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}), "q: this model has no such"),
         (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "this model has no such"),
-        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="int8"), "dtype is 'int8'; expected"),
-        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
+        (lambda c: Q(c).update(dtype="int8"), "dtype is 'int8'; expected"),
+        (lambda c: Q(c).update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
         (lambda c: c.update(adapter=["a"]), "adapter is a list; expected one of its adapters, or null"),

@@ -289,12 +289,6 @@ def test_every_difference_of_the_weights_is_listed(folder):
     refuses(r"model\.extra \(1,\) is not a weight of this model", checkpoint.load, folder)
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
-    Tokenizer.train("bpe", ["def main():\n" * 9], 300).save(folder)
-    (folder / "dunes.json").unlink()
-    refuses(r"the embedding has 265 rows, the tokenizer 275 ids, special ids", checkpoint.load, folder)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

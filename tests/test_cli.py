@@ -140,6 +140,7 @@ def test_importing_the_package_is_light():
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["complete", "nowhere", ".:1:1"], ".: not a file; expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
+        (["bench", "compare", "a.jsonl", "b.jsonl"], "no such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):

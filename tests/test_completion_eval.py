@@ -19,7 +19,6 @@ from dunes.evaluate import completion_report as report
 from dunes.evaluate.completion_report import evaluate_completion
 from dunes.evaluate.completion_score import COPY, CompletionOptions, Point, score_completer
 from dunes.evaluate.scored_lines import LineIndex, scored_files
-from dunes.generate.context_index import ContextIndex
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -200,21 +199,6 @@ def test_the_threshold_is_the_one_that_saves_most_at_the_acceptance():
 
 
 # baselines
-
-
-def test_the_context_index_finds_what_a_search_finds():
-    random = np.random.default_rng(0)
-    for depth in (1, 3, 8, 40):
-        items = random.integers(1, 4, 60)
-        items[random.random(60) < 0.1] = 0
-        index = ContextIndex(items, depth=depth)
-        query = [*items[20:30].tolist(), 1, 2]
-        found = [sorted(index.positions(places).tolist()) for places in index.matches(query)]
-        spots = [[p for p in range(k, 60) if items[p - k : p].tolist() == query[-k:]] for k in range(1, depth + 1)]
-        assert found == [e for e in spots[: len(query)] if e][: len(found)]
-        assert len(found) == sum(map(bool, spots[: len(query)]))
-    assert not [*ContextIndex(np.array([], np.int64), depth=4).matches([1])]
-    assert len([*ContextIndex(np.full(5000, 70_000), depth=100).matches([70_000] * 300)]) == 100
 
 
 def test_copies_follow_the_longest_match_the_nearest_on_ties():

@@ -94,6 +94,8 @@ def test_a_known_order_is_used_and_zeros_before_the_text_match_nothing():
     empty = ContextIndex(text[:0])
     assert len(empty) == 0
     assert [*empty.matches([1])] == []
+    equal = ContextIndex(np.full(5000, 70_000), depth=100)
+    assert len([*equal.matches([70_000] * 300)]) == 100
     assert len(sorted_contexts(np.zeros(5, np.uint32), 5)) == 0
 
 

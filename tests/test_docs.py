@@ -429,7 +429,6 @@ def test_what_a_page_shows_runs(page, run):
     run(piece for piece in RUN[page] if not piece.slow())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:geom_path")  # a single round
 @pytest.mark.parametrize("page", [page for page in PAGES if any(piece.slow() for piece in RUN[page])])

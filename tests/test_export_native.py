@@ -460,7 +460,6 @@ def without(out, name):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_rolling_cache_and_int8_layers(build, packages, tmp_path):
     """Windows of all layers, which a text outgrows; prompts are then read by other code than in Python."""
     from dunes import augment

@@ -82,7 +82,6 @@ def test_shakespeare(tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_shakespeare_itself_learns_what_the_field_expects(tmp_path):
     loss = recipe("shakespeare").main(str(data("tinyshakespeare.txt")), 300, str(tmp_path / "run"))

@@ -375,7 +375,7 @@ def test_exit_status_of_inspect(copy, tmp_path, command):
 
 SPOILT = {
     "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json: not a tokenizer"),
-    "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "each id needs a row"),
+    "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "has 97 rows, the tokenizer 265 ids"),
     "marks that are none": (lambda f: change_config(f, bos_token_id="<s>"), "config.json: bos_token_id is '<s>'"),
     "a card of other files": (
         lambda f: (f / "dunes.json").write_text('{"files": {"config.json": {"size": 3, "sha256": ""}}}'),
@@ -395,18 +395,6 @@ def test_inspect_reports_what_load_refuses(case, copy, command):
     last = out.splitlines()[-1]
     assert last.startswith("loads       no: ")
     assert why in last
-
-
-def test_inspect_compares_digests(copy, tmp_path, command):
-    folder = tmp_path / "saved"
-    loaded = checkpoint.load(copy())
-    checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
-    data = bytearray((folder / WEIGHTS).read_bytes())
-    data[-2] ^= 1
-    (folder / WEIGHTS).write_bytes(data)
-    status, out, _ = command("inspect", folder)
-    assert status == 1
-    assert "model.safetensors: not the bytes that were written (another SHA-256)" in out
 
 
 def test_a_table_of_names_maps_foreign_names(copy, originals):
@@ -639,15 +627,6 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
 def test_a_duplicate_key_among_very_many_is_found_quickly():
     pairs = [(str(i), i) for i in range(200_000)]
     refuses("the key '199999' occurs twice", json_file.unique_keys, [*pairs, pairs[-1]])
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_pipes_and_devices_do_not_block(name, make, copy):
-    folder = copy()
-    (folder / name).unlink()
-    make(folder / name)
-    assert re.search("no such file|not a regular file|no weights; looked for|leads out", refusal(folder))
 
 
 SIZES = {

@@ -53,10 +53,6 @@ from small_models import assert_same_tokens
 needs_compiler = pytest.mark.slow
 
 
-def compiles_for_long(test):
-    return pytest.mark.long(needs_compiler(test))
-
-
 @pytest.fixture
 def home(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
@@ -351,7 +347,7 @@ def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike():
     assert_ids_and_positions_are_checked(lambda model: None)
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_ids_and_positions_do_not_end_the_process_in_native_code(home):
     assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
     model = model_of(tied=False)
@@ -557,7 +553,7 @@ def test_threads_and_copies_have_their_own_numbers(home):
     assert ids_of(model, step) == want
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_weights_too_large_for_float16_stay_in_float32(home):
     model = model_of(depth=1)
     model.blocks[0].mlp.up.weight.data *= 1e6
@@ -567,7 +563,7 @@ def test_weights_too_large_for_float16_stay_in_float32(home):
     refuses("from the model's", compile_step, model, 64, torch.float16)
 
 
-@compiles_for_long
+@pytest.mark.long
 @pytest.mark.parametrize("vocab", [2, 5])
 def test_a_small_vocabulary_has_a_step(vocab, home):
     torch.manual_seed(0)
@@ -632,7 +628,7 @@ def test_what_compiled_code_depends_on_names_its_folder(change, home, monkeypatc
     assert step_package._folder(model) != before
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
     model = model_of(depth=1)
     package = compile_step(model, 64)
@@ -670,7 +666,7 @@ def test_the_command_without_a_compiler_says_so_and_generate_goes_on(monkeypatch
     assert said(tmp_path / "model") == without
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_one_package_serves_other_weights_and_is_used_by_the_command(home, tmp_path, calls):
     folders = [tmp_path / "1", tmp_path / "2"]
     for seed, folder in enumerate(folders, 1):
@@ -739,7 +735,7 @@ def test_a_process_that_compiles_can_be_forgotten(tmp_path):
         pytest.fail("a zombie stays")
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path, home):
     model = model_of()
     package, _ = compile_step(model, 64)
@@ -789,7 +785,7 @@ class WrongForFew(nn.Module):
         return self.inner(x) * (2.0 if few else 1.0)
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(home):
     model = model_of()
     model.blocks[0].mlp = WrongForFew(model.blocks[0].mlp)
@@ -799,7 +795,7 @@ def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(home):
     assert ids_of(model, step) == ids_of(model)
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, home):
     model, other = model_of(), model_of(seed=1)
     assert compile_step(model, 64)[1] == torch.float16
@@ -817,7 +813,7 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     refuses("float64: a step of this model can have bfloat16, float16, float32", make_step, model, torch.float64)
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(home, calls):
     work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
     assert work.form == "native"
@@ -875,7 +871,7 @@ class Tempered(nn.Module):
         return a.out(y.transpose(1, 2).flatten(2))
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_a_folder_with_spaces_holds_packages_and_a_row_of_the_embedding_may_be_zero(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "my 'own' folder"))
     model = model_of()
@@ -883,7 +879,7 @@ def test_a_folder_with_spaces_holds_packages_and_a_row_of_the_embedding_may_be_z
     assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
 
 
-@compiles_for_long
+@pytest.mark.long
 def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, home):
     models = []
     for temperature in (0.9, 0.1):
