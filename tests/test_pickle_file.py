@@ -229,7 +229,7 @@ def programs(canary):
         "torch._utils.os.system": b"\x80\4" + call("torch._utils", "os.system", shell),
         "torch.os": b"\x80\4" + call("torch", "os.system", shell),
         "torch.serialization": b"\x80\4" + call("torch.serialization", "os.system", shell),
-        "NumPy": call(
+        "numpy object": call(
             "numpy.core.multiarray", "_reconstruct", word("numpy", "ndarray"), tup(number(0)), text("b")
         ),
         "sparse tensor": call("torch._utils", "_rebuild_sparse_tensor", word("torch", "sparse_coo"), b")"),
@@ -564,7 +564,7 @@ def inside():
 
 
 @pytest.mark.parametrize("name", [*FILES, *BODIES])
-def test_an_odd_file_or_pickle_is_refused(tmp_path, name):
+def test_an_odd_file_is_refused(tmp_path, name):
     (tmp_path / "x.bin").write_bytes(FILES[name]() if name in FILES else in_zip(BODIES[name]))
     unexecuted(tmp_path / "x.bin", tmp_path / "canary")
 

@@ -81,6 +81,11 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     assert torch.equal(pruned == 0, mask)
     assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
     assert (pruned - expected).abs().max() < 1e-4
+    parts = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(sparsity), block=8)
+    assert [int((part == 0).sum()) for part in parts.split(8, 1)] == 4 * [int(24 * 8 * sparsity) + 1], "by block"
+    mask = parts == 0
+    expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
+    assert (parts - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "3:4"])
@@ -103,15 +108,6 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
     assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
 
 
-def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
-    weight, gram = layer()
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5), block=8)
-    assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
-    mask = pruned == 0
-    expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    assert (pruned - expected).abs().max() < 1e-4
-
-
 def test_layer_errors_are_ordered():
     error = dict.fromkeys(("sparsegpt", "wanda", "magnitude"), 0.0)
     for seed in range(3):
@@ -128,6 +124,21 @@ def test_layer_errors_are_ordered():
     assert error["sparsegpt"] < 0.7 * error["wanda"] < 0.7 * error["magnitude"]
 
 
+def test_equal_weights_do_not_all_go_and_small_ones_have_scores_that_do_not_underflow():
+    weight = torch.ones(8, 16)
+    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
+    weight[:6] = 0
+    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
+    weight = torch.arange(1.0, 5).repeat(8, 4)
+    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
+    assert smallest(weight, 0.5)[weight == 1].all()
+    weight, gram = layer()
+    h = sparsegpt.hessian(gram, 0.01)
+    for pattern in (None, Pattern(2, 4)):
+        small = sparsegpt.prune(weight * 2.0**-80, h, Sparsity(0.5, pattern))
+        assert torch.equal(small, sparsegpt.prune(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+
+
 def test_wanda_prunes_the_lowest_scores_of_each_output():
     weight, gram = layer()
     x_norms = gram.matrix.diagonal().sqrt()
@@ -136,24 +147,10 @@ def test_wanda_prunes_the_lowest_scores_of_each_output():
     for row, gone in zip(weight, mask, strict=True):
         s = row.abs() * x_norms
         assert s[gone].max() < s[~gone].min()
-
-
-def test_equal_weights_do_not_all_go():
-    weight = torch.ones(8, 16)
-    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
-    weight[:6] = 0
-    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
-    weight = torch.arange(1.0, 5).repeat(8, 4)
-    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
-    assert smallest(weight, 0.5)[weight == 1].all()
-
-
-def test_small_weights_have_scores_that_do_not_underflow():
-    weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
-    for pattern in (None, Pattern(2, 4)):
-        small = sparsegpt.prune(weight * 2.0**-80, h, Sparsity(0.5, pattern))
-        assert torch.equal(small, sparsegpt.prune(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+    model = random_model()
+    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
+    for place in tree.find(model, "blocks.**", tree.linear):
+        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_dead_inputs_and_singular_matrices():
@@ -210,7 +207,7 @@ def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     assert int((pruned == 0).sum()) == {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
 
 
-def test_a_pruned_model_is_pruned_further():
+def test_a_pruned_model_is_pruned_further_and_its_new_blocks_learn():
     model = random_model()
     apply_change(model, "prune", method="magnitude", sparsity=0.3)
     before = zeros(model)
@@ -218,6 +215,9 @@ def test_a_pruned_model_is_pruned_further():
     for name, after in zeros(model).items():
         assert after[before[name]].all()
         assert (after.unflatten(1, (-1, 4)).sum(2) >= 2).all()
+    apply_change(model, "expand", blocks=1)
+    assert len({place.split(".")[1] for place in masked_places(model)}) == 2
+    assert len(model.blocks) == 3
 
 
 FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 2})]
@@ -253,13 +253,6 @@ def test_sparsegpt_leaves_a_model_the_fitted_weights():
     h = sparsegpt.hessian(grams[place], change.request["damp"])
     expected = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity(0.5)), weight, h)
     assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
-
-
-def test_wanda_leaves_each_output_as_many_weights():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
-    for place in tree.find(model, "blocks.**", tree.linear):
-        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
@@ -389,14 +382,6 @@ def test_a_pruned_model_is_a_plain_folder_whose_zeros_stay(tmp_path):
         refuses(f"dunes.json: 'masked': .*{message}", checkpoint.load, tmp_path / "pruned")
 
 
-def test_new_blocks_of_a_pruned_model_learn():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG)
-    apply_change(model, "expand", blocks=1)
-    assert len({place.split(".")[1] for place in masked_places(model)}) == 2
-    assert len(model.blocks) == 3
-
-
 def test_masked_layers_are_the_linear_layers_they_are():
     model = random_model("mixtral", experts=4)
     with torch.no_grad():
@@ -446,13 +431,6 @@ def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
 
 
-def test_a_fit_whose_products_overflow_leaves_the_weights():
-    weight, gram = layer()
-    h = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
-    pruned = sparsegpt.prune(weight * 1e10, h, Sparsity.of(None, "2:4"))
-    assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, h), pruned)
-
-
 def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
     kept = left = 0
     for seed, largest in itertools.product(range(200), (10, 100)):
@@ -470,7 +448,7 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
     assert kept > 350
 
 
-def test_a_fit_whose_products_underflow_is_no_worse():
+def test_a_fit_whose_products_underflow_is_no_worse_and_one_whose_overflow_leaves_the_weights():
     weight, gram = layer()
     tiny = sparsegpt.hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
     for scale in (1e-10, 1e-14, 1e-16, 1e-20):
@@ -479,3 +457,6 @@ def test_a_fit_whose_products_underflow_is_no_worse():
         differences = (weight - w.double() / scale for w in (pruned, fitted))
         before, after = (float(((d @ gram.matrix.double()) * d).sum()) for d in differences)
         assert after <= before * (1 + 1e-6)
+    huge = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
+    pruned = sparsegpt.prune(weight * 1e10, huge, Sparsity.of(None, "2:4"))
+    assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, huge), pruned)
