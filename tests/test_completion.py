@@ -1,10 +1,8 @@
 """Completion of lines: the engine of a model and of copying, what a run keeps for it, and a whole run."""
 
-import io
 import json
 import math
 import random
-import sys
 from functools import partial
 from itertools import chain, pairwise, repeat
 from pathlib import Path
@@ -1053,21 +1051,6 @@ def test_a_refused_run_leaves_no_index_and_a_refused_resume_the_old_one(programs
     (programs / "more.py").write_text("y = 2\n" * 9)
     refuses("changed", train_to, run, programs, vocab_size=330, resume=True)
     assert (run / "completion" / "index.safetensors").read_bytes() == before
-
-
-def test_what_cannot_be_completed_is_refused_in_one_line(programs, tmp_path, stored, monkeypatch):
-    run, _ = stored
-    (tmp_path / "binary.py").write_bytes(b"\xff\0\x01")
-    for place, message in [
-        (f"{tmp_path}/binary.py:1:1", "not UTF-8"),
-        (f"{programs}/module 0.py:1000:1", "lines"),
-        (f"{programs}/module 0.py:1:1000", "columns"),
-        (f"{programs}/none.py:1:1", "not a file"),
-        (f"{programs}/module 0.py", "expected FILE:LINE:COLUMN"),
-    ]:
-        refuses(message, verbs.complete, run, place)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    refuses("standard input", verbs.complete, run)
 
 
 @pytest.mark.slow
