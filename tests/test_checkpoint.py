@@ -83,6 +83,9 @@ def test_shards_of_an_older_save_do_not_stay(folder):
         assert said == {p.name for p in folder.glob("model*.safetensors")}
         counts.append(len(said))
     assert counts[0] > counts[1] > 1
+    stage(folder, weights, 1 << 30)
+    finish_save(folder)
+    assert [p.name for p in folder.glob("model*")] == ["model.safetensors"], "nor beside a single file"
 
 
 def listing(folder):

@@ -446,20 +446,6 @@ def test_the_library_reads_what_is_written(tmp_path):
     assert same(load_file(tmp_path / "model.safetensors"), tensors)
 
 
-def test_old_shards_are_removed_when_a_single_file_is_saved(hf):
-    """Several files of an older save must not be read instead of the one file of the newer."""
-    ready = hf / folder.READY
-    ready.mkdir()
-    safetensors_writer.write_tensors(ready, in_memory(bits(hf)), shard=40_000)
-    folder.finish_save(hf)
-    assert not (hf / "model.safetensors").exists()
-    assert (hf / safetensors_writer.INDEX).exists()
-    ready.mkdir()
-    safetensors_writer.write_tensors(ready, open_source(hf).files)
-    folder.finish_save(hf)
-    assert [p.name for p in (hf).glob("model*")] == ["model.safetensors"]
-
-
 PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "norm_eps": 1e-5, "vocab_size": 97}
 
 
