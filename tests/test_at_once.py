@@ -120,8 +120,7 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
     for last in (0, 1):
         at_once(save)
         save(last)
-        loaded = checkpoint.load(tmp_path / "out")
-        assert ("adapter" in loaded.card) == (last == 0)
+        assert ("adapter" in checkpoint.load(tmp_path / "out").card) == (last == 0)
         assert (tmp_path / "out" / "config.json").exists() == (last == 1)
     assert not hidden(tmp_path)
 
@@ -211,8 +210,7 @@ def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
     # What was gone may be there again.
     monkeypatch.setattr(state.shutil, "rmtree", lambda *a, **k: (remove(*a, **k), time.sleep(0.01)))
     at_once(lambda i: [save_state(tmp_path, steps[i]) for _ in range(4)])
-    newest = checkpoint.latest_state(tmp_path, pytest.fail)
-    assert read_state(tmp_path) == int(newest.name[5:])
+    assert read_state(tmp_path) == int(checkpoint.latest_state(tmp_path, pytest.fail).name[5:])
     assert not hidden(tmp_path)
 
 

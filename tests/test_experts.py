@@ -160,13 +160,11 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
 def test_transformers_opens_an_even_split(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = dense(hidden=96)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
+    checkpoint.save(dense(hidden=96), tmp_path / "dense", None, 32)
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster", top_k=4)
     assert any("mixtral" in line for line in lines)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
-    loaded = checkpoint.load(tmp_path / "moe")
-    assert difference(theirs(IDS).logits, loaded.model(IDS)) <= 1e-5
+    assert difference(theirs(IDS).logits, checkpoint.load(tmp_path / "moe").model(IDS)) <= 1e-5
     assert theirs.config.intermediate_size == 12
 
 

@@ -426,12 +426,10 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
-    state = checkpoint.latest_state(tmp_path / "run")
-    (state / "state.json").write_text("{}")
+    (checkpoint.latest_state(tmp_path / "run") / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
         train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
-    printed = training_output(toy(code), tmp_path / "run", resume=True)
-    assert "going back to an older state" in printed
+    assert "going back to an older state" in training_output(toy(code), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("where", ["run/state", "run", "."])

@@ -126,8 +126,7 @@ def test_release_returns_pages(tmp_path):
 
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count = 4 * memory
+    count = 4 * (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         with (tmp_path / "x").open("wb") as file:
             file.write(pack({"a": entry(0, count, (count,), "U8")}))
@@ -283,8 +282,7 @@ def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monke
 
 
 def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
-    many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
-    (tmp_path / "x").write_bytes(many)
+    (tmp_path / "x").write_bytes(pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)}))
     refused(safetensors_file.tensors, tmp_path / "x")
     monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
     refused(safetensors_file.tensors, tmp_path / "x")
@@ -359,9 +357,7 @@ def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
                 assert tensor.read().nbytes == tensor.nbytes
             assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
     grown = measure.peak_memory(CPU) - before
-    print(
-        f"5,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
-    )
+    print(f"5,000 mutants: {kept} legal, the slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
     assert grown < 64 << 20
     assert 0 < kept < 2_500
     assert all(line.isprintable() for line in lines)

@@ -76,8 +76,7 @@ def qlora(folder, kind="nf4"):
     note = quantize(ours, kind=kind)
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
-    facts = {"changes": [note.record()]}
-    words = {"tokenizer": TOKENS, "context_length": 32, "facts": facts}
+    words = {"tokenizer": TOKENS, "context_length": 32, "facts": {"changes": [note.record()]}}
     checkpoint.save_adapter(ours, folder / "a", base=folder / "base", **words)
     return ours
 

@@ -65,8 +65,7 @@ def results(report):
 def test_the_first_example_of_the_page_is_ten_lines_and_right(tmp_path, monkeypatch, capsys):
     module = example("exp", tmp_path, monkeypatch)
     assert len([line for line in Path(module.__file__).read_text().splitlines() if line]) <= 10
-    report = quick(module.exp, [leaf(4, 3)])
-    assert set(results(report).values()) == {"ok"}
+    assert set(results(quick(module.exp, [leaf(4, 3)])).values()) == {"ok"}
     assert "gradcheck" in capsys.readouterr().out
 
 
@@ -358,8 +357,7 @@ def test_an_operation_runs_on_meta_tensors_and_in_copies_of_what_holds_it():
             super().__init__()
             self.act = exp
 
-    copied = deepcopy(Layer())
-    assert copied.act is exp
+    assert deepcopy(Layer()).act is exp
     assert repr(exp) == f"<operation {exp.name}>"
 
 
@@ -457,11 +455,8 @@ def test_the_example_in_cpp_compiles_runs_and_is_right(tmp_path, monkeypatch):
     if module.cpp.missing("cpu"):
         pytest.skip(module.cpp.missing("cpu"))
     assert torch.equal(module.squared_relu(torch.tensor([-1.0, 3.0])), torch.tensor([0.0, 9.0]))
-    for op, inputs in (
-        (module.squared_relu, [leaf(9, 5)]),
-        (module.squared_relu_backward, [leaf(9, 5).detach()] * 2),
-    ):
-        assert set(results(ops.check(op, inputs, seconds=0)).values()) <= {"ok", "not tried"}
+    for op, x in ((module.squared_relu, [leaf(9, 5)]), (module.squared_relu_backward, [leaf(9, 5).detach()] * 2)):
+        assert set(results(ops.check(op, x, seconds=0)).values()) <= {"ok", "not tried"}
 
 
 @pytest.mark.slow

@@ -86,13 +86,17 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     weight, gram = layer()
     h = damped(gram)
     all_scores = scores(weight, h, range(32))
-    threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
-    mask = all_scores <= threshold
+    mask = all_scores <= all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
     expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
     pruned = prune_columns(weight, hessian(gram, 0.01), Sparsity(sparsity))
     assert torch.equal(pruned == 0, mask)
     assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
     assert (pruned - expected).abs().max() < 1e-4
+    parts = prune_columns(weight, hessian(gram, 0.01), Sparsity(sparsity), block=8)
+    assert [int((part == 0).sum()) for part in parts.split(8, 1)] == 4 * [int(24 * 8 * sparsity) + 1], "by block"
+    mask = parts == 0
+    expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
+    assert (parts - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "3:4"])
@@ -115,16 +119,6 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
     assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
 
 
-def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
-    weight, gram = layer()
-    h = hessian(gram, 0.01)
-    pruned = prune_columns(weight, h, Sparsity(0.5), block=8)
-    assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
-    mask = pruned == 0
-    expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    assert (pruned - expected).abs().max() < 1e-4
-
-
 def test_layer_errors_are_ordered():
     error = dict.fromkeys(("sparsegpt", "wanda", "magnitude"), 0.0)
     for seed in range(3):
@@ -141,6 +135,21 @@ def test_layer_errors_are_ordered():
     assert error["sparsegpt"] < 0.7 * error["wanda"] < 0.7 * error["magnitude"]
 
 
+def test_equal_weights_do_not_all_go_and_small_ones_have_scores_that_do_not_underflow():
+    weight = torch.ones(8, 16)
+    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
+    weight[:6] = 0
+    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
+    weight = torch.arange(1.0, 5).repeat(8, 4)
+    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
+    assert smallest(weight, 0.5)[weight == 1].all()
+    weight, gram = layer()
+    h = hessian(gram, 0.01)
+    for pattern in (None, Pattern(2, 4)):
+        small = prune_columns(weight * 2.0**-80, h, Sparsity(0.5, pattern))
+        assert torch.equal(small, prune_columns(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+
+
 def test_wanda_prunes_the_lowest_scores_of_each_output():
     weight, gram = layer()
     x_norms = gram.matrix.diagonal().sqrt()
@@ -149,24 +158,10 @@ def test_wanda_prunes_the_lowest_scores_of_each_output():
     for row, gone in zip(weight, mask, strict=True):
         s = row.abs() * x_norms
         assert s[gone].max() < s[~gone].min()
-
-
-def test_equal_weights_do_not_all_go():
-    weight = torch.ones(8, 16)
-    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
-    weight[:6] = 0
-    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
-    weight = torch.arange(1.0, 5).repeat(8, 4)
-    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
-    assert smallest(weight, 0.5)[weight == 1].all()
-
-
-def test_small_weights_have_scores_that_do_not_underflow():
-    weight, gram = layer()
-    h = hessian(gram, 0.01)
-    for pattern in (None, Pattern(2, 4)):
-        small = prune_columns(weight * 2.0**-80, h, Sparsity(0.5, pattern))
-        assert torch.equal(small, prune_columns(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+    model = random_model()
+    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
+    for place in tree.find(model, "blocks.**", tree.linear):
+        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_dead_inputs_and_singular_matrices():
@@ -210,8 +205,7 @@ def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     print(error)
     assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
     assert error[1] < 0.9 * error[0]
-    once_more = refit(expected.float(), weight, h)
-    assert (once_more - expected).abs().max() < 1e-4
+    assert (refit(expected.float(), weight, h) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
@@ -221,11 +215,10 @@ def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     zeros[:, 4:7], zeros[::2, 20] = True, True
     pruned = prune_columns(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
     assert not pruned[zeros].any()
-    count = {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
-    assert int((pruned == 0).sum()) == count
+    assert int((pruned == 0).sum()) == {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
 
 
-def test_a_pruned_model_is_pruned_further():
+def test_a_pruned_model_is_pruned_further_and_its_new_blocks_learn():
     model = random_model()
     apply_change(model, "prune", method="magnitude", sparsity=0.3)
     before = zeros(model)
@@ -233,6 +226,9 @@ def test_a_pruned_model_is_pruned_further():
     for name, after in zeros(model).items():
         assert after[before[name]].all()
         assert (after.unflatten(1, (-1, 4)).sum(2) >= 2).all()
+    apply_change(model, "expand", blocks=1)
+    assert len({place.split(".")[1] for place in masked_places(model)}) == 2
+    assert len(model.blocks) == 3
 
 
 FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 2})]
@@ -268,13 +264,6 @@ def test_sparsegpt_leaves_a_model_the_fitted_weights():
     h = hessian(grams[place], change.request["damp"])
     expected = refit(prune_columns(weight, h, Sparsity(0.5)), weight, h)
     assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
-
-
-def test_wanda_leaves_each_output_as_many_weights():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
-    for place in tree.find(model, "blocks.**", tree.linear):
-        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
@@ -403,15 +392,6 @@ def test_a_pruned_model_is_a_plain_folder_whose_zeros_stay(tmp_path):
         refuses(f"dunes.json: 'masked': .*{message}", checkpoint.load, tmp_path / "pruned")
 
 
-def test_new_blocks_of_a_pruned_model_learn():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG)
-    apply_change(model, "expand", blocks=1)
-    masked = {place.split(".")[1] for place in masked_places(model)}
-    assert len(masked) == 2
-    assert len(model.blocks) == 3
-
-
 def test_masked_layers_are_the_linear_layers_they_are():
     model = random_model("mixtral", experts=4)
     with torch.no_grad():
@@ -419,8 +399,7 @@ def test_masked_layers_are_the_linear_layers_they_are():
         mask_linears(model, [p.name for p in tree.find(model, "blocks.*.mlp.experts.**", tree.linear)])
         assert torch.equal(model(IDS), before)
     assert all(block.mlp.pack() for block in model.blocks)
-    described = checkpoint.hf_config_of(model, 32)
-    assert not isinstance(described, str)
+    assert not isinstance(checkpoint.hf_config_of(model, 32), str)
     linear = nn.Linear(3, 3)
     mask_linears(nn.ModuleDict({"a": linear}), ["a"])
     refuses("b: this model has no such dense linear layer", mask_linears, nn.ModuleDict({"a": linear}), ["b"])
@@ -456,18 +435,10 @@ def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
     gram.matrix[::4], gram.matrix[:, ::4] = 0, 0
     errors = []
     for factor in (1.0, scale):
-        scaled = Gram(gram.matrix * factor**2, gram.tokens)
-        h = hessian(scaled, 0.01)
+        h = hessian(Gram(gram.matrix * factor**2, gram.tokens), 0.01)
         change = refit(prune_columns(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
         errors.append(float(((change @ gram.matrix) * change).sum()))
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
-
-
-def test_a_fit_whose_products_overflow_leaves_the_weights():
-    weight, gram = layer()
-    h = hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
-    pruned = prune_columns(weight * 1e10, h, Sparsity.of(None, "2:4"))
-    assert torch.equal(refit(pruned, weight * 1e10, h), pruned)
 
 
 def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
@@ -487,7 +458,7 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
     assert kept > 350
 
 
-def test_a_fit_whose_products_underflow_is_no_worse():
+def test_a_fit_whose_products_underflow_is_no_worse_and_one_whose_overflow_leaves_the_weights():
     weight, gram = layer()
     tiny = hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
     for scale in (1e-10, 1e-14, 1e-16, 1e-20):
@@ -496,3 +467,6 @@ def test_a_fit_whose_products_underflow_is_no_worse():
         differences = (weight - w.double() / scale for w in (pruned, fitted))
         before, after = (float(((d @ gram.matrix.double()) * d).sum()) for d in differences)
         assert after <= before * (1 + 1e-6)
+    huge = hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
+    pruned = prune_columns(weight * 1e10, huge, Sparsity.of(None, "2:4"))
+    assert torch.equal(refit(pruned, weight * 1e10, huge), pruned)

@@ -276,8 +276,7 @@ def test_proposals_and_rollbacks_write_the_same_text():
     options = {"max_tokens": 50, "context_length": 128}
     want = [t.id for t in generate(model, prompt, cache=PrefixCache(model, format=format), **options)]
     cache = PrefixCache(model, format=format)
-    got = [t.id for t in generate(model, prompt, cache=cache, proposer=look_up, **options)]
-    assert got == want
+    assert [t.id for t in generate(model, prompt, cache=cache, proposer=look_up, **options)] == want
     assert type(cache.cache) is QuantizedCache
     assert cache.forwards < 50, "some proposals hold"
     again = [t.id for t in generate(model, prompt, cache=cache, **options)]

@@ -151,8 +151,7 @@ def test_other_families_keep_a_form_of_their_own(family, fields, tmp_path):
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", drop=0.25)
     assert any("form of its own" in line for line in lines)
     loaded = checkpoint.load(tmp_path / "moe")
-    again = apply_change(model, "upcycle", drop=0.25)
-    assert loaded.architecture.changes[-1] == again
+    assert loaded.architecture.changes[-1] == apply_change(model, "upcycle", drop=0.25)
     assert torch.equal(loaded.model(IDS), model.eval()(IDS))
 
 
