@@ -19,7 +19,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from dunes import measure
-from dunes.models.mixture import mixture
+from dunes.models.mixtral import mixture
 from dunes.ops import expert_products as forms
 from dunes.parts import GatedMLP, MoE
 

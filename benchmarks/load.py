@@ -101,7 +101,7 @@ print(json.dumps(found))
 
 def make(folder: Path, layers: int) -> int:
     """Write the folder, and return the bytes of its weights."""
-    from dunes.checkpoint.weights import safetensors_writer
+    from dunes.checkpoint.weights import safetensors_file
     from dunes.checkpoint.weights.lazy_tensor import LazyTensor, renamed
     from dunes.models import FAMILIES
     from dunes.models.names import to_theirs
@@ -115,7 +115,7 @@ def make(folder: Path, layers: int) -> int:
 
     ours = {key: made(key, t.shape) for key, t in state.items()}
     folder.mkdir(parents=True)
-    safetensors_writer.write_tensors(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
+    safetensors_file.write_tensors(folder, renamed(to_theirs(llama.NAMES, ours)[0], ours))
     (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": layers}))
     return sum(w.nbytes for w in ours.values())
 

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any
 
 from dunes import measure
-from dunes.ops import cross_entropy, gated, gram, int8_linear, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, float32_products, gated, int_linear, low_rank, rms_norm, rotary
 from dunes.ops import expert_products as experts
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import GatedMLP, MoE
@@ -130,17 +130,17 @@ def _experts(s: Shape) -> Case:
 def _without_backward(s: Shape, dtype: torch.dtype) -> Iterator[Case]:
     codes = torch.randint(-127, 128, (s.width, s.width), dtype=torch.int8)
     scale, rows = torch.rand(s.width), torch.randn(s.rows, s.width).to(dtype)
-    forms = [(lambda x, form=form: form(x, codes, scale)) for form in (int8_linear.int8_linear, int8_linear.plain)]
+    forms = [(lambda x, form=form: form(x, codes, scale)) for form in (int_linear.int8_linear, int_linear.plain)]
     yield Case(f"int8_linear, {FEW} tokens", *forms, [rows[:FEW]])
     yield Case("int8_linear", *forms, [rows])
 
     def panels(x: Tensor) -> Tensor:
         matrix = torch.zeros(s.width, s.width)
-        gram.add_gram(matrix, x)
-        gram.mirror(matrix)
+        float32_products.add_gram(matrix, x)
+        float32_products.mirror(matrix)
         return matrix
 
-    yield Case("gram", panels, gram.plain_gram, [rows])
+    yield Case("gram", panels, float32_products.plain_gram, [rows])
 
 
 def time_case(

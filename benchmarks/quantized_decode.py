@@ -21,7 +21,7 @@ from typing import Any, Literal
 from dunes import checkpoint, measure
 from dunes.augment import quantize
 from dunes.bench.benchmarks import BENCHMARKS
-from dunes.bench.race import race
+from dunes.bench.runner import race
 from dunes.bench.subject import Setting, Subject
 from dunes.models import llama
 from dunes.models.initialise import initialise

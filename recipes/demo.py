@@ -8,7 +8,7 @@ import random
 import time
 from pathlib import Path
 
-from dunes.cli.recipe import run_recipe
+from dunes.cli.main import run_recipe
 from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.keystrokes import CutPoint, cut_points

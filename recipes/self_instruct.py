@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from dunes import checkpoint
-from dunes.cli.recipe import run_recipe
+from dunes.cli.main import run_recipe
 from dunes.data import self_instruct
 from dunes.data.self_instruct import STOP, TOKENS, AskModel, Round
 from dunes.files.atomic import write_file

@@ -75,7 +75,7 @@ LONG = re.compile(
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time."""
-    for item in filter(lambda item: LONG.search(item.nodeid), items):
+    for item in filter(lambda item: item.get_closest_marker("long") or LONG.search(item.nodeid), items):
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.long)
     for item in items:
@@ -142,6 +142,14 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return ended.value.code, *capsys.readouterr()
 
     return run
+
+
+def refuses_command(words, outcome):
+    """A command ended with status 2 and one line that has these words."""
+    status, _, error = outcome
+    assert (status, error.count("\n")) == (2, 1), error
+    assert error.startswith("dunes: ")
+    assert words in error
 
 
 def metaspace_tokenizer() -> Tokenizer:

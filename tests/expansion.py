@@ -10,7 +10,7 @@ from torch import nn
 
 from dunes import tree
 from dunes.augment import Adapted, Change
-from dunes.augment.quantization import Quantized
+from dunes.augment.quantized import Quantized
 
 VERSION = 1
 

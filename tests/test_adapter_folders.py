@@ -13,8 +13,8 @@ from conftest import change_json, refuses, run_python
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import open_verified_source
-from dunes.checkpoint.loading import describe_adapter
+from dunes.checkpoint.inspect import describe_adapter
+from dunes.checkpoint.source import open_verified_source
 from dunes.cli import augment_verb, verbs
 from dunes.files import atomic
 from dunes.inference.chat import load_chat_engine
@@ -159,8 +159,7 @@ def test_a_base_that_training_rounds_is_known_by_what_it_was(tmp_path):
     checkpoint.save_adapter(trained(ours), tmp_path / "a", base=tmp_path / "base", identity=identity)
     assert checkpoint.load(tmp_path / "a").model
     checkpoint.save_adapter(ours, tmp_path / "b", base=tmp_path / "base")
-    card = json.loads((tmp_path / "b" / "dunes.json").read_text())
-    assert card["base"]["kind"] == "torch.bfloat16"
+    assert json.loads((tmp_path / "b" / "dunes.json").read_text())["base"]["kind"] == "torch.bfloat16"
 
 
 def unsealed(change):
@@ -200,10 +199,7 @@ DAMAGED = {
         "does not exist in this llama model",
     ),
     "a layer too many": (weights(lengthened), "does not exist in this llama model"),
-    "a module lost": (
-        weights(lambda h: lose(h, "layers.1.self_attn.v_proj")),
-        "no tensors for 1 of them.*1.*v_proj",
-    ),
+    "one lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "no tensors for 1 of them.*1.*v_proj"),
     "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
     "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
     "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "has no effect"),
@@ -430,8 +426,7 @@ def test_a_base_is_digested_once_and_in_one_dtype(made, monkeypatch):
         return real(tensor, dtypes, *rest)
 
     monkeypatch.setattr(atomic, "tensor_digests", counting)
-    model = checkpoint.load(folder).model
-    tensors = len(base_model(model).state_dict())
+    tensors = len(base_model(checkpoint.load(folder).model).state_dict())
     assert digested == [[torch.bfloat16]] * tensors
     digested.clear()
     load_chat_engine(str(folder.parent / "base"), [folder, folder.parent / "b"])

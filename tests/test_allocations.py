@@ -209,7 +209,6 @@ def test_forgetting_the_peak_lets_the_next_one_be_seen():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_command_says_who_holds_what_and_what_if():
     shape = ["--size", "300k", "--context-length", "64", "--batch", "2", "8"]
     line = "bench", "memory", *shape, "--checkpointing", "--check"

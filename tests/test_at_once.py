@@ -14,11 +14,10 @@ import torch
 
 from adapters import trained
 from dunes import augment, checkpoint
-from dunes.checkpoint import folder as folder_module
-from dunes.checkpoint import state
+from dunes.checkpoint import model_folder, state
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
-from dunes.files import atomic, staging
+from dunes.files import atomic
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
 
 FORK = multiprocessing.get_context("fork")
@@ -40,9 +39,9 @@ def hidden(folder: Path):
     return sorted(p.name for p in folder.rglob(".*"))
 
 
-@pytest.mark.parametrize("tries", [0, folder_module.MAX_RETRIES])
+@pytest.mark.parametrize("tries", [0, model_folder.MAX_RETRIES])
 def test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment(tries, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_module, "MAX_RETRIES", tries)  # without any, each load holds the lock
+    monkeypatch.setattr(model_folder, "MAX_RETRIES", tries)  # without any, each load holds the lock
     save_model(tmp_path, 99)
     seen, ended = set(), threading.Event()
 
@@ -121,8 +120,7 @@ def test_adapters_and_models_saved_into_one_folder_are_one_or_the_other(tmp_path
     for last in (0, 1):
         at_once(save)
         save(last)
-        loaded = checkpoint.load(tmp_path / "out")
-        assert ("adapter" in loaded.card) == (last == 0)
+        assert ("adapter" in checkpoint.load(tmp_path / "out").card) == (last == 0)
         assert (tmp_path / "out" / "config.json").exists() == (last == 1)
     assert not hidden(tmp_path)
 
@@ -168,7 +166,7 @@ def augmented(model):
 
 
 def _staging(path, fill):
-    with staging.staging_folder(path) as made:
+    with atomic.staging_folder(path) as made:
         fill(made)
         time.sleep(60)
 
@@ -212,15 +210,14 @@ def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
     # What was gone may be there again.
     monkeypatch.setattr(state.shutil, "rmtree", lambda *a, **k: (remove(*a, **k), time.sleep(0.01)))
     at_once(lambda i: [save_state(tmp_path, steps[i]) for _ in range(4)])
-    newest = checkpoint.latest_state(tmp_path, pytest.fail)
-    assert read_state(tmp_path) == int(newest.name[5:])
+    assert read_state(tmp_path) == int(checkpoint.latest_state(tmp_path, pytest.fail).name[5:])
     assert not hidden(tmp_path)
 
 
 def test_shards_made_by_many_threads_are_one(tmp_path, code):
     documents = collect_corpus([str(code)]).train
     (tmp_path / "cache").mkdir()
-    with staging.staging_folder(tmp_path / "cache" / "x") as left:
+    with atomic.staging_folder(tmp_path / "cache" / "x") as left:
         shards = at_once(lambda i: token_shard(documents, TOKENIZER, tmp_path / "cache"))
         assert left.is_dir(), "somebody is at it"
         assert len({bytes(shard.tokens) for shard in shards}) == 1

@@ -71,6 +71,8 @@ def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
     assert autosize_run(whole, STDLIB, resumed=True) == (whole, [])
+    refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
+    refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
 
 
 @pytest.mark.slow
@@ -83,11 +85,6 @@ def test_a_run_whose_options_are_all_given_is_like_the_one_that_chose_them(monke
     assert autosize_run(given, 100_000)[0] == chosen
     again = replace(chosen, dtype=None, steps=2, weight_decay=None)  # --resume --override steps dtype
     assert autosize_run(again, 100_000, resumed=True)[0].weight_decay is None
-
-
-def test_options_that_cannot_be_are_refused():
-    refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
-    refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
 
 
 @pytest.mark.slow
@@ -229,7 +226,6 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "most"), [("arcee", 1.1), ("mixtral", 1.25)])
 def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
     """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes.
@@ -256,14 +252,11 @@ def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
     assert 0.9 < float(done.stdout.split()[-1]) < most
 
 
-def test_a_reading_rate_is_bytes_over_time(monkeypatch):
+def test_a_reading_rate_is_bytes_over_time_and_an_error_of_memory_is_told_from_others(monkeypatch):
     clock = iter([0.0, 0.0, 0.0, 0.5, 0.6, 0.6, 1.6, 9.9])
-    monkeypatch.setattr(measure.rates, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measure.machine, "perf_counter", lambda: next(clock))
     # Two sums, of half a second and of one: the faster one counts.
     assert measure.read_rate(torch.device("cpu"), size=4000, seconds=2.0) == pytest.approx(4000 / 0.5)
-
-
-def test_an_error_of_memory_is_told_from_others():
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 60)
     assert measure.out_of_memory(error.value)
@@ -272,13 +265,11 @@ def test_an_error_of_memory_is_told_from_others():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("complete", "steps", "decay"), [(True, 4000, 0.15), (True, 10, None), (False, 4000, None)]
-)
-def test_text_that_is_read_often_is_trained_on_with_more_weight_decay(complete, steps, decay):
-    config = TrainConfig(sources=(), context_length=64, batch=8, size="1x32", steps=steps, complete=complete)
-    assert autosize_run(config, 100_000)[0].weight_decay == decay
-    assert autosize_run(replace(config, weight_decay=0.5), 100_000)[0].weight_decay == 0.5
+def test_text_that_is_read_often_is_trained_on_with_more_weight_decay():
+    for complete, steps, decay in ((True, 4000, 0.15), (True, 10, None), (False, 4000, None)):
+        config = TrainConfig(sources=(), context_length=64, batch=8, size="1x32", steps=steps, complete=complete)
+        assert autosize_run(config, 100_000)[0].weight_decay == decay
+        assert autosize_run(replace(config, weight_decay=0.5), 100_000)[0].weight_decay == 0.5
 
 
 @pytest.mark.parametrize(("asked", "decays"), [(0.3, {0.3}), (None, {0.01, 0.0})])

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from adapters import trained
-from conftest import display, refuses, toy, write_programs
+from conftest import display, eventually, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
-from dunes.augment.quantization import NF4
+from dunes.augment.quantized import NF4
 from dunes.bench import benchmarks, plot, rows, runner, table
 from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.profile_modules import kind_of_operation, profile_work
-from dunes.bench.race import Lap, Work, race
-from dunes.bench.subject import Setting, of_folder, of_shape
+from dunes.bench.runner import Lap, race
+from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
 from dunes.ops import scaled_dot_product as attention
@@ -37,7 +36,6 @@ from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
-from test_cli import dunes
 
 TINY = runner.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
@@ -60,8 +58,7 @@ class Clock:
 
 def test_a_lap_is_the_time_of_its_work_and_short_work_is_repeated():
     clock = Clock()
-    works = {"short": clock.work(0.25), "long": clock.work(3.0)}
-    laps = list(race(works, 2, least=1.0, clock=clock))
+    laps = list(race({"short": clock.work(0.25), "long": clock.work(3.0)}, 2, least=1.0, clock=clock))
     assert [(lap.name, lap.round) for lap in laps] == [("short", 0), ("long", 0), ("long", 1), ("short", 1)]
     assert {lap.name: (lap.seconds, lap.runs) for lap in laps} == {"short": (0.25, 4), "long": (3.0, 1)}
 
@@ -119,8 +116,7 @@ def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
     summed = rows.summarize(laps)
     assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
-    slow = rows.summarize([lap | {"flop_share": 0.5} for lap in laps])
-    assert slow["limit"] == pytest.approx(600)
+    assert rows.summarize([lap | {"flop_share": 0.5} for lap in laps])["limit"] == pytest.approx(600)
     assert "limit" not in rows.summarize([lap | {"bytes": 0} for lap in laps])
 
 
@@ -207,10 +203,8 @@ def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
         return model
 
     setting = Setting(1, 32, "bfloat16", 1)
-    plain, few = (
-        runner._case(benchmarks.BENCHMARKS["save"], replace(dense, outline=o), setting)
-        for o in (dense.outline, outline)
-    )
+    save, subjects = benchmarks.BENCHMARKS["save"], (dense, replace(dense, outline=outline))
+    plain, few = (runner._case(save, subject, setting) for subject in subjects)
     linears = [p.module for p in find(outline(), "blocks.**", linear)]
     assert few.parameters == plain.parameters
     saved = sum(m.in_features * m.out_features - 2 * m.out_features for m in linears)  # a byte each, scales of two
@@ -270,7 +264,7 @@ def model_folder(tmp_path_factory):
 def test_several_values_race_in_one_run(tmp_path):
     kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     assert len(kept) == 2 * 2 * 2
-    assert len(runner.summaries(kept)) == 4
+    assert len(rows.summaries(kept)) == 4
 
 
 def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):
@@ -291,18 +285,13 @@ def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_reques
     refuses("--compile has no effect on prefill", measured, "prefill", tmp_path / "c.jsonl", compile=True)
 
 
-def test_no_file_is_written_over_or_taken_for_ones_own(tmp_path):
-    measured("prefill", tmp_path / "a.jsonl")
-    before = (tmp_path / "a.jsonl").read_bytes()
-    refuses(r"a\.jsonl: already exists", measured, "prefill", tmp_path / "a.jsonl")
-    assert (tmp_path / "a.jsonl").read_bytes() == before
-
-
-def test_a_last_line_that_was_cut_short_is_left_out(tmp_path):
-    kept = measured("prefill", tmp_path / "a.jsonl")
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('{"benchmark": "pre')
-    assert rows.read_rows(tmp_path / "a.jsonl") == kept
+def test_no_file_is_written_over_or_taken_for_ones_own_and_a_last_line_that_was_cut_is_left_out(tmp_path):
+    kept = measured("prefill", out := tmp_path / "a.jsonl")
+    before = out.read_bytes()
+    refuses(r"a\.jsonl: already exists", measured, "prefill", out)
+    assert out.read_bytes() == before
+    out.write_bytes(before + b'{"benchmark": "pre')
+    assert rows.read_rows(out) == kept
 
 
 def test_only_line_ends_end_a_row(tmp_path):
@@ -361,8 +350,8 @@ def test_files_that_are_none_are_refused(tmp_path):
         bad.write_text(text)
         refuses(words, rows.read_rows, bad)
     refuses("already exists", runner.bench, "train", TINY, 1, bad)
-    with pytest.raises(ValueError, match=r"x\.parquet: expected a file name that ends in \.jsonl"):
-        runner.bench("train", TINY, 1, tmp_path / "x.parquet")
+    words = r"x\.parquet: expected a file name that ends in \.jsonl"
+    refuses(words, runner.bench, "train", TINY, 1, tmp_path / "x.parquet")
 
 
 def test_a_benchmark_of_ones_own_is_registered_once():
@@ -396,17 +385,13 @@ def test_a_planted_difference_of_three_percent_is_real_and_noise_is_not():
     assert "no significant difference" in next(d for d in same if not d.significant).verdict
 
 
-def test_one_wild_lap_hides_no_difference():
+def test_one_wild_lap_hides_no_difference_and_too_few_rounds_tell_nothing():
     slow = laps(1.03, 0.005, 1)
     slow[7]["seconds"] = 0.2
     assert compare(laps(1.0, 0.005, 0), slow).differences[0].significant
-
-
-def test_too_few_rounds_tell_nothing():
-    few = compare(laps(1.0, 0.01, 0, count=7), laps(2.0, 0.01, 1, count=7)).differences[0]
-    assert not few.significant
-    assert few.verdict == "too few rounds"
-    assert compare(laps(1.0, 0.01, 0, count=8), laps(2.0, 0.01, 1, count=8)).differences[0].significant
+    few, enough = (compare(laps(1, 0.01, 0, n), laps(2, 0.01, 1, n)).differences[0] for n in (7, 8))
+    assert (few.significant, few.verdict, enough.significant) == (False, "too few rounds", True)
+    refuses(r"--confidence is 99; expected a number from 0\.5", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
 def test_the_interval_is_wilcoxons():
@@ -426,10 +411,6 @@ def test_only_what_both_have_is_compared_and_what_differs_is_named():
     assert found.differing["matmul rate"] == (1e12, 1e12)
     with pytest.raises(ValueError, match="no case was measured in both: A has train batch 1, B has train batch 4"):
         compare(a[:20], [*b[20:], b[0] | {"batch": 8}])
-
-
-def test_a_confidence_is_a_share():
-    refuses(r"--confidence is 99; expected a number from 0\.5", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
 def test_rounds_are_paired_by_their_numbers():
@@ -457,19 +438,14 @@ class Two(nn.Module):
 def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     model = Two()
     trainer = Trainer(model, adamw(model), cross_entropy)
-    batch = (torch.randn(256, 512), torch.randint(0, 8, (256,)))
-    steps = trainer.run([batch] * 3)
+    steps = trainer.run([(torch.randn(256, 512), torch.randint(0, 8, (256,)))] * 3)
     next(steps)
     with bench.profile_modules(model) as report:
         next(steps)
     products = {(e.phase, e.module): e.calls for e in report.entries if e.operation in ("addmm", "mm")}
     # Going back, each takes a product for its weight, and one for its input where that wants a gradient.
-    assert products == {
-        ("forward", "heavy"): 1,
-        ("forward", "light"): 1,
-        ("backward", "heavy"): 1,
-        ("backward", "light"): 2,
-    }
+    once = dict.fromkeys([("forward", "heavy"), ("forward", "light"), ("backward", "heavy")], 1)
+    assert products == once | {("backward", "light"): 2}
     assert {e.phase for e in report.entries if "adamw" in e.operation} == {"optimizer"}
     assert sum(e.seconds for e in report.entries) + report.between == pytest.approx(report.wall, rel=1e-6)
     forward = sum(e.seconds for e in report.entries if e.phase == "forward")
@@ -479,21 +455,20 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("operation", "expected"),
-    [
-        ("addmm", "matrix products"),
-        ("_softmax_backward_data", "softmax"),
-        ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
-        ("copy_", "copies"),
-        ("_fused_adamw_", "optimizer"),
-        ("native_layer_norm", "norms"),
-        ("mul", "elementwise"),
-        ("aten::t", "views"),
-    ],
-)
-def test_kinds_of_operations(operation, expected):
-    assert kind_of_operation(operation) == expected
+OPERATIONS = {
+    "addmm": "matrix products",
+    "_softmax_backward_data": "softmax",
+    "_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "copy_": "copies",
+    "_fused_adamw_": "optimizer",
+    "native_layer_norm": "norms",
+    "mul": "elementwise",
+    "aten::t": "views",
+}
+
+
+def test_kinds_of_operations():
+    assert {operation: kind_of_operation(operation) for operation in OPERATIONS} == OPERATIONS
 
 
 def test_a_benchmark_by_module_says_all_of_its_time(capsys):
@@ -507,7 +482,7 @@ def test_a_benchmark_by_module_says_all_of_its_time(capsys):
     assert sum(shares) == pytest.approx(100, abs=0.6)
 
 
-def test_spent_time_adds_up():
+def test_spent_time_adds_up_and_exponents_are_those_of_the_law():
     taken = Timings()
     with taken("a"), taken("b"):
         pass
@@ -516,35 +491,26 @@ def test_spent_time_adds_up():
     assert set(taken.seconds) == {"a", "b", "data"}
     lines = Timings(Counter({"x": 3.0, "longer": 1.0})).lines()
     assert lines == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
+    assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
 
 
 # Pictures
-
-
-def test_exponents_are_those_of_the_law():
-    assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
 
 
 @pytest.mark.slow
 def test_pictures_of_all_that_varies(tmp_path):
     measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
     drawn = plot.draw_all(rows.read_rows(tmp_path / "out.jsonl"), tmp_path / "pictures")
-    assert [p.name for p in drawn] == [
-        "prefill-time-over-parameters.svg",
-        "prefill-tensors-over-parameters.svg",
-        "prefill-time-over-batch.svg",
-        "prefill-tensors-over-batch.svg",
-        "prefill-rates.svg",
-        "prefill-limits.svg",
-    ]
+    over = [f"{what}-over-{axis}" for axis in ("parameters", "batch") for what in ("time", "tensors")]
+    assert [p.name for p in drawn] == [f"prefill-{name}.svg" for name in (*over, "rates", "limits")]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
     refuses(r"ends in \.svg or \.png", plot.save_plot, None, tmp_path / "x.pdf")
 
 
 def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotnine", None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[plot\]'"):
-        plot.bars([{"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}], "t")
+    row = {"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}
+    refuses(r"pip install -e '\.\[plot\]'", plot.bars, [row], "t")
 
 
 @pytest.mark.slow
@@ -607,22 +573,12 @@ def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
     options = ["--size", "300k", "--context-length", "32", "--rounds", "10000", "--json", "--threads", "1"]
     line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, "--out", out]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not out.exists() or out.read_bytes().count(b"\n") < 2:
-        assert process.poll() is None
-        time.sleep(0.05)
+    assert eventually(lambda: process.poll() or (out.exists() and out.read_bytes().count(b"\n") >= 2), 200)
     process.send_signal(signal.SIGINT)
     printed, messages = process.communicate(timeout=100)
     assert process.returncode == 130
     assert "interrupted; results so far:" in messages
     assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
-
-
-@pytest.mark.slow
-def test_a_mistake_is_one_line_and_status_2():
-    done = dunes("bench", "compare", "a.jsonl", "b.jsonl")
-    assert done.returncode == 2
-    assert "no such file" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def adapter_in(folder, **options):

@@ -28,7 +28,6 @@ def last_line(script: str, *arguments: object):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_two_commits_are_run_in_turn_and_compared_round_by_round():
     row = last_line("commits.py", "HEAD", "HEAD", "--benchmark", "prefill", "--size", "20k", "--rounds", 2)
     assert [d["pairs"] for d in row["differences"]] == [2]
@@ -52,7 +51,6 @@ def test_the_operations_are_timed_and_drawn(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_race_on_a_gpu_runs_on_any_machine_at_toy_size():
     row = last_line("gpu.py", "--toy", "--rounds", 1)
@@ -77,7 +75,6 @@ def test_work_beside_busy_processes_is_compared_with_the_fair_time(task):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_our_side_of_shakespeare_learns(tmp_path):
     words = "The quality of mercy is not strained, it droppeth as the gentle rain.\n"
     (tmp_path / "text.txt").write_text(words * 800)
@@ -97,7 +94,6 @@ def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
         assert row["bits_per_byte"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_loading_is_measured_beside_transformers():
     row = last_line("load.py", "--rounds", "1", "--layers", "1")
@@ -151,7 +147,6 @@ def finetuning_in(folder, code):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_path):
     out, base, data = finetuning_in(tmp_path, code)
     sweep = (out, base, data, "--epochs", 1, "--ranks", 0, 4, "--full-rates", 1e-3, "--rates", 1e-2)
@@ -165,7 +160,6 @@ def test_the_sweep_of_finetuning_runs_and_leaves_out_what_is_known(code, tmp_pat
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(code, tmp_path):
     out, base, data = finetuning_in(tmp_path, code)
     sweep = (out, base, data, "--context-length", 64, "--steps", 16, "--methods", "full", "--rates", 1e-3, 10)
@@ -178,7 +172,6 @@ def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(c
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_finetuning_by_lora_holds_less_and_by_qlora_least():
     rows = last_line("lora_memory.py", "--batch", 1)["rows"]
     peaks = {(r["model"], r["method"]): r["peak"] for r in rows}
@@ -199,7 +192,6 @@ work.main({"decode": (("float32", "bfloat16"), answers)})
 """
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(700)
 def test_transformers_gives_what_ours_gives_and_is_raced():
@@ -217,7 +209,6 @@ def test_transformers_gives_what_ours_gives_and_is_raced():
     assert row["first"]["ours"]["seconds"] > 0.3
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(700)
 def test_finetuning_learns_as_peft_does_and_is_raced():
@@ -249,7 +240,6 @@ def test_ratios_are_those_of_the_best_settings_and_of_the_best_with_equal_bits(c
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_side_with_other_output_gets_no_ratio(tmp_path):
     (tmp_path / "liar_side.py").write_text(LIAR)
     row = last_line(*TOY, tmp_path / "liar_side.py", "--tasks", "decode")
@@ -260,7 +250,6 @@ def test_a_side_with_other_output_gets_no_ratio(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path, monkeypatch):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
     row = last_line("peers.py", "--toy", "--peers", "transformers==0.0.0.1", "nobody", "--tasks", "prefill")

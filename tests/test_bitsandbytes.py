@@ -14,7 +14,7 @@ from adapters import IDS
 from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import quantize
-from dunes.augment.quantization import NF4
+from dunes.augment.quantized import NF4
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*tokenizer is None"),

@@ -8,7 +8,7 @@ import pytest
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import open_verified_source
+from dunes.checkpoint.source import open_verified_source
 from dunes.models import llama
 from dunes.text import SPECIAL, Tokenizer
 from dunes.text.templates import (
@@ -51,8 +51,7 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     source = THEIRS["chatml"].replace("bos_token", "'<|endoftext|>'")
     template = ModelTemplate(source, plain) if case == "own" else get_template(case)
     tokenizer, model = attach_template(template, plain), small(plain)
-    stops = {plain.eos, template.stop_id(plain)}
-    assert tokenizer.stops >= stops
+    assert tokenizer.stops >= {plain.eos, template.stop_id(plain)}
     facts = {} if case == "own" else {"template": case}
     checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
     convert(open_verified_source(tmp_path / "m"), tmp_path / "again")

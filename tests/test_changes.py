@@ -100,8 +100,7 @@ def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
     if "expand" in pair:  # the gate is a part that no family has
         refuses("no Hugging Face config describes", export, tmp_path / "a", tmp_path / "hf")
         return
-    report = export(tmp_path / "a", tmp_path / "hf")
-    assert report.verified.relative <= 1e-4
+    assert export(tmp_path / "a", tmp_path / "hf").verified.relative <= 1e-4
     plain = checkpoint.load(tmp_path / "hf")
     assert difference(plain.model(IDS), logits) <= 2e-5 * logits.abs().max()
     assert [change["name"] for change in plain.card["changes"]][:2] == [c.name for c in architecture.changes]
@@ -133,15 +132,9 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
     assert loaded.model.blocks[0].attn.q.dtype == torch.bfloat16
 
 
+Q = lambda card: card["changes"][0]["places"]["blocks.0.attn.q"]
 EDITS = [("lora", lambda c: c["changes"][0]["request"].update(dtype="int8"), r"dunes\.json: ")]
-EDITS += [
-    (
-        "lora",
-        lambda c, value=value: c["changes"][0]["places"]["blocks.0.attn.q"].update(alpha=value),
-        r"dunes\.json: ",
-    )
-    for value in (10**400, [])
-]
+EDITS += [("lora", lambda c, value=value: Q(c).update(alpha=value), r"dunes\.json: ") for value in (10**400, [])]
 EDITS += [
     ("int8", *edit)
     for edit in [
@@ -153,8 +146,8 @@ EDITS += [
         (lambda c: c["changes"][0]["request"].update(kind="nf4"), "codes"),
         (lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}), "q: this model has no such"),
         (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "this model has no such"),
-        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="int8"), "dtype is 'int8'; expected"),
-        (lambda c: c["changes"][0]["places"]["blocks.0.attn.q"].update(dtype="load"), "dtype is 'load'; expected"),
+        (lambda c: Q(c).update(dtype="int8"), "dtype is 'int8'; expected"),
+        (lambda c: Q(c).update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
         (lambda c: c.update(adapter=["a"]), "adapter is a list; expected one of its adapters, or null"),
@@ -181,8 +174,7 @@ def test_places_in_a_record_are_names_and_no_globs(tmp_path, monkeypatch):
     checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
     places = importlib.import_module("dunes.tree.places")
     monkeypatch.setattr(places, "_pattern", lambda glob: pytest.fail("compiled a glob"))
-    loaded = checkpoint.load(tmp_path).model
-    assert len(dequantize(loaded)) == 14
+    assert len(dequantize(checkpoint.load(tmp_path).model)) == 14
     refuses(r"^blocks\.0\.attn\.k: this model has no such", repeat_structure, model, architecture.changes[0])
 
 
@@ -209,8 +201,7 @@ def test_an_architecture_of_another_model_is_refused_at_once_on_one_short_line(t
 def test_a_change_is_taken_back():
     model = build()
     logits, names = model(IDS), list(model.state_dict())
-    lora = apply_change(model, "lora", rank=2)
-    undo_change(model, lora)
+    undo_change(model, apply_change(model, "lora", rank=2))
     assert torch.equal(model(IDS), logits)
     quantized = apply_change(model, "quantize", kind="int8")
     rounded = model(IDS)

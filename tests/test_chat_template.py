@@ -166,8 +166,7 @@ def theirs(template, messages, **options):
 
     from dunes.text import Tokenizer
 
-    inner = Tokenizer.train("bytes", []).inner
-    oracle = PreTrainedTokenizerFast(tokenizer_object=inner, **VARIABLES)
+    oracle = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.train("bytes", []).inner, **VARIABLES)
     return oracle.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
 
 

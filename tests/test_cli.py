@@ -85,8 +85,7 @@ def test_text_begins_without_modules_that_are_slow_to_import(verb, tmp_path):
         "try: main.main()\n"
         "finally: print('\\nadded', *sorted(set(sys.modules) - before))"
     )
-    arguments = [verb[0], tmp_path / "model", *verb[1:]]
-    done = run_python(script, *arguments)
+    done = run_python(script, verb[0], tmp_path / "model", *verb[1:])
     assert done.returncode == 0, done.stderr
     added = done.stdout.splitlines()[-1].split()
     slow = {"sympy", "rich", "matplotlib", "pandas", "huggingface_hub", "http", "asyncio"}
@@ -141,6 +140,7 @@ def test_importing_the_package_is_light():
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["complete", "nowhere", ".:1:1"], ".: not a file; expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
+        (["bench", "compare", "a.jsonl", "b.jsonl"], "no such file"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
@@ -185,8 +185,7 @@ def test_train_generate_complete_eval(code, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "done after 20 steps" in done.stdout
     loaded, file = checkpoint.load(run), code / "module_1.py"
-    generator = TextGenerator(loaded)
-    text = generator.text("def ", 9, sampler(0.8, top_k=50, seed=1))
+    text = TextGenerator(loaded).text("def ", 9, sampler(0.8, top_k=50, seed=1))
     generated = dunes("generate", run, "def ", "--max-tokens", 9, "--seed", 1)
     assert generated.stdout == f"def {text}\n"
     prompt = plural(len(loaded.tokenizer.prompt("def ")), "token")

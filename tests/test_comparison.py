@@ -44,11 +44,9 @@ def run(programs, tmp_path_factory):
 def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
     augment_verb.COMMANDS["quantize"](str(run), tmp_path / "int8", quantize=Quantize(kind="int8"))
     printed = capsys.readouterr().out
-    card = json.loads((tmp_path / "int8" / "dunes.json").read_text())
-    compared = card["comparison"]
+    compared = json.loads((tmp_path / "int8" / "dunes.json").read_text())["comparison"]
     for folder, side in ((run, compared["before"]), (tmp_path / "int8", compared["after"])):
-        loaded = checkpoint.load(folder)
-        score = evaluate(loaded, evaluation_tokens(checkpoint.load(run))[0])
+        score = evaluate(checkpoint.load(folder), evaluation_tokens(checkpoint.load(run))[0])
         assert side["loss"] == pytest.approx(score.loss, abs=1e-6)
         assert side["tokens"] == score.tokens
         assert side["size"] == sum(f.stat().st_size for f in folder.glob("*.safetensors"))
@@ -121,8 +119,7 @@ def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):
     for name, text in zip("abcd", texts, strict=True):
         text.write_text("".join(f"{name}{i}\n" for i in range(300)) + f"{name.upper()}\n" * 30)
     fixed = {"steps": 1, "batch": 2, "context_length": 16, "dtype": "float32", "threads": 1, "split": "tails"}
-    config = TrainConfig(sources=tuple(map(str, texts)), **fixed)
-    train(config, tmp_path / "run", display()[0])
+    train(TrainConfig(sources=tuple(map(str, texts)), **fixed), tmp_path / "run", display()[0])
     loaded = checkpoint.load(tmp_path / "run")
     assert loaded.card["trained"]["split"] == "tails"
     words = loaded.require_tokenizer().decode(calibration_ids(loaded).flatten().tolist())
@@ -163,13 +160,11 @@ def test_the_verbs_choose_threads_and_show_lines_where_there_is_no_terminal(run,
     monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.progress.UNKNOWN_SECONDS", 0.0)
     monkeypatch.setattr("dunes.runs.augment.compare_folders", lambda *folders, ids: "not measured")
-    augment_verb.COMMANDS["quantize"](
-        str(run), tmp_path / "in 4 bits", quantize=Quantize(kind="int4", method="rtn")
-    )
+    augment_verb.COMMANDS["quantize"](str(run), tmp_path / "in 4", quantize=Quantize(kind="int4", method="rtn"))
     printed = capsys.readouterr()
     assert calls == ["threads"]
     assert any("%  quantize, " in line and line.endswith(" left") for line in printed.err.splitlines())
-    assert f"next: dunes generate '{tmp_path}/in 4 bits'" in printed.out
+    assert f"next: dunes generate '{tmp_path}/in 4'" in printed.out
 
 
 EXPERTS = ("upcycle", "experts", "lora-experts")

@@ -169,7 +169,6 @@ def test_inductor_gives_what_eager_gives_for_every_family(family):
     assert_forward_compiles(model, "inductor")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -21,7 +21,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
 from dunes.train.loss import next_token_loss
 from small_models import random_model
-from test_runs import stopping_at, weights
+from test_runs import assert_same_training, stopping_at
 
 LIMIT = 1e-4
 RATE = 1e-4
@@ -97,10 +97,7 @@ def stopped_and_resumed(tmp_path, soon):
     torch.compiler.reset()
     soon.setattr(module, "COMPILING", 1e9)
     assert "compiling the loss in the first step" in trained(tmp_path / "halves", resume=True)
-    straight, halves = tmp_path / "run", tmp_path / "halves"
-    assert [r["loss_hex"] for r in metrics(halves)] == [r["loss_hex"] for r in metrics(straight)]
-    one, two = weights(straight), weights(halves)
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert_same_training(tmp_path / "run", tmp_path / "halves")
 
 
 @pytest.mark.slow

@@ -94,6 +94,8 @@ def test_a_known_order_is_used_and_zeros_before_the_text_match_nothing():
     empty = ContextIndex(text[:0])
     assert len(empty) == 0
     assert empty.matches([1]) == []
+    equal = ContextIndex(np.full(5000, 70_000), depth=100)
+    assert len(equal.matches([70_000] * 300)) == 100
     assert len(sorted_contexts(np.zeros(0, np.uint32), 5)) == 0
 
 
@@ -257,8 +259,7 @@ def test_candidates_are_what_any_source_proposes_with_what_each_knows():
 
 
 def test_the_models_top_ids_are_candidates_too_with_how_the_file_uses_them():
-    sources = sources_of(b"ab = 12\na = 1\n", b"12")
-    found = Copies(sources).candidates(encode(b"a"), [3, 4, 7])
+    found = Copies(sources_of(b"ab = 12\na = 1\n", b"12")).candidates(encode(b"a"), [3, 4, 7])
     assert {3, 4, 7} <= {*found.ids.tolist()}
     own = dict(zip(found.ids.tolist(), found.features[:, 18:21].exp2() - 1, strict=True))
     assert own[4].tolist() == pytest.approx([1, 8, 8]), "ab: once, the first of eight ids"
@@ -291,6 +292,10 @@ def test_top_ids_of_the_model_can_gain_without_a_source():
     assert mixed.exp().sum() == pytest.approx(1, abs=1e-6)
     assert not torch.allclose(mixed, logprobs)
     assert torch.equal(mixed, gate.change(copies.candidates(ids, range(len(PIECES))), logprobs))
+    assert copies.candidates([2, 3]).ids.tolist() == [], "without a match nothing is a candidate or proposed"
+    assert copies.candidates([2, 3]).features.shape == (0, Copies.FEATURES)
+    assert copies.propose([2, 3], 9) == ()
+    assert Copies(sources_of(b"ab")).candidates([]).ids.tolist() == []
 
 
 def test_ids_that_are_allowed_are_candidates_even_if_they_are_improbable(monkeypatch):
@@ -305,14 +310,6 @@ def test_ids_that_are_allowed_are_candidates_even_if_they_are_improbable(monkeyp
     assert asked == [[1, 0], [1], [1]]
 
 
-def test_without_a_match_nothing_is_a_candidate_or_proposed():
-    nothing = Copies(sources_of())
-    assert nothing.candidates([2, 3]).ids.tolist() == []
-    assert nothing.candidates([2, 3]).features.shape == (0, Copies.FEATURES)
-    assert nothing.propose([2, 3], 9) == ()
-    assert Copies(sources_of(b"ab")).candidates([]).ids.tolist() == []
-
-
 def test_the_next_ids_begin_with_the_typed_bytes():
     """After "a = " and the typed "1", the line behind "a = 1" proposes the one id that has both characters."""
     copies = Copies(sources_of(b"a = 12\n"), b"1", 2)
@@ -324,10 +321,7 @@ def test_the_next_ids_begin_with_the_typed_bytes():
     assert line.candidates([1]).ids.tolist() == [encode(b"ab")[0]]
     assert line.candidates([1, 2]).ids.tolist() == [encode(b"b")[0]], "they are there already"
     assert Copies(sources_of(b"ab\n"), b"a", 0).candidates([]).ids.tolist() == [], "no more than them matches"
-
-
-def test_at_the_start_of_a_line_the_text_above_does_not_match_its_own_end():
-    above = b"ab\na = 1\nab\n"
+    above = b"ab\na = 1\nab\n"  # at the start of a line the text above does not match its own end
     candidates = Copies(sources_of(above)).candidates(encode(above))
     rows = dict(zip(candidates.ids.tolist(), candidates.features, strict=True))
     assert rows[encode(b"a")[0]][11] == 1, "the line after the earlier ab"
@@ -364,13 +358,9 @@ def test_a_changed_distribution_is_one_and_without_candidates_the_models():
     unknown = gate.change(random_candidates([1, VOCAB, VOCAB + 5]), logprobs)
     known = Candidates(torch.tensor([1]), random_candidates([1, VOCAB, VOCAB + 5]).features[:1])
     assert torch.equal(unknown, gate.change(known, logprobs)), "ids without a logit are left out"
-
-
-def test_only_candidates_gain_or_lose_against_each_other():
-    logprobs = torch.randn(VOCAB).log_softmax(-1)
-    change = gate_of().change(random_candidates([1, 4]), logprobs) - logprobs
+    change = gate.change(random_candidates([1, 4]), logprobs) - logprobs
     others = change[[0, 2, 3, 5, 6]]
-    assert others.tolist() == pytest.approx([float(others[0])] * 5, abs=1e-5)
+    assert others.tolist() == pytest.approx([float(others[0])] * 5, abs=1e-5), "others keep their proportions"
     assert abs(float(change[1] - others[0])) > 1e-3
 
 
@@ -423,17 +413,16 @@ def forbid(banned, logits, ids):
     return logits.index_fill(0, torch.tensor(banned), -torch.inf).log_softmax(-1)
 
 
+def after(known, process):
+    """Processed log-probabilities after each of some texts."""
+    return lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)]
+
+
 def search(model, prompt, known=None, process=log_softmax, end=1, width=2, **options):
     """The best continuation that ends with the id `end`; if none does, the best of all."""
     known = known or RememberedLogits(model, width)
     known.begin(len(prompt) + options["max_tokens"])
-    beams = beam_search(
-        lambda texts: [process(row, text) for row, text in zip(known.after(texts), texts, strict=True)],
-        prompt,
-        width=width,
-        ends=lambda beam: beam.ids[-1] == end,
-        **options,
-    )
+    beams = beam_search(after(known, process), prompt, width=width, ends=lambda b: b.ids[-1] == end, **options)
     assert [beam.total for beam in beams] == sorted((beam.total for beam in beams), reverse=True)
     return next((beam for beam in beams if beam.ids[-1] == end), beams[0] if beams else Beam())
 
@@ -489,7 +478,7 @@ def test_one_beam_is_greedy_decoding(family):
     assert [*best.logprobs] == pytest.approx([token.logprob for token in greedy[:stop]], abs=1e-4)
 
 
-def test_what_is_remembered_changes_nothing():
+def test_what_is_remembered_changes_nothing_and_where_nothing_may_follow_there_is_no_beam():
     model, prompts = model_of(), [[3, 2, 5], [3, 2, 5, 4], [3], [6, 6, 6, 6], [6] * 20, [6] * 19]
     known = RememberedLogits(model, 4)
     for prompt in [*prompts, *reversed(prompts)]:
@@ -497,33 +486,20 @@ def test_what_is_remembered_changes_nothing():
         fresh = search(model, prompt, width=4, max_tokens=6)
         assert used.ids == fresh.ids
         assert used.total == pytest.approx(fresh.total, abs=1e-4)
+    nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
+    assert search(model, [3], process=nothing, width=3, max_tokens=4) == Beam()
+    assert search(model, [3], width=3, max_tokens=0) == Beam()
 
 
 def test_a_search_is_over_when_its_beams_are_decided():
     model, prompt, seen = model_of(), [3, 2, 5], []
-
-    def decided(beams):
-        seen.append(beams)
-        return len(seen) == 3
-
+    decided = lambda beams: seen.append(beams) or len(seen) == 3
     known = RememberedLogits(model, 3)
     known.begin(20)
-    beams = beam_search(
-        lambda texts: [forbid([1], row, text) for row, text in zip(known.after(texts), texts, strict=True)],
-        prompt,
-        width=3,
-        max_tokens=9,
-        ends=lambda beam: False,
-        decided=decided,
-    )
+    options = {"width": 3, "max_tokens": 9, "ends": lambda beam: False}
+    beams = beam_search(after(known, partial(forbid, [1])), prompt, decided=decided, **options)
     assert beams == seen[-1]
     assert [[len(beam.ids) for beam in each] for each in seen] == [[n] * 3 for n in (1, 2, 3)]
-
-
-def test_where_nothing_may_follow_there_is_no_beam():
-    nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
-    assert search(model_of(), [3], process=nothing, width=3, max_tokens=4) == Beam()
-    assert search(model_of(), [3], width=3, max_tokens=0) == Beam()
 
 
 # logits that are remembered

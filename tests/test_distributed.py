@@ -55,8 +55,7 @@ def one_rank(rank, folder):
     trainer, syncs = Trainer(module, adamw(module, 1e-2), loss, accumulate=2), []
     plain = trainer.sync
     trainer.sync = lambda on: (syncs.append(on), plain(on))
-    steps = record(trainer, micro_batches(rank))
-    print(json.dumps({"steps": steps, "syncs": syncs}))
+    print(json.dumps({"steps": record(trainer, micro_batches(rank)), "syncs": syncs}))
     dist.destroy_process_group()
 
 

@@ -140,8 +140,7 @@ def write_programs(folder):
     word = lambda: draw.choice(WORDS)
     one = lambda: f"def {word()}_{word()}({word()}, {word()}):\n    return {word()}.{word()}({word()})"
     for i in range(20):
-        lines = [one() for _ in range(6)]
-        (folder / f"module_{i}.py").write_text("\n\n\n".join(lines))
+        (folder / f"module_{i}.py").write_text("\n\n\n".join([one() for _ in range(6)]))
 
 
 def dunes(*words):
@@ -431,7 +430,6 @@ def test_what_a_page_shows_runs(page, run):
     run(piece for piece in RUN[page] if not piece.slow())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:geom_path")  # a single round
 @pytest.mark.parametrize("page", [page for page in PAGES if any(piece.slow() for piece in RUN[page])])

@@ -215,8 +215,7 @@ def test_the_validation_part_has_its_share_of_the_text_of_each_kind_and_size(fil
     tested = hold_out_test(corpus)
     assert sum(d.size for d in tested.test) / total == pytest.approx(0.05, rel=0.5)
     assert not {d.name for d in tested.test} & {d.name for d in corpus.valid}
-    sizes = [d.size for d in corpus.valid]
-    assert len({*sizes}) == 3, "small ones and large ones"
+    assert len({d.size for d in corpus.valid}) == 3, "small ones and large ones"
 
 
 def test_a_file_that_is_a_quarter_of_the_share_is_learned(tmp_path):

@@ -40,7 +40,6 @@ from dunes.text.templates import (
     BEGIN,
     TEMPLATES,
     ModelTemplate,
-    Segment,
     Turn,
     encode_prompt,
     encode_segments,
@@ -256,8 +255,8 @@ def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
     for template, row in ((get_template("chatml"), records[1]), (own_form("chatml", bpe), records[0])):
         words = r"^.*line [12]: chat_template_kwargs: the chat template .* reads no 'think'"
         refuses(words, list, tokenize_records([records[2], row], template, bpe))
-    with pytest.raises(ValueError, match="reads no 'messages'"):
-        list(tokenize_records([replace(records[0], variables={"messages": []})], own, bpe))
+    hidden = replace(records[0], variables={"messages": []})
+    refuses("reads no 'messages'", list, tokenize_records([hidden], own, bpe))
 
 
 def test_a_prompt_that_is_excluded_is_no_target_of_all(bpe):
@@ -520,11 +519,7 @@ def test_plain_text_is_trained_on_as_a_whole(bpe):
 
 
 REFUSED = {
-    "alternating": (
-        "mistral",
-        ("user", "user", "assistant"),
-        "expected perhaps a system, then user and assistant",
-    ),
+    "no turns": ("mistral", ("user", "user", "assistant"), "expected perhaps a system, then user and assistant"),
     "assistant first": ("llama2", ("assistant", "user", "assistant"), "found assistant, user, assistant"),
     "system later": ("mistral", ("user", "system", "assistant"), "found user, system, assistant"),
     "several": ("alpaca", ("user", "assistant") * 2, "has one instruction and one answer, found user"),
@@ -536,26 +531,23 @@ REFUSED = {
 @pytest.mark.parametrize("which", REFUSED)
 def test_a_conversation_without_a_form_is_named(which, spaced):
     name, roles, expected = REFUSED[which]
-    good = chat("user", "assistant")
-    with pytest.raises(ValueError, match=f"^made, row 2: template.*{expected}"):
-        list(tokenize_records(rows(good, chat(*roles)), get_template(name), spaced))
+    talks = rows(chat("user", "assistant"), chat(*roles))
+    words = f"^made, row 2: template.*{expected}"
+    refuses(words, list, tokenize_records(talks, get_template(name), spaced))
 
 
-def test_plain_text_has_no_form_as_a_chat(bpe, llama3):
-    for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
-        refuses(r"made, row 1: template.*plain text", made, [Turn("text", "a")], get_template(name), tokenizer)
-
-
-def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, spaced):
-    with pytest.raises(ValueError, match=r"template chatml: the tokenizer has no <\|im_start\|>, <\|im_end\|>"):
-        next(tokenize_records(rows(WANTED), get_template("chatml"), spaced))
+def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_row(bpe, llama3, spaced):
+    begin = lambda name, tokenizer, *how: next(tokenize_records(rows(WANTED), get_template(name), tokenizer, *how))
+    refuses(r"template chatml: the tokenizer has no <\|im_start\|>, <\|im_end\|>", begin, "chatml", spaced)
     held = Tokenizer(tokenizers.Tokenizer.from_str(spaced.json()))
     held.inner.add_special_tokens(["[INST]"])
-    with pytest.raises(ValueError, match=r"template mistral writes \[INST\] as text, .*special tokens"):
-        next(tokenize_records(rows(WANTED), get_template("mistral"), held))
-    refuses("no template named 'vicuna'; available: plain, alpaca", get_template, "vicuna")
-    with pytest.raises(ValueError, match="train_on is 'answers' or 'all', not 'prompt'"):
-        next(tokenize_records(rows(WANTED), get_template("plain"), bpe, "prompt"))
+    refuses(r"template mistral writes \[INST\] as text, .*special tokens", begin, "mistral", held)
+    names = "plain, alpaca, alpaca-newline, mistral, llama2, llama3, chatml"
+    assert ", ".join(TEMPLATES) == names
+    refuses(f"no template named 'vicuna'; available: {names}", get_template, "vicuna")
+    refuses("train_on is 'answers' or 'all', not 'prompt'", begin, "plain", bpe, "prompt")
+    for name, tokenizer in (("chatml", bpe), ("llama3", llama3)):
+        refuses(r"made, row 1: template.*plain text", made, [Turn("text", "a")], get_template(name), tokenizer)
 
 
 OWN = {
@@ -575,9 +567,10 @@ def test_an_own_template_without_findable_answers_is_refused(source, bpe):
 def test_an_own_template_that_refuses_a_conversation_names_it(bpe):
     source = "{% for m in messages %}{{ raise_exception('no') if m.role == 'system' }}{{ m.content }}<|im_end|>{% endfor %}"
     many = [chat("user", "assistant")] * 70
-    with pytest.raises(ValueError, match=r"^made, row 71: the chat template fails: TemplateError: no"):
-        list(tokenize_records(rows(*many, chat("system", "user", "assistant")), ModelTemplate(source, bpe), bpe))
-    assert len(list(tokenize_records(rows(*many), ModelTemplate(source, bpe), bpe))) == 70
+    read = lambda talks: list(tokenize_records(rows(*talks), ModelTemplate(source, bpe), bpe))
+    words = "^made, row 71: the chat template fails: TemplateError: no"
+    refuses(words, read, [*many, chat("system", "user", "assistant")])
+    assert len(read(many)) == 70
 
 
 def test_what_stands_for_special_tokens_is_in_no_text(bpe):
@@ -587,8 +580,8 @@ def test_what_stands_for_special_tokens_is_in_no_text(bpe):
         example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
         assert trained_spans(example, bpe)[1] == (f"{text}<|im_end|>", True)
         assert example.ids[example.loss_mask].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
-        with pytest.raises(ValueError, match="lone surrogate at character 2"):
-            made((Turn("user", "a \udc00"), Turn("assistant", "b")), template, bpe)
+        broken = (Turn("user", "a \udc00"), Turn("assistant", "b"))
+        refuses("lone surrogate at character 2", made, broken, template, bpe)
 
 
 def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
@@ -618,6 +611,11 @@ def reported(talks, template, tokenizer, context=1000, validation=(), vocab=None
     return data_report(learn, hold, context, vocab or tokenizer.vocab, template, tokenizer)
 
 
+def checks(talks, template, tokenizer, context=1000, limit=None, **options):
+    """Refused, or not, before the first step."""
+    check_report(reported(talks, template, tokenizer, context, **options), **({"limit": limit} if limit else {}))
+
+
 def test_a_report_counts(bpe):
     talks = [(Turn("user", "Hi" * i), Turn("assistant", "Ho")) for i in (1, 1, 2, 3, 40)]
     found = reported(talks, get_template("plain"), bpe, 30, talks[:1])
@@ -644,17 +642,24 @@ GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi
 
 def test_good_examples_are_not_refused(bpe, llama3, spaced):
     for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
-        check_report(reported(GOOD, get_template(name), tokenizer))
-    empty = [(Turn("user", ""), Turn("assistant", ""))]
-    check_report(reported(empty, get_template("plain"), bpe))
+        checks(GOOD, get_template(name), tokenizer)
+    checks([(Turn("user", ""), Turn("assistant", ""))], get_template("plain"), bpe)
+    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
+    assert any("are targets; check" in line for line in found.warnings())
+    assert found.trained_share < preflight.FEW
 
 
 def test_nothing_to_train_on_and_ids_that_the_model_has_not_are_refused(bpe):
-    masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    refuses(r"none of .* tokens is a target", check_report, reported(masked, get_template("plain"), bpe))
-    refuses("no training examples", check_report, reported([], get_template("plain"), bpe))
+    plain, masked = get_template("plain"), [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
+    refuses(r"none of .* tokens is a target", checks, masked, plain, bpe)
+    refuses("no training examples", checks, [], plain, bpe)
     words = f"the examples contain the id {bpe.eos}, and the model has {bpe.eos}"
-    refuses(words, check_report, reported(GOOD, get_template("plain"), bpe, vocab=bpe.eos))
+    refuses(words, checks, GOOD, plain, bpe, vocab=bpe.eos)
+    words = "none of 2 validation examples has a target within the context of 1000 tokens"
+    refuses(words, checks, GOOD, plain, bpe, validation=masked)
+    found = reported(GOOD, plain, bpe, validation=[*masked, *GOOD])
+    check_report(found)
+    assert any("2 validation examples are skipped: no targets" in line for line in found.warnings())
 
 
 def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
@@ -666,19 +671,17 @@ def test_an_end_that_is_never_learnt_is_refused(bpe, monkeypatch):
         return examples.Example(made.ids, made.loss_mask & (made.ids != bpe.eos), made.place)
 
     monkeypatch.setattr(examples, "_example", aliased)
-    with pytest.raises(ValueError, match=r"the token that ends an answer is never a target"):
-        check_report(reported(GOOD, get_template("plain"), bpe))
+    refuses("the token that ends an answer is never a target", checks, GOOD, get_template("plain"), bpe)
     monkeypatch.undo()
     # Cut off, at a context that a permissive limit allows.
-    with pytest.raises(ValueError, match="never a target"):
-        check_report(reported(GOOD[:1], get_template("plain"), bpe, len(bpe.encode("HiThe answer")) - 1), limit=1)
+    context = len(bpe.encode("HiThe answer")) - 1
+    refuses("never a target", checks, GOOD[:1], get_template("plain"), bpe, context, limit=1)
 
 
 def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     """The template writes it, and the tokenizer adds it; also where the token is that of the end."""
     source = "<|begin_of_text|>" + get_template("llama3").jinja(llama3)
-    with pytest.raises(ValueError, match="2 examples begin with the BOS token twice"):
-        check_report(reported(GOOD, ModelTemplate(source, llama3), llama3))
+    refuses("2 examples begin with the BOS token twice", checks, GOOD, ModelTemplate(source, llama3), llama3)
 
     def doubled(pieces, tokenizer, everything):
         ids, trained = encode_segments(pieces, tokenizer, everything)
@@ -687,8 +690,8 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
     monkeypatch.setattr(examples, "encode_segments", doubled)
     for tokenizer in (llama3, bpe):
         for train_on in ("answers", "all"):
-            with pytest.raises(ValueError, match="2 examples begin with"):
-                check_report(reported(GOOD, get_template("alpaca"), tokenizer, train_on=train_on))
+            alpaca = get_template("alpaca")
+            refuses("2 examples begin with", checks, GOOD, alpaca, tokenizer, train_on=train_on)
 
 
 def test_silent_truncation_does_not_pass(bpe, monkeypatch):
@@ -708,21 +711,6 @@ def test_silent_truncation_does_not_pass(bpe, monkeypatch):
     refuses("never a target", check_report, reported(long, get_template("plain"), bpe, 64))
 
 
-def test_few_trained_tokens_are_warned_of(bpe):
-    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
-    assert any("are targets; check" in line for line in found.warnings())
-    assert found.trained_share < preflight.FEW
-
-
-def test_validation_without_targets_is_refused_by_its_name(bpe):
-    masked = [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
-    words = "none of 2 validation examples has a target within the context of 1000 tokens"
-    refuses(words, check_report, reported(GOOD, get_template("plain"), bpe, validation=masked))
-    found = reported(GOOD, get_template("plain"), bpe, validation=[*masked, *GOOD])
-    check_report(found)
-    assert any("2 validation examples are skipped: no targets" in line for line in found.warnings())
-
-
 # Training and validation
 
 
@@ -738,17 +726,6 @@ def test_copies_are_on_one_side_and_stay_there():
     # Each by itself: what else there is does not matter.
     again = split_records(rows(*reversed(talks[:200])), 0.2)
     assert {r.turns for r in again[1]} == {r.turns for r in hold} & set(talks[:200])
-
-
-def test_a_split_leaves_something_on_both_sides_and_goes_by_inputs_and_roles():
-    two = rows(*[(Turn("user", w), Turn("assistant", "b")) for w in "ab"])
-    for share in (1e-9, 0.5, 0.999999):
-        assert [len(side) for side in split_records(two, share)] == [1, 1]
-    assert split_records(two, 0) == (two, [])
-    assert split_records(two[:1] * 3, 0.5) == (two[:1] * 3, [])
-    refuses("--val-fraction is 1; it must be at least 0 and below 1", split_records, two, 1)
-    a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
-    assert len({examples.split_hash(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
 
 
 # Shown, and real data
@@ -774,11 +751,6 @@ def test_the_arithmetic_problems_are_read():
     for example, row in zip(made, hold, strict=True):
         assert tokenizer.decode(example.ids[example.loss_mask].tolist()) == row.turns[1].text
     check_report(data_report(made, [], 4096, tokenizer.vocab, get_template("alpaca"), tokenizer))
-
-
-def test_every_template_has_a_name_and_a_piece_is_plain():
-    assert set(TEMPLATES) == {"plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"}
-    assert Segment("a") != Segment("a", special=True)
 
 
 def test_many_conversations_are_rendered_in_their_order(bpe):
@@ -809,10 +781,10 @@ def test_what_is_text_in_records_of_each_kind(kind, tmp_path):
     path = put(tmp_path, lines(FORMS[kind], FORMS[kind]))
     expected = "Hi" if kind == "text" else "Hi\n\nHo"
     assert [text for _, text in examples.record_texts(path)] == [expected] * 2
-    with pytest.raises(ValueError, match="found question; name the field to read with --text-field"):
-        list(examples.record_texts(put(tmp_path, lines({"question": "a"}))))
-    with pytest.raises(ValueError, match="expected records with text, found text; name the field to read"):
-        list(examples.record_texts(put(tmp_path, lines({"text": " "}, {"text": None}))))
+    read = lambda *rows: list(examples.record_texts(put(tmp_path, lines(*rows))))
+    refuses("found question; name the field to read with --text-field", read, {"question": "a"})
+    words = "expected records with text, found text; name the field to read"
+    refuses(words, read, {"text": " "}, {"text": None})
 
 
 def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
@@ -840,16 +812,15 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
 def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):
     folder = tmp_path / "data"
     (folder / "in").mkdir(parents=True)
-    put(folder, lines(FORMS["messages"]), "chats.jsonl")
-    put(folder, gzip.compress(lines(FORMS["text"]).encode()), "in/texts.jsonl.gz")
-    put(folder, json.dumps([FORMS["alpaca"]], indent=1), "tasks.json")
-    put(folder, '{"name": "a project"}', "package.json")
-    put(folder, '["names"]', "names.json")
-    put(folder, "A book.\n", "book.txt")
-    put(folder, "A book.\n", "copy.txt")
-    put(folder, b"\0\1", "image.bin")
-    put(folder, "ignored*", ".gitignore")
-    put(folder, "{", "ignored.jsonl")
+    files = {"package.json": '{"name": "a project"}', "names.json": '["names"]', "image.bin": b"\0\1"}
+    files |= dict.fromkeys(("book.txt", "copy.txt"), "A book.\n") | {
+        ".gitignore": "ignored*",
+        "ignored.jsonl": "{",
+    }
+    files |= {"chats.jsonl": lines(FORMS["messages"]), "tasks.json": json.dumps([FORMS["alpaca"]], indent=1)}
+    files |= {"in/texts.jsonl.gz": gzip.compress(lines(FORMS["text"]).encode())}
+    for name, content in files.items():
+        put(folder, content, name)
     (folder / "link").symlink_to(__file__)
     found, said = read_dataset(folder)
     assert {f.path.name: (f.format, len(f.rows)) for f in found} == {
@@ -938,6 +909,17 @@ def test_the_hash_of_a_talk_is_that_of_its_words(monkeypatch):
         assert examples.split_hash(talk) == int.from_bytes(digest) / 2**48
 
 
+def test_a_split_leaves_something_on_both_sides_and_goes_by_inputs_and_roles():
+    two = rows(*[(Turn("user", w), Turn("assistant", "b")) for w in "ab"])
+    for share in (1e-9, 0.5, 0.999999):
+        assert [len(side) for side in split_records(two, share)] == [1, 1]
+    assert split_records(two, 0) == (two, [])
+    assert split_records(two[:1] * 3, 0.5) == (two[:1] * 3, [])
+    refuses("--val-fraction is 1; it must be at least 0 and below 1", split_records, two, 1)
+    a, b = (Turn("user", "a b"), Turn("assistant", "")), (Turn("user", "a", "b"), Turn("assistant", ""))
+    assert len({examples.split_hash(t) for t in (a, b, (Turn("user", "a"), Turn("assistant", "b")))}) == 3
+
+
 def test_tails_are_held_out_without_leaks():
     tokenizer = Tokenizer.train("bytes", [])
     whole = [made([Turn("text", WORDS[:n])], get_template("plain"), tokenizer) for n in (600, 900, 8)]
@@ -961,8 +943,8 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
     answer = made(GOOD[0], get_template("plain"), bpe)
     check_report(data_report([answer, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
     endless = examples.Example(answer.ids, answer.loss_mask & (answer.ids != bpe.eos))
-    with pytest.raises(ValueError, match="never a target"):
-        check_report(data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe))
+    report = data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe)
+    refuses("never a target", check_report, report)
 
 
 def test_large_texts_are_those_that_are_more_than_the_share():

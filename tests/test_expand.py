@@ -79,10 +79,8 @@ def test_outputs_are_equal_bit_for_bit_with_and_without_a_cache_and_so_is_what_i
 )
 def test_biases_and_experts_too_are_zero_and_norms_are_not(family, silent):
     model = model_of(family)
-    change = apply_change(model, "expand", blocks=1)
-    (place,) = change.places
-    zero = {n for n, p in model.get_submodule(place).named_parameters() if not p.any()}
-    assert zero == silent
+    (place,) = apply_change(model, "expand", blocks=1).places
+    assert {n for n, p in model.get_submodule(place).named_parameters() if not p.any()} == silent
 
 
 @pytest.mark.parametrize(
@@ -279,8 +277,7 @@ def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
     options = {"steps": 3, "batch": 4, "micro_batch": 2, "lr": 0.01, "dtype": "float32", "threads": 1}
     options |= {"rank": 2, "dtype": "bfloat16"} if method == "lora" else {}
     options |= {"model": str(folders / "pro"), "data": str(tmp_path / "rows.json"), "target_modules": ("new",)}
-    config = FinetuneConfig(method=method, **options)
-    assert finetune(config, tmp_path / "run", display()[0]) == 0
+    assert finetune(FinetuneConfig(method=method, **options), tmp_path / "run", display()[0]) == 0
     loaded = checkpoint.load(tmp_path / "run")
     if method == "lora":
         assert {p.split(".")[1] for p in loaded.architecture.changes[-1].places} == {"2", "4"}
@@ -383,12 +380,10 @@ def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, f
     request = {"kind": "nf4"} if kind == "quantize" else {"rank": 2}
     loaded = checkpoint.load(folders / "pro")
     loaded.model.float()
-    change = apply_change(loaded.model, kind, **request)
-    made = replace(loaded.architecture, changes=(change,))
+    made = replace(loaded.architecture, changes=(apply_change(loaded.model, kind, **request),))
     facts = {"changes": loaded.card["changes"]}
     checkpoint.save(loaded.model, tmp_path / "own", TOKENIZER, 64, facts, architecture=made)
-    again = checkpoint.load(tmp_path / "own")
-    assert torch.equal(again.model(IDS), loaded.model(IDS))
+    assert torch.equal(checkpoint.load(tmp_path / "own").model(IDS), loaded.model(IDS))
     export(tmp_path / "own", tmp_path / "plain")
     plain = checkpoint.load(tmp_path / "plain")
     assert len(plain.model.blocks) == 5

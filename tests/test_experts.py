@@ -11,14 +11,14 @@ from adapters import difference
 from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, quantize, undo_change
-from dunes.augment.neurons import balanced_assignment, balanced_clusters, importances, shared_neurons
+from dunes.augment.experts import balanced_assignment, balanced_clusters, importances, shared_neurons
 from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
 from dunes.evaluate.text_loss import calibration_ids
 from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
-from dunes.parts.gate import NoisyGate
+from dunes.parts.moe import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.text import Tokenizer
 from dunes.train import adamw
@@ -160,13 +160,11 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
 def test_transformers_opens_an_even_split(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = dense(hidden=96)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
+    checkpoint.save(dense(hidden=96), tmp_path / "dense", None, 32)
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster", top_k=4)
     assert any("mixtral" in line for line in lines)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
-    loaded = checkpoint.load(tmp_path / "moe")
-    assert difference(theirs(IDS).logits, loaded.model(IDS)) <= 1e-5
+    assert difference(theirs(IDS).logits, checkpoint.load(tmp_path / "moe").model(IDS)) <= 1e-5
     assert theirs.config.intermediate_size == 12
 
 
@@ -195,7 +193,7 @@ def test_the_noise_is_there_in_training_alone_and_the_gate_learns():
 
 def test_the_load_is_the_chance_of_being_chosen_again():
     torch.manual_seed(0)
-    from dunes.parts.gate import _chances
+    from dunes.parts.moe import _chances
 
     logits, deviation = torch.randn(6, 5), torch.rand(6, 5) + 0.5
     noisy = logits + torch.randn(6, 5) * deviation

@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment.group_int import unpack
-from dunes.augment.quantized import Quantized
+from dunes.augment.quantized import Quantized, unpack
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.formats.packed import export_packed
 from dunes.cli.verbs import export
@@ -181,13 +180,11 @@ def test_transformers_opens_it(tmp_path, request_):
     ],
 )
 def test_what_the_form_cannot_hold_is_refused(tmp_path, family, request_, message):
-    folder = quantized(tmp_path, family, **request_)
-    refuses(message, export_packed, folder, tmp_path / "packed")
+    refuses(message, export_packed, quantized(tmp_path, family, **request_), tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 
 
 def test_the_verb_and_a_plain_model(tmp_path, capsys):
-    folder = quantized(tmp_path, kind="int8")
-    export(str(folder), tmp_path / "packed", to="compressed-tensors")
+    export(str(quantized(tmp_path, kind="int8")), tmp_path / "packed", to="compressed-tensors")
     assert "14 layers packed" in capsys.readouterr().out
     refuses("needs quantized layers", export, str(tmp_path / "dense"), tmp_path / "other", to="compressed-tensors")

@@ -19,7 +19,7 @@ import torch
 
 from conftest import display, refuses, run_python, toy, training_output
 from dunes import checkpoint
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.files import atomic
 from dunes.runs import loop as loop_module
 from dunes.runs import train as train_module
@@ -127,7 +127,7 @@ def failing(monkeypatch, number, error):
 
     for name in CALLS:
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(safetensors_writer, "write_file", counted(safetensors_writer.write_file))
+    monkeypatch.setattr(safetensors_file, "write_file", counted(safetensors_file.write_file))
     monkeypatch.setattr(Path, "write_text", counted(Path.write_text))
 
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     save(tmp_path, 1)
     free = shutil.disk_usage(tmp_path)._replace(free=500)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    monkeypatch.setattr(safetensors_writer, "write_file", lambda path, tensors: pytest.fail("written"))
+    monkeypatch.setattr(safetensors_file, "write_file", lambda path, tensors: pytest.fail("written"))
     with pytest.raises(OSError, match=r"B are needed and \S+ k?B are free.*" + str(tmp_path)):
         save(tmp_path, 2)
     assert read(tmp_path) == 1
@@ -426,12 +426,10 @@ def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_pa
 
 def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
     train(toy(code), tmp_path / "run", display()[0])
-    state = checkpoint.latest_state(tmp_path / "run")
-    (state / "state.json").write_text("{}")
+    (checkpoint.latest_state(tmp_path / "run") / "state.json").write_text("{}")
     with pytest.raises(ValueError, match=r"state\.json: not the bytes that were written"):
         train(toy(code), tmp_path / "run", display()[0], resume=True, strict=True)
-    printed = training_output(toy(code), tmp_path / "run", resume=True)
-    assert "going back to an older state" in printed
+    assert "going back to an older state" in training_output(toy(code), tmp_path / "run", resume=True)
 
 
 @pytest.mark.parametrize("where", ["run/state", "run", "."])

@@ -188,8 +188,7 @@ def test_only_the_longest_text_of_a_window_is_rearranged(tokenizer):
     marks = sentinels(tokenizer)
     result = FillInMiddle(tokenizer, 1.0)(ids, np.random.default_rng(0))
     changed = np.flatnonzero(result != ids)
-    header = len(tokenizer.encode("a/2.py\n"))
-    first = starts[2] + 1 + 1 + header
+    first = starts[2] + 1 + 1 + len(tokenizer.encode("a/2.py\n"))
     assert result[first] == marks.prefix == result[changed[0]], "after the header"
     assert changed[-1] < starts[3], "its end stays where it is"
     assert result[starts[3]] == marks.end == ids[starts[3]]
@@ -311,10 +310,8 @@ def test_each_file_begins_with_its_path(tmp_path):
 def test_headers_count_neither_as_loss_nor_as_size(context, separate):
     """Wherever windows begin; and losses of the text are those that the whole stream gives."""
     ids, starts = documents(BYTES)
-    model = random_model(vocab=BYTES.vocab, context=context)
-    loaded = LoadedModel(model, BYTES, context, {}, None)
-    text = PackedText(ids, starts, BYTES.eos) if separate else ids
-    score = evaluate(loaded, text)
+    loaded = LoadedModel(random_model(vocab=BYTES.vocab, context=context), BYTES, context, {}, None)
+    score = evaluate(loaded, PackedText(ids, starts, BYTES.eos) if separate else ids)
     size = sum(len(made_up_text(lines, n).encode()) for n, lines in enumerate((12, 3, 40, 1, 25)))
     assert score.size == size
     assert score.tokens == size + 5, "and the end of each file"
@@ -328,8 +325,7 @@ def test_headers_are_found_wherever_they_are():
         inside = inside or i == sentinels(BPE).file
         expected.append(inside)
         inside = inside and b"\n" not in BPE.token_bytes[i]
-    found = find_headers(BPE)(np.stack([ids, ids]))
-    assert found.tolist() == [expected] * 2
+    assert find_headers(BPE)(np.stack([ids, ids])).tolist() == [expected] * 2
     assert sum(expected) > 20
     assert not find_headers(metaspace_tokenizer())(np.arange(20)[None]).any()
 
@@ -449,8 +445,7 @@ def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     marks = sentinels(loaded.tokenizer)
     for text in (sample_text(loaded), CompletionEngine(loaded).complete("def task_3_4(val").text):
         assert "<|" not in text
-    ids = [piece.token.id for piece in TextGenerator(loaded).stream("", 60)]
-    assert not set(ids) & {*marks[:3]}
+    assert not {piece.token.id for piece in TextGenerator(loaded).stream("", 60)} & {*marks[:3]}
 
 
 def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
@@ -468,8 +463,7 @@ def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):
         return int((tokens[np.arange(len(tokens))[None]] == file).sum())
 
     assert [count(t.train) for t in (off, unheaded, on)] == [0, 0, 36]
-    batches = TrainTask(config, off, None, ()).batches(0)
-    assert isinstance(next(batches), torch.Tensor)
+    assert isinstance(next(TrainTask(config, off, None, ()).batches(0)), torch.Tensor)
     assert isinstance(next(TrainTask(replace(config, complete=True), on, None, ()).batches(0)), tuple)
 
 

@@ -15,13 +15,12 @@ from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import apply_change, dequantize, quantize, repeat_structure
 from dunes.augment.changes import decide_change
-from dunes.augment.group_int import PACKED, GroupInt, pack, packed_bytes, unpack
 from dunes.augment.quantization import describe
-from dunes.augment.quantized import Grid, Steps
+from dunes.augment.quantized import PACKED, Grid, GroupInt, Steps, pack, packed_bytes, unpack
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.models import llama
-from dunes.ops import int4_linear
+from dunes.ops import int_linear
 from dunes.runs.augment import augment_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -106,8 +105,7 @@ def test_a_layer_multiplies_by_its_dense_form(grid):
     weight, x = noise(12, 96), noise(2, 3, 96, seed=1).requires_grad_()
     layer = filled(weight, grid)
     y = layer(x)
-    expected = F.linear(x, layer.dense(), layer.bias)
-    assert difference(y, expected) <= 1e-5, "Q6"
+    assert difference(y, F.linear(x, layer.dense(), layer.bias)) <= 1e-5, "Q6"
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert difference(grad, layer.dense().sum(0).expand_as(grad)) <= 1e-5
 
@@ -147,8 +145,8 @@ def test_values_in_half_precision_are_rounded_once(grid, dtype):
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("inputs", [256, 192, 51])
 def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid, inputs, monkeypatch):
-    used, packed = [], int4_linear.int4_linear
-    monkeypatch.setattr(int4_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
+    used, packed = [], int_linear.int4_linear
+    monkeypatch.setattr(int_linear, "int4_linear", lambda *inputs: used.append(1) or packed(*inputs))
     layer = filled(noise(48, inputs), grid)
     weight = layer.dense().double()
     layer.dtype, layer.bias = torch.bfloat16, nn.Parameter(layer.bias.bfloat16())
@@ -159,7 +157,7 @@ def test_few_rows_in_bfloat16_are_as_exact_by_codes_as_by_the_dense_matrix(grid,
             y = layer(x)
         assert y.dtype == torch.bfloat16
         assert (y - expected).norm() <= 0.004 * expected.norm()
-        fits = inputs % grid.width(inputs) == 0 and grid.width(inputs) in int4_linear.WIDTHS and rows <= 16
+        fits = inputs % grid.width(inputs) == 0 and grid.width(inputs) in int_linear.WIDTHS and rows <= 16
         assert used == [1] * fits
         used.clear()
     assert not layer(noise(0, inputs).bfloat16()).numel()
@@ -209,8 +207,7 @@ def test_zeros_and_extreme_numbers(grid, dtype):
         layer = GroupInt(nn.Linear(70, 3, dtype=dtype), grid)
         layer.fill(weight.to(dtype))
         assert layer.dense().dtype == dtype
-        loss = (layer.dense().float() - weight).norm() / weight.norm().clamp(min=1e-30)
-        assert loss < 0.3
+        assert ((layer.dense().float() - weight).norm() / weight.norm().clamp(min=1e-30)) < 0.3
     layer.fill(torch.zeros(3, 70))
     assert not layer.dense().any()
 
@@ -246,8 +243,7 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
     assert describe(change).endswith(f"by {request_['method'].upper()}" if "method" in request_ else "to nearest")
     checkpoint.save(model, tmp_path / "m", None, 32, architecture=Architecture("llama", config, (change,)))
     data = (tmp_path / "m" / "model.safetensors").read_bytes()
-    header = struct.unpack("<Q", data[:8])[0]
-    assert len(data) - 8 - header == expected, "Q5"
+    assert len(data) - 8 - struct.unpack("<Q", data[:8])[0] == expected, "Q5"
     loaded = checkpoint.load(tmp_path / "m")
     state = loaded.model.state_dict()
     assert state.keys() == model.state_dict().keys()
@@ -323,8 +319,7 @@ def test_records_of_before_are_made_and_read():
     """Plain int8 and NF4 are recorded as version 2 did, and still load."""
     where = ["blocks.**", "!**.router", "!**.router.**"]
     for kind, double in (("int8", False), ("nf4", True)):
-        model = build()
-        change = quantize(model, kind=kind, double=double)
+        change = quantize(build(), kind=kind, double=double)
         assert change.version == 2
         assert change.request == {"where": where, "kind": kind, "double": double}
         assert all(settings == {"dtype": "float32"} for settings in change.places.values())

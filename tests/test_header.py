@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from conftest import refused, refuses
 from dunes import measure
-from dunes.checkpoint.weights import header
-from dunes.checkpoint.weights.mapped_file import MappedFile
+from dunes.checkpoint.weights import safetensors_file
+from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.files import json_file
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path):
         made[f"a.{dtype}"] = numbers.view(dtype)
     made |= {"empty": torch.zeros(0, 3), "one": torch.tensor(2.5), "odd": torch.ones(3, dtype=torch.int8)}
     save_file(made, path, {"format": "pt"})
-    lazy = header.tensors(path)
+    lazy = safetensors_file.tensors(path)
     assert lazy.keys() == made.keys()
     for name, tensor in made.items():
         read = lazy[name].read()
@@ -64,38 +64,38 @@ def test_tensors_that_begin_at_odd_bytes_are_read(tmp_path):
     for spaces in range(8):
         path = tmp_path / f"{spaces}.safetensors"
         path.write_bytes(pack(text.encode() + b" " * spaces, b"\7" + struct.pack("<2f", 1.5, -2)))
-        tensor = header.tensors(path)["b"].read()
+        tensor = safetensors_file.tensors(path)["b"].read()
         assert tensor.tolist() == [1.5, -2]
         assert tensor.data_ptr() % 4 == 0
 
 
 def test_bytes_of_bools_are_normalized(tmp_path):
     (tmp_path / "x").write_bytes(pack({"a": entry(0, 4, (4,), "BOOL")}, b"\0\1\2\xff"))
-    assert header.tensors(tmp_path / "x")["a"].read().view(torch.uint8).tolist() == [0, 1, 1, 1]
+    assert safetensors_file.tensors(tmp_path / "x")["a"].read().view(torch.uint8).tolist() == [0, 1, 1, 1]
 
 
 def test_an_empty_file_of_tensors_and_one_with_metadata_are_legal(tmp_path):
     for text in (b"{}", b'{"__metadata__":{"format":"pt"}}', b'{"__metadata__":{}}        '):
         (tmp_path / "x").write_bytes(pack(text))
-        assert header.tensors(tmp_path / "x") == {}
+        assert safetensors_file.tensors(tmp_path / "x") == {}
 
 
 def test_writing_into_a_tensor_changes_neither_the_file_nor_other_readers(tmp_path):
     path = tmp_path / "x"
     save_file({"a": torch.arange(4096.0), "b": torch.ones(2)}, path)
-    before, lazy = path.read_bytes(), header.tensors(path)
+    before, lazy = path.read_bytes(), safetensors_file.tensors(path)
     first = lazy["a"].read()
     first.zero_()
     assert lazy["a"].read().data_ptr() == first.data_ptr()  # one mapping, nothing copied
     assert path.read_bytes() == before
-    assert header.tensors(path)["a"].read().tolist() == torch.arange(4096.0).tolist()
+    assert safetensors_file.tensors(path)["a"].read().tolist() == torch.arange(4096.0).tolist()
 
 
 def test_nothing_is_mapped_before_the_first_read_and_tensors_outlive_the_file(tmp_path):
     path = tmp_path / "x"
     save_file({"a": torch.arange(3.0)}, path)
-    mapped = MappedFile(path)
-    lazy = header.tensors(mapped)
+    lazy = safetensors_file.tensors(path)
+    mapped = lazy["a"].release.__self__
     assert "_map" not in vars(mapped)
     tensor = lazy["a"].read()
     path.unlink()
@@ -107,7 +107,7 @@ def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
     path = tmp_path / "x"
     for change in (lambda: save_file({"a": torch.ones(4)}, path), lambda: os.truncate(path, 90), path.unlink):
         save_file({"a": torch.ones(3)}, path)
-        lazy = header.tensors(path)
+        lazy = safetensors_file.tensors(path)
         change()
         refuses(r"x: (changed while|no such file)", lazy["a"].read)
 
@@ -116,26 +116,24 @@ def test_release_returns_pages(tmp_path):
     if not hasattr(mmap, "MADV_DONTNEED"):
         pytest.skip("this system has no such call")
     save_file({name: torch.ones(8 << 20) for name in "abcd"}, tmp_path / "x")
-    mapped = MappedFile(tmp_path / "x")
     before = measure.resident_memory()
-    for tensor in header.tensors(mapped).values():
-        tensor = tensor.read()
+    for lazy in safetensors_file.tensors(tmp_path / "x").values():
+        tensor = lazy.read()
         assert tensor.sum() == 8 << 20
-        mapped.release()
+        lazy.release()
         assert measure.resident_memory() - before < 16 << 20
     assert tensor[-1] == 1
 
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count = 4 * memory
+    count = 4 * (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     try:
         with (tmp_path / "x").open("wb") as file:
             file.write(pack({"a": entry(0, count, (count,), "U8")}))
             file.truncate(file.tell() + count)
     except OSError as error:
         pytest.skip(f"no file with so large a hole here: {error}")
-    tensor = header.tensors(tmp_path / "x")["a"].read()
+    tensor = safetensors_file.tensors(tmp_path / "x")["a"].read()
     tensor[count - 1] = 3
     assert tensor[count - 3 :].tolist() == [0, 0, 3]
 
@@ -179,7 +177,7 @@ def test_only_regular_files_are_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "link", tmp_path, tmp_path / "missing", Path("/dev/full")):
-        refuses(r"not a regular file|no such file", header.tensors, path)
+        refuses(r"not a regular file|no such file", safetensors_file.tensors, path)
 
 
 DEEP = b"[" * 100_000
@@ -256,41 +254,40 @@ BAD |= {f"name {name[:20]!a}": pack({name: entry()}, bytes(4)) for name in NAMES
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
     (tmp_path / "x.safetensors").write_bytes(BAD[name])
-    refused(header.tensors, tmp_path / "x.safetensors")
+    refused(safetensors_file.tensors, tmp_path / "x.safetensors")
 
 
 def test_harmless_headers_that_the_library_accepts_are_read(tmp_path):
     for text in (b' {"a":%b}', b'{"__metadata__":null,"a":%b}', b'{"a":{"extra":1,%b}'):
         packed = json.dumps(entry()).encode()
         (tmp_path / "x").write_bytes(pack(text % (packed[1:] if b"extra" in text else packed), bytes(4)))
-        assert header.tensors(tmp_path / "x")["a"].read().tolist() == [0.0]
+        assert safetensors_file.tensors(tmp_path / "x")["a"].read().tolist() == [0.0]
 
 
 def test_names_at_the_limits_are_read(tmp_path):
     for name in ("x" * 512, "é" * 256, "a.b", "a b", "модель.0", "{", "a:[,]"):
         (tmp_path / "x").write_bytes(pack({name: entry()}, bytes(4)))
-        assert list(header.tensors(tmp_path / "x")) == [name]
+        assert list(safetensors_file.tensors(tmp_path / "x")) == [name]
 
 
 def test_the_count_of_tensors_is_exact_with_and_without_metadata(tmp_path, monkeypatch):
-    monkeypatch.setattr(header, "MAX_TENSORS", 3)
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", 3)
     for metadata in ({}, {"__metadata__": {}}):
         table = metadata | {name: entry(4 * i, 4 * i + 4) for i, name in enumerate("abcd")}
         (tmp_path / "x").write_bytes(pack(table, bytes(16)))
-        refused(header.tensors, tmp_path / "x")
+        refused(safetensors_file.tensors, tmp_path / "x")
         del table["d"]
         (tmp_path / "x").write_bytes(pack(table, bytes(12)))
-        assert list(header.tensors(tmp_path / "x")) == ["a", "b", "c"]
+        assert list(safetensors_file.tensors(tmp_path / "x")) == ["a", "b", "c"]
 
 
 def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
-    many = pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)})
-    (tmp_path / "x").write_bytes(many)
-    refused(header.tensors, tmp_path / "x")
+    (tmp_path / "x").write_bytes(pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)}))
+    refused(safetensors_file.tensors, tmp_path / "x")
     monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
-    refused(header.tensors, tmp_path / "x")
+    refused(safetensors_file.tensors, tmp_path / "x")
     (tmp_path / "x").write_bytes(pack(b'{"a":[' + b"[],0," * 1_000_000 + b"0]}"))
-    refused(header.tensors, tmp_path / "x")
+    refused(safetensors_file.tensors, tmp_path / "x")
 
 
 ODD = [
@@ -349,7 +346,7 @@ def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
         path.write_bytes(data)
         begin = time.perf_counter()
         try:
-            lazy = header.tensors(path)
+            lazy = safetensors_file.tensors(path)
         except ValueError as error:
             lazy = None
             lines.add(str(error))
@@ -360,9 +357,7 @@ def test_five_thousand_mutants_raise_nothing_but_one_line(tmp_path):
                 assert tensor.read().nbytes == tensor.nbytes
             assert sum(s.nbytes for s in lazy.values()) == len(data) - 8 - struct.unpack("<Q", data[:8])[0]
     grown = measure.peak_memory(CPU) - before
-    print(
-        f"5,000 mutants: {kept} legal, the slowest took {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB"
-    )
+    print(f"5,000 mutants: {kept} legal, the slowest {1e3 * worst:.2f} ms, memory grew by {grown / 1e6:.1f} MB")
     assert grown < 64 << 20
     assert 0 < kept < 2_500
     assert all(line.isprintable() for line in lines)

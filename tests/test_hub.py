@@ -272,32 +272,28 @@ def test_a_refusal_is_one_line_that_says_what_to_do(site, case):
     assert re.search(words, message := refused(model)), message
 
 
-def test_a_page_that_is_no_hub_is_one_line(site):
-    site.raw = b"<html>"
-    assert "cannot be reached" in refused("org/tiny")
-    site.raw, site.sha = None, "../../elsewhere"
-    assert "not a commit" in refused("org/tiny")
-
-
-def test_no_weights_is_said_before_anything_is_fetched(site):
-    for name in [n for n in site.files if n.endswith((".safetensors", ".bin", ".pth"))]:
-        del site.files[name]
-    assert "org/tiny: no weights in a supported format" in refused("org/tiny")
-    assert site.fetched() == set()
-
-
-def test_a_full_disk_is_said_before_anything_is_fetched(site, monkeypatch):
+def test_a_full_disk_is_said_before_anything_is_fetched_and_what_is_here_needs_no_room(site, monkeypatch):
     free = len(site.files[WEIGHTS])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     assert re.search("kB are needed and .* kB are free", refused("org/tiny"))
     assert site.fetched() == set()
-
-
-def test_what_is_here_needs_no_room(site, monkeypatch):
+    free = 1 << 40
     hub.locate_model("org/tiny")
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "snapshots")  # the blobs stay
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    free = 0
     hub.locate_model("org/tiny")
+
+
+def test_what_is_no_model_is_said_on_one_line_before_anything_is_fetched(site):
+    site.raw = b"<html>"
+    assert "cannot be reached" in refused("org/tiny")
+    site.raw, sha, site.sha = None, site.sha, "../../elsewhere"
+    assert "not a commit" in refused("org/tiny")
+    site.sha = sha
+    for name in [n for n in site.files if n.endswith((".safetensors", ".bin", ".pth"))]:
+        del site.files[name]
+    assert "org/tiny: no weights in a supported format" in refused("org/tiny")
+    assert site.fetched() == set()
 
 
 def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on_with_one(site, monkeypatch):
@@ -367,10 +363,7 @@ CHOICES = [
     (SHARDS, ["consolidated.safetensors", *BINS, "sub/model.safetensors"]),
     (["consolidated.safetensors", "params.json", "tekken.json"], ["consolidated.00.pth", "pytorch_model.bin"]),
     (["consolidated.00.pth", "consolidated.01.pth", "tokenizer.model.v3"], ["pytorch_model.bin"]),
-    (
-        ["pytorch_model.bin", "tokenizer.model"],
-        [*BINS, "tf_model.h5", "training_args.bin", "model.safetensors.py"],
-    ),
+    (["pytorch_model.bin", "tokenizer.model"], [*BINS, "tf_model.h5", "training_args.bin", "a.safetensors.py"]),
     (BINS, ["merges.txt", "modeling.py", "config.json.py", "onnx/config.json", "tokenizer.py", "tiny.gguf"]),
 ]
 

@@ -11,7 +11,7 @@ import torch
 from conftest import display, raising, refuses, toy, training_output
 from dunes import checkpoint
 from dunes.bench import rows
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.cli.bench import plot
 from dunes.data import self_instruct
 from dunes.files import atomic
@@ -258,7 +258,7 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
     """The third save finds no room for its tensors, half-way; the ones after it do."""
     monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    count, real = [0], safetensors_writer.write_file
+    count, real = [0], safetensors_file.write_file
 
     def write(path, tensors):
         count[0] += 1
@@ -267,7 +267,7 @@ def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path, tensors)
 
-    monkeypatch.setattr(safetensors_writer, "write_file", write)
+    monkeypatch.setattr(safetensors_file, "write_file", write)
     printed = training_output(toy(code, steps=30), tmp_path / "run")
     assert printed.count("saving the state failed") == 1
     assert checkpoint.latest_state(tmp_path / "run", pytest.fail).name == "step-000030"

@@ -27,7 +27,7 @@ from dunes.augment import (
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.augment.options import LoraExperts
-from dunes.augment.quantization import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint.export import export
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.cli import augment_verb as commands

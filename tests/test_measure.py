@@ -13,7 +13,7 @@ import torch
 
 from dunes import cores, measure
 from dunes.cores import share_cores
-from dunes.measure import rates
+from dunes.measure import machine
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ def test_threads_are_those_of_the_environment_or_the_cores(monkeypatch, variable
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr(rates.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(rates.Path, "read_text", lambda path: str(int(path.parts[-3][3:]) % 4))
-    monkeypatch.setattr(rates, "_cpu_quota", lambda: quota)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: str(int(path.parts[-3][3:]) % 4))
+    monkeypatch.setattr(machine, "_cpu_quota", lambda: quota)
     assert measure.choose_threads() == threads
 
 
 def test_cores_of_a_container_are_those_of_its_quota(monkeypatch):
-    monkeypatch.setattr(rates.Path, "read_text", lambda path: "150000 100000\n")
-    assert rates._cpu_quota() == 2
-    monkeypatch.setattr(rates.Path, "read_text", lambda path: "max 100000\n")
-    assert rates._cpu_quota() > 1 << 30
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: "150000 100000\n")
+    assert machine._cpu_quota() == 2
+    monkeypatch.setattr(machine.Path, "read_text", lambda path: "max 100000\n")
+    assert machine._cpu_quota() > 1 << 30
 
 
 FEATURES = {"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}
@@ -53,42 +53,42 @@ FEATURES = {"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}
 )
 def test_the_dtype_follows_from_instructions_or_else_from_kept_rates(monkeypatch, features, ratio, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    monkeypatch.setattr(rates, "peak_matmul_rate", lambda d, device: ratio if d == torch.bfloat16 else 1.0)
-    monkeypatch.setattr(rates, "_unsure", set())
-    assert rates.choose_dtype.__wrapped__(torch.device("cpu")) == dtype
-    rates._unsure.add("on a busy machine")
+    monkeypatch.setattr(machine, "peak_matmul_rate", lambda d, device: ratio if d == torch.bfloat16 else 1.0)
+    monkeypatch.setattr(machine, "_unsure", set())
+    assert machine.choose_dtype.__wrapped__(torch.device("cpu")) == dtype
+    machine._unsure.add("on a busy machine")
     measured = features.get("amx_bf16") is not True
-    assert rates.choose_dtype.__wrapped__(torch.device("cpu")) == (torch.float32 if measured else dtype)
+    assert machine.choose_dtype.__wrapped__(torch.device("cpu")) == (torch.float32 if measured else dtype)
 
 
 def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
     """Samples that other work disturbs differ and are slower; the next process measures again what is unsure."""
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
-    monkeypatch.setattr(rates, "LONGEST", 0.0)
+    monkeypatch.setattr(machine, "LONGEST", 0.0)
     busy, sampled = itertools.cycle([3.0, 5.0, 10.0, 4.0, 9.9, 2.0, 9.8]), []
     sample = lambda samples: sampled.append(next(samples)) or sampled[-1]
-    kept = lambda samples: rates._cached_rate("x", torch.device("cpu"), lambda: sample(samples))
-    monkeypatch.setattr(rates, "_rates", {})
-    monkeypatch.setattr(rates, "_unsure", set())
-    monkeypatch.setattr(rates, "wait_times", dict)
+    kept = lambda samples: machine._cached_rate("x", torch.device("cpu"), lambda: sample(samples))
+    monkeypatch.setattr(machine, "_rates", {})
+    monkeypatch.setattr(machine, "_unsure", set())
+    monkeypatch.setattr(machine, "wait_times", dict)
     assert kept(2.0 ** (n % 900) for n in itertools.count()) > 3
     assert not list(tmp_path.rglob("x-*")), "they do not agree"
-    monkeypatch.setattr(rates, "LONGEST", 1.0)
-    rates._rates.clear()
+    monkeypatch.setattr(machine, "LONGEST", 1.0)
+    machine._rates.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(rates, "wait_times", lambda: {"1": perf_counter()})  # one thread waits all the time
+        patch.setattr(machine, "wait_times", lambda: {"1": perf_counter()})  # one thread waits all the time
         assert kept(itertools.repeat(4.0)) == 4.0
     assert not list(tmp_path.rglob("x-*")), "they agree beside other programs"
-    rates._rates.clear()
+    machine._rates.clear()
     assert kept(busy) == 10.0
     count = len(sampled)
-    rates._rates.clear()
+    machine._rates.clear()
     assert kept(busy) == 10.0
     assert len(sampled) == count, "kept on disk"
     next(tmp_path.rglob("x-*")).write_text("nan")
     assert kept(busy) == 10.0
     assert len(sampled) > count
-    rates._rates.clear()
+    machine._rates.clear()
     monkeypatch.setenv("DUNES_HOME", "/proc/none")
     assert kept(busy) == 10.0, "a folder that cannot be written to"
 
@@ -188,7 +188,7 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
 
 def test_a_matmul_rate_is_operations_over_time(monkeypatch):
     clock = iter([10.0, *[10.5] * 9])
-    monkeypatch.setattr(rates, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(machine, "perf_counter", lambda: next(clock))
     # The clock starts after the second product; the third ends half a second later.
     rate = measure.matmul_rate(torch.float32, torch.device("cpu"), size=64, seconds=0.1)
     assert rate == pytest.approx(2 * 64**3 * 1 / 0.5)

@@ -11,7 +11,7 @@ from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, Merged, attach, dequantize, detach, quantize
 from dunes.augment.adapted import Adapter
-from dunes.augment.quantization import Quantized
+from dunes.augment.quantized import Quantized
 from dunes.checkpoint import verify
 from dunes.checkpoint.export import export as merge
 from dunes.checkpoint.source import open_source
@@ -76,8 +76,7 @@ def qlora(folder, kind="nf4"):
     note = quantize(ours, kind=kind)
     attach(ours, where="blocks.*.attn.*", rank=2)
     trained(ours)
-    facts = {"changes": [note.record()]}
-    words = {"tokenizer": TOKENS, "context_length": 32, "facts": facts}
+    words = {"tokenizer": TOKENS, "context_length": 32, "facts": {"changes": [note.record()]}}
     checkpoint.save_adapter(ours, folder / "a", base=folder / "base", **words)
     return ours
 

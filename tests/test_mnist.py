@@ -29,8 +29,7 @@ def idx(*shape, content=None, kind=8):
 
 def write(folder, images=None, labels=None, gz=False):
     for name, content in ((IMAGES, images or idx(3, 28, 28)), (LABELS, labels or idx(3))):
-        path = folder / f"{name}{'.gz' * gz}"
-        path.write_bytes(gzip.compress(content) if gz else content)
+        (folder / f"{name}{'.gz' * gz}").write_bytes(gzip.compress(content) if gz else content)
     return folder
 
 
@@ -63,8 +62,7 @@ def test_digits_of_files(tmp_path, gz):
 @pytest.mark.parametrize("gz", [False, True])
 def test_a_bad_file_is_one_line(tmp_path, images, labels, message, gz):
     write(tmp_path, images, labels, gz)
-    raised = refuses(message, read_digits, tmp_path)
-    assert raised.startswith(str(tmp_path / "train-"))
+    assert refuses(message, read_digits, tmp_path).startswith(str(tmp_path / "train-"))
 
 
 def test_a_damaged_or_missing_file_is_one_line(tmp_path):

@@ -12,9 +12,9 @@ import torch
 from conftest import change_json, display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import open_verified_source, write_card
+from dunes.checkpoint.folder import write_card
 from dunes.checkpoint.model_folder import COMPACT
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.index import read_index

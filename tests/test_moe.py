@@ -13,7 +13,7 @@ from conftest import refuses
 from dunes import tree
 from dunes.augment import attach
 from dunes.generate import Request, generate, generate_all
-from dunes.models.mixture import mixture
+from dunes.models.mixtral import mixture
 from dunes.ops import expert_products as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
@@ -58,12 +58,9 @@ def test_sizes_that_do_not_align_take_the_plain_form(sizes):
     model = moe(dim=dim, hidden=hidden)
     x = torch.randn(9, dim)
     chosen, weights = model.route(model.router(x))
-    want = sum(
-        weights[:, slot, None]
-        * torch.stack([model.experts[int(e)](row) for e, row in zip(chosen[:, slot], x, strict=True)])
-        for slot in range(2)
-    )
-    assert (model(x) - want).abs().max() <= 1e-6
+    experts_of = lambda row, choice: torch.stack([model.experts[int(e)](row) for e in choice])
+    outputs = torch.stack([experts_of(*pair) for pair in zip(x, chosen, strict=True)])
+    assert (model(x) - (weights[..., None] * outputs).sum(1)).abs().max() <= 1e-6
     assert not forms.adjacent([e.gate.weight for e in model.experts])
 
 
@@ -74,14 +71,6 @@ def test_a_mixture_in_float64_is_exact(renormalise):
     assert torch.autograd.gradcheck(model, (x,))
     assert model.route(model.router(x))[1].dtype == torch.float64
     assert (model(x) - copy.deepcopy(model).float()(x.float())).abs().max() < 1e-5
-
-
-def test_padding_that_overflowed_does_not_reach_the_balance():
-    logits, real = torch.randn(6, 4, requires_grad=True), torch.tensor([True] * 4 + [False] * 2)
-    want = load_balance(logits[:4], 2)
-    found = load_balance(torch.cat([logits[:4], torch.full((2, 4), torch.inf)]), 2, real)
-    assert torch.equal(found, want)
-    assert torch.isfinite(torch.autograd.grad(found, logits)[0]).all()
 
 
 def test_the_grouped_product_is_an_operator_as_pytorch_wants_them():
@@ -105,19 +94,14 @@ def test_every_expert_is_called_while_gradients_are_on_and_only_the_chosen_witho
     assert len(called) == 2
 
 
-def test_of_equals_the_first_experts_are_taken():
+def test_of_equals_the_first_experts_are_taken_and_weights_are_renormalised_or_not():
     model = moe(experts=6, top_k=3)
     chosen, weights = model.route(torch.zeros(4, 6))
     assert chosen.tolist() == [[0, 1, 2]] * 4
     assert torch.allclose(weights, torch.full((4, 3), 1 / 3))
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
-    assert model.route(logits)[0].tolist() == [[1, 3, 2]]
-
-
-def test_renormalised_or_not():
-    logits = torch.randn(7, 5)
+    assert model.route(torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]]))[0].tolist() == [[1, 3, 2]]
     for renormalise in (True, False):
-        _, weights = moe(renormalise=renormalise).route(logits)
+        _, weights = moe(renormalise=renormalise).route(torch.randn(7, 5))
         assert torch.allclose(weights.sum(-1), torch.ones(7)) == renormalise
     refuses("top_k is 3; expected 1 to 2", moe, experts=2, top_k=3)
 
@@ -143,11 +127,8 @@ def test_packing_keeps_parameters_and_is_done_again_when_something_undid_it():
     model.load_state_dict(state)
     assert packed(model)
     want = model(x)
-    for undone in (
-        lambda m: m.load_state_dict(state, assign=True) and m,
-        copy.deepcopy,
-        lambda m: m.to(torch.float64).to(torch.float32),
-    ):
+    assigned, cast = lambda m: m.load_state_dict(state, assign=True) and m, lambda m: m.double().float()
+    for undone in (assigned, copy.deepcopy, cast):
         again = undone(model)
         assert not packed(again)
         assert torch.equal(again(x), want)
@@ -155,14 +136,10 @@ def test_packing_keeps_parameters_and_is_done_again_when_something_undid_it():
     half = model.to(torch.bfloat16)
     assert half(x.bfloat16()).dtype == torch.bfloat16
     assert packed(half)
-
-
-def test_experts_that_are_not_plain_are_called_one_by_one():
-    model = moe()
-    assert model.pack()
-    model.experts[1] = nn.Linear(16, 16)
-    assert not model.pack()
-    assert model(torch.randn(64, 16)).shape == (64, 16)
+    other = moe()
+    other.experts[1] = nn.Linear(16, 16)
+    assert not other.pack(), "experts that are not plain are called one by one"
+    assert other(x).shape == (64, 16)
 
 
 def test_autocast_multiplies_in_bfloat16_in_both_forms(monkeypatch):
@@ -180,8 +157,7 @@ def test_a_step_on_tensors_without_data():
     with FakeTensorMode(), torch.device("cpu"):
         model = mixture(16, [GatedMLP(16, 24) for _ in range(5)], 2)
         for tokens in (1, 64):
-            y = model(torch.randn(tokens, 16))
-            y.sum().backward()
+            model(torch.randn(tokens, 16)).sum().backward()
             with torch.no_grad():
                 assert model(torch.randn(tokens, 16)).shape == (tokens, 16)
         assert all(p.grad is not None for p in model.parameters())
@@ -190,8 +166,7 @@ def test_a_step_on_tensors_without_data():
 def test_balance_is_k_if_even_and_the_experts_if_collapsed():
     even = torch.eye(4).repeat(3, 1) * 1e-7  # each is the likeliest of as many, by next to nothing
     assert load_balance(even, 1) == pytest.approx(1, abs=1e-5)
-    pairs = even + even.roll(1, 1)
-    assert load_balance(pairs, 2) == pytest.approx(2, abs=1e-5)
+    assert load_balance(even + even.roll(1, 1), 2) == pytest.approx(2, abs=1e-5)
     collapsed = torch.tensor([[50.0, 50.0, 0, 0, 0, 0, 0, 0]]).repeat(9, 1)
     assert load_balance(collapsed, 2) == pytest.approx(8, abs=1e-4)
     others = [collapsed.roll(2 * i, 1) for i in range(4)]
@@ -233,8 +208,10 @@ def test_the_z_loss_is_that_of_the_paper_and_padding_does_not_count():
     padded = torch.cat([logits[:4], torch.full((2, 4), torch.nan)])
     assert torch.allclose(router_z(padded, real), want, rtol=1e-12)
     assert torch.isfinite(torch.autograd.grad(router_z(padded, real), logits)[0]).all()
-    model = moe(z_loss=0.1, balance=0.3)
-    losses = model.auxiliary_losses([logits.detach().float()], real)
+    overflowed = torch.cat([logits[:4], torch.full((2, 4), torch.inf)])
+    assert torch.equal(load_balance(overflowed, 2, real), load_balance(logits[:4], 2))
+    assert torch.isfinite(torch.autograd.grad(load_balance(overflowed, 2, real), logits)[0]).all()
+    losses = moe(z_loss=0.1, balance=0.3).auxiliary_losses([logits.detach().float()], real)
     assert losses["router_z"] == pytest.approx(0.1 * float(want.detach()), rel=1e-6)
     assert losses["balance"] == pytest.approx(0.3 * float(load_balance(logits[:4].float(), 2).detach()), rel=1e-6)
     assert losses["expert_load"][0].sum() == 2 * losses["expert_load"][1] == 8
@@ -279,8 +256,7 @@ def test_loss_free_balancing_evens_out_a_router_that_is_uneven():
     with torch.no_grad():
         start = violation()
         for step in range(2_000):
-            batch = x[torch.arange(1024) + 1024 * step % 4096]
-            model.auxiliary_losses([model.router(batch)], None)
+            model.auxiliary_losses([model.router(x[torch.arange(1024) + 1024 * step % 4096])], None)
             model.after_step()
         print(f"MaxVio {start:.3f} -> {violation():.3f}")
         assert start > 1
@@ -340,8 +316,7 @@ def test_padding_is_no_load():
 
 def test_layers_of_different_sizes_report_their_loads_side_by_side():
     parts = [moe(3, balance=1.0), moe(5, balance=1.0)]
-    recorded = {m: [torch.randn(7, len(m.experts))] for m in parts}
-    losses, metrics = auxiliary_losses(recorded)
+    losses, metrics = auxiliary_losses({m: [torch.randn(7, len(m.experts))] for m in parts})
     sums, count = metrics["expert_load"]
     assert (sums.shape, int(count), [*losses]) == ((2, 5), 7, ["balance"])
     assert sums[0, 3:].tolist() == [-1, -1]
@@ -369,8 +344,11 @@ def test_the_loss_has_the_balance_in_training_only():
     assert none == {}
     assert metrics["balance"][0] == pytest.approx(float((total - plain).detach()), rel=1e-3)
     assert metrics["balance"][1] == count
-    without, _, _ = small(balance=0.0).train()(x, targets=y)
+    alone = small(balance=0.0).train()
+    without, _, _ = alone(x, targets=y)
     assert float(without.detach()) == pytest.approx(float(plain.detach()), rel=1e-6)
+    without.backward()
+    assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in alone.blocks), "by the task alone"
     positions = torch.arange(16).repeat(2, 1)
     positions[1, 9:] = -1
     padded, _, _ = model(x, positions, targets=y.where(positions >= 0, -100))
@@ -392,17 +370,11 @@ def test_checkpointed_gives_the_same_gradients(family):
         assert (a - b).abs().max() <= 1e-5 * max(1, float(a.abs().max()))
 
 
-def test_the_task_alone_moves_the_router():
-    model = small(balance=0.0)
-    model(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()
-    assert all(b.mlp.router.weight.grad.abs().max() > 1e-3 for b in model.blocks)
-
-
 SHARDED = """
 import torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
-from dunes.models.mixture import mixture
+from dunes.models.mixtral import mixture
 from dunes.parts import GatedMLP
 torch.set_num_threads(1)
 def make():
@@ -500,8 +472,7 @@ def test_rows_that_were_taken_can_be_read_anew_and_written_back(make):
     model(text[:, :20], cache=cache)
     part = cache.select_rows(rows)
     assert part.truncate(torch.zeros_like(rows)).tolist() == [0, 0]
-    again = text[rows, 20:]
-    model(again[:, :7], cache=part)
+    model(text[rows, 20:][:, :7], cache=part)
     cache.write_rows(rows, part)
     assert cache.length.tolist() == [7, 20, 7]
     kept = cache.truncate(torch.tensor([3, 20, 6])).tolist()

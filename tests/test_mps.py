@@ -33,7 +33,6 @@ def test_a_silent_fallback_to_the_cpu_is_refused(monkeypatch):
     assert "unset it" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_same_code_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

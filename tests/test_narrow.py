@@ -55,8 +55,7 @@ def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, unev
     sizes = {"heads": max(1, heads // 2), "neurons": 20, "blocks": 2}
     change = apply_change(model, "narrow", ids=LONG[:8], uneven=uneven, **sizes)
     assert tree.count(model) < 0.75 * size
-    expected = silenced(build(), change)(IDS)
-    assert (model(IDS) - expected).abs().max() < 1e-5
+    assert (model(IDS) - silenced(build(), change)(IDS)).abs().max() < 1e-5
     assert Change.of(json.loads(json.dumps(change.record()))) == change
     assert_takes_numbers(build(), change, model, IDS)
     described = checkpoint.hf_config_of(model, 32)
@@ -141,8 +140,7 @@ def test_folders(tmp_path):
         checkpoint.save(model, tmp_path / name, None, 32, architecture=Architecture("llama", config, (change,)))
         assert torch.equal(checkpoint.load(tmp_path / name).model(IDS), model(IDS))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even").eval()
-    ours = checkpoint.load(tmp_path / "even").model
-    assert (theirs(IDS).logits - ours(IDS)).abs().max() < 1e-5
+    assert (theirs(IDS).logits - checkpoint.load(tmp_path / "even").model(IDS)).abs().max() < 1e-5
     assert json.loads((tmp_path / "uneven" / "config.json").read_text()).get("architectures") is None
 
 
@@ -203,8 +201,7 @@ def test_other_layers_and_damaged_records_are_refused():
     plain = "expected a plain linear layer: merge adapters"
     for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
         refuses(plain, apply_change, other, "narrow", ids=LONG, **options)
-    change = decide_change(random_model(), "narrow", ids=LONG, neurons=8)
-    record = change.record()
+    record = decide_change(random_model(), "narrow", ids=LONG, neurons=8).record()
     damaged = [{"neurons": neurons, "of": 96} for neurons in ([3, 1], [96], [], ["a"])]
     damaged += [{"neurons": [1], "of": 95}, {"limbs": [1], "of": 96}, {"of": 96}]
     for kept in (*damaged, {"neurons": [1], "groups": [1], "of": 96}):

@@ -112,13 +112,10 @@ def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(mode
     for row, n in enumerate(lengths):
         assert (logits[row] - model(ids[row : row + 1, :n])[0, -1]).abs().max() < 1e-5
     # All rows go on by three tokens, then fall back to their first two or fewer, then go on otherwise.
-    step = torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)])
-    model(step, cache=cache)
+    model(torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)]), cache=cache)
     assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [2, 2, 2]
-    picked = cache.select_rows(torch.tensor([2, 0, 0]))
-    got = model(ids[[2, 0, 0], 2:8], cache=picked)
-    want = model(ids[[2, 0, 0], :8])[:, 2:]
-    assert (got - want).abs().max() < 1e-5
+    got = model(ids[[2, 0, 0], 2:8], cache=cache.select_rows(torch.tensor([2, 0, 0])))
+    assert (got - model(ids[[2, 0, 0], :8])[:, 2:]).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -149,8 +146,7 @@ def test_a_window_sees_so_many_tokens_itself_included():
     x = torch.randn(1, 8, 16)
     moved = x.clone()
     moved[:, 0] += 1
-    same = (attn(x) - attn(moved)).abs().amax(-1)[0] < 1e-6
-    assert same.tolist() == [False] * 3 + [True] * 5
+    assert ((attn(x) - attn(moved)).abs().amax(-1)[0] < 1e-6).tolist() == [False] * 3 + [True] * 5
 
 
 @torch.no_grad()
@@ -171,8 +167,7 @@ def test_rotary_depends_on_distances_only():
 
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
-    attn = Attention(32, 4, dropout=0.5)
-    block = Block(RMSNorm(32), attn, RMSNorm(32), MLP(32, 64), 0.5)
+    block = Block(RMSNorm(32), Attention(32, 4, dropout=0.5), RMSNorm(32), MLP(32, 64), 0.5)
     model = Decoder(Embedding(VOCAB, 32, 40, 0.5), [block], RMSNorm(32))
     ids = tokens()
     assert not torch.equal(model.train()(ids), model(ids))
@@ -215,8 +210,7 @@ class SquaredReLU(nn.Module):
 def test_a_decoder_of_own_parts_learns(attention):
     torch.manual_seed(0)
     blocks = [Block(nn.LayerNorm(32), attention(), RMSNorm(32), SquaredReLU(32, 64)) for _ in range(2)]
-    model = Decoder(Embedding(VOCAB, 32), blocks, nn.LayerNorm(32))
-    losses = learned(model, 30)
+    losses = learned(Decoder(Embedding(VOCAB, 32), blocks, nn.LayerNorm(32)), 30)
     assert losses[-1] < losses[0] / 2
 
 

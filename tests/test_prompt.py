@@ -37,8 +37,7 @@ def test_help_names_the_rooms_and_their_main_names():
     described = dict(re.findall(r"^    (\w+) +(\S.*)$", dunes.__doc__, re.MULTILINE))
     assert {*described} == ROOMS - {"cli"}
     for room, line in described.items():
-        module = importlib.import_module(f"dunes.{room}")
-        first, blank, rest = module.__doc__.split("\n", 2)
+        first, blank, rest = importlib.import_module(f"dunes.{room}").__doc__.split("\n", 2)
         assert (first, blank) == (f"{line[0].upper()}{line[1:]}.", "")
         names = re.findall(r"`([\w.]+)`", rest)
         assert names, f"the docstring of {room} names nothing"

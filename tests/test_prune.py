@@ -12,10 +12,21 @@ from torch import nn
 
 from conftest import change_json, data, refuses
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize, sparsegpt
+from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize
 from dunes.augment.calibrate import Gram, calibrate_blocks
-from dunes.augment.masked import MaskedLinear, mask_linears, masked_places
-from dunes.augment.sparsegpt import Pattern, Sparsity, lowest, smallest, wanda_scores
+from dunes.augment.gptq import hessian
+from dunes.augment.prune import (
+    MaskedLinear,
+    Pattern,
+    Sparsity,
+    lowest,
+    mask_linears,
+    masked_places,
+    prune_columns,
+    refit,
+    smallest,
+    wanda_scores,
+)
 from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
@@ -75,19 +86,23 @@ def test_sparsegpt_is_the_exact_update_of_each_row_by_least_squares(sparsity):
     weight, gram = layer()
     h = damped(gram)
     all_scores = scores(weight, h, range(32))
-    threshold = all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
-    mask = all_scores <= threshold
+    mask = all_scores <= all_scores.flatten().sort().values[int(all_scores.numel() * sparsity)]
     expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(sparsity))
+    pruned = prune_columns(weight, hessian(gram, 0.01), Sparsity(sparsity))
     assert torch.equal(pruned == 0, mask)
     assert int(mask.sum()) == int(weight.numel() * sparsity) + 1
     assert (pruned - expected).abs().max() < 1e-4
+    parts = prune_columns(weight, hessian(gram, 0.01), Sparsity(sparsity), block=8)
+    assert [int((part == 0).sum()) for part in parts.split(8, 1)] == 4 * [int(24 * 8 * sparsity) + 1], "by block"
+    mask = parts == 0
+    expected = exact(weight, h, lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
+    assert (parts - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4", "3:4"])
 def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
     weight, gram = layer()
-    h, shape = damped(gram), Pattern.of(pattern)
+    h, shape = damped(gram), Pattern(*map(int, pattern.split(":")))
     chosen = {}
 
     def choose(j, w, inverse):
@@ -99,19 +114,9 @@ def test_patterns_are_chosen_on_weights_that_made_up_for_earlier_ones(pattern):
         return chosen[j]
 
     expected = exact(weight, h, choose)
-    pruned = sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5, shape))
+    pruned = prune_columns(weight, hessian(gram, 0.01), Sparsity(0.5, shape))
     assert (pruned - expected).abs().max() < 1e-4
     assert ((pruned != 0).unflatten(1, (-1, shape.group)).sum(2) == shape.kept).all()
-
-
-def test_blocks_of_columns_have_a_threshold_each_and_make_up_for_each_other():
-    weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, Sparsity(0.5), block=8)
-    assert [int((part == 0).sum()) for part in pruned.split(8, 1)] == 4 * [24 * 4 + 1]
-    mask = pruned == 0
-    expected = exact(weight, damped(gram), lambda j, w, inverse: mask[:, j].nonzero()[:, 0])
-    assert (pruned - expected).abs().max() < 1e-4
 
 
 def test_layer_errors_are_ordered():
@@ -119,7 +124,7 @@ def test_layer_errors_are_ordered():
     for seed in range(3):
         weight, gram = layer(64, 64, 800, seed)
         ways = {
-            "sparsegpt": sparsegpt.prune(weight, sparsegpt.hessian(gram, 0.01), Sparsity(0.5)),
+            "sparsegpt": prune_columns(weight, hessian(gram, 0.01), Sparsity(0.5)),
             "wanda": weight.masked_fill(lowest(wanda_scores(weight, gram), 32, 1), 0),
             "magnitude": weight.masked_fill(smallest(weight.abs(), 0.5), 0),
         }
@@ -130,6 +135,21 @@ def test_layer_errors_are_ordered():
     assert error["sparsegpt"] < 0.7 * error["wanda"] < 0.7 * error["magnitude"]
 
 
+def test_equal_weights_do_not_all_go_and_small_ones_have_scores_that_do_not_underflow():
+    weight = torch.ones(8, 16)
+    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
+    weight[:6] = 0
+    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
+    weight = torch.arange(1.0, 5).repeat(8, 4)
+    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
+    assert smallest(weight, 0.5)[weight == 1].all()
+    weight, gram = layer()
+    h = hessian(gram, 0.01)
+    for pattern in (None, Pattern(2, 4)):
+        small = prune_columns(weight * 2.0**-80, h, Sparsity(0.5, pattern))
+        assert torch.equal(small, prune_columns(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+
+
 def test_wanda_prunes_the_lowest_scores_of_each_output():
     weight, gram = layer()
     x_norms = gram.matrix.diagonal().sqrt()
@@ -138,42 +158,28 @@ def test_wanda_prunes_the_lowest_scores_of_each_output():
     for row, gone in zip(weight, mask, strict=True):
         s = row.abs() * x_norms
         assert s[gone].max() < s[~gone].min()
-
-
-def test_equal_weights_do_not_all_go():
-    weight = torch.ones(8, 16)
-    assert smallest(weight, 0.25).sum() == 8 * 16 // 4 + 1
-    weight[:6] = 0
-    assert smallest(weight, 0.25).sum() == 6 * 16, "zeros are no weights to keep"
-    weight = torch.arange(1.0, 5).repeat(8, 4)
-    assert smallest(weight, 0.5).sum() == 8 * 16 // 2 + 1
-    assert smallest(weight, 0.5)[weight == 1].all()
-
-
-def test_small_weights_have_scores_that_do_not_underflow():
-    weight, gram = layer()
-    h = sparsegpt.hessian(gram, 0.01)
-    for pattern in (None, Pattern(2, 4)):
-        small = sparsegpt.prune(weight * 2.0**-80, h, Sparsity(0.5, pattern))
-        assert torch.equal(small, sparsegpt.prune(weight, h, Sparsity(0.5, pattern)) * 2.0**-80)
+    model = random_model()
+    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
+    for place in tree.find(model, "blocks.**", tree.linear):
+        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_dead_inputs_and_singular_matrices():
     weight, gram = layer()
     for i in (3, 17):
         gram.matrix[i] = gram.matrix[:, i] = 0
-    h = sparsegpt.hessian(gram, 0.01)
+    h = hessian(gram, 0.01)
     assert h.damp == 0.01
-    pruned = sparsegpt.prune(weight, h, Sparsity(0.5))
+    pruned = prune_columns(weight, h, Sparsity(0.5))
     assert pruned.isfinite().all()
     assert not pruned[:, [3, 17]].any()
-    assert not sparsegpt.prune(weight, h, Sparsity(0.02))[:, [3, 17]].any(), "at any sparsity"
+    assert not prune_columns(weight, h, Sparsity(0.02))[:, [3, 17]].any(), "at any sparsity"
     row = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     flat = Gram(row.T @ row, 100)  # rank one
-    h = sparsegpt.hessian(flat, 0.0)
+    h = hessian(flat, 0.0)
     assert h.damp > 0
-    assert sparsegpt.prune(weight, h, Sparsity(0.5)).isfinite().all()
-    refuses("not finite", sparsegpt.hessian, Gram(flat.matrix * math.nan, 100), 0.01)
+    assert prune_columns(weight, h, Sparsity(0.5)).isfinite().all()
+    refuses("not finite", hessian, Gram(flat.matrix * math.nan, 100), 0.01)
 
 
 def least_squares(weight, h, zeros):
@@ -189,9 +195,9 @@ def least_squares(weight, h, zeros):
 def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     weight, gram = layer(48, 96, 800)
     gram.matrix[5] = gram.matrix[:, 5] = 0
-    h = sparsegpt.hessian(gram, 0.01)
-    pruned = sparsegpt.prune(weight, h, Sparsity.of(None, pattern))
-    fitted = sparsegpt.refit(pruned, weight, h)
+    h = hessian(gram, 0.01)
+    pruned = prune_columns(weight, h, Sparsity.of(None, pattern))
+    fitted = refit(pruned, weight, h)
     expected = least_squares(weight, damped(gram), pruned == 0)
     assert torch.equal(fitted == 0, pruned == 0)
     differences = (w - weight for w in (pruned, fitted, expected.float()))
@@ -199,22 +205,20 @@ def test_weights_that_stay_are_fitted_to_all_zeros(pattern):
     print(error)
     assert error[2] <= error[1] < error[2] + 0.02 * (error[0] - error[2])
     assert error[1] < 0.9 * error[0]
-    once_more = sparsegpt.refit(expected.float(), weight, h)
-    assert (once_more - expected).abs().max() < 1e-4
+    assert (refit(expected.float(), weight, h) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("pattern", [None, "2:4", "1:4"])
 def test_zeros_that_a_model_keeps_are_not_revived(pattern):
     weight, gram = layer()
-    h, zeros = sparsegpt.hessian(gram, 0.01), torch.zeros(24, 32, dtype=torch.bool)
+    h, zeros = hessian(gram, 0.01), torch.zeros(24, 32, dtype=torch.bool)
     zeros[:, 4:7], zeros[::2, 20] = True, True
-    pruned = sparsegpt.prune(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
+    pruned = prune_columns(weight.masked_fill(zeros, 0), h, Sparsity.of(None, pattern), zeros=zeros)
     assert not pruned[zeros].any()
-    count = {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
-    assert int((pruned == 0).sum()) == count
+    assert int((pruned == 0).sum()) == {None: 24 * 16 + 1, "2:4": 24 * 17, "1:4": 24 * 24}[pattern]
 
 
-def test_a_pruned_model_is_pruned_further():
+def test_a_pruned_model_is_pruned_further_and_its_new_blocks_learn():
     model = random_model()
     apply_change(model, "prune", method="magnitude", sparsity=0.3)
     before = zeros(model)
@@ -222,6 +226,9 @@ def test_a_pruned_model_is_pruned_further():
     for name, after in zeros(model).items():
         assert after[before[name]].all()
         assert (after.unflatten(1, (-1, 4)).sum(2) >= 2).all()
+    apply_change(model, "expand", blocks=1)
+    assert len({place.split(".")[1] for place in masked_places(model)}) == 2
+    assert len(model.blocks) == 3
 
 
 FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mixtral", {"experts": 2})]
@@ -254,22 +261,14 @@ def test_sparsegpt_leaves_a_model_the_fitted_weights():
     weight = model.get_submodule(place).weight.detach().clone()
     next(calibrate_blocks(model, LONG, [place], grams.update))
     change = apply_change(model, "prune", ids=LONG, where=place)
-    h = sparsegpt.hessian(grams[place], change.request["damp"])
-    expected = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity(0.5)), weight, h)
+    h = hessian(grams[place], change.request["damp"])
+    expected = refit(prune_columns(weight, h, Sparsity(0.5)), weight, h)
     assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
-
-
-def test_wanda_leaves_each_output_as_many_weights():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG, method="wanda", sparsity=0.7)
-    for place in tree.find(model, "blocks.**", tree.linear):
-        assert ((place.module.weight == 0).sum(1) == int(0.7 * place.module.in_features)).all()
 
 
 def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
     made = []
-    hessian = sparsegpt.hessian
-    monkeypatch.setattr(sparsegpt, "hessian", lambda *a: made.append(a) or hessian(*a))
+    monkeypatch.setattr("dunes.augment.prune.hessian", lambda *a: made.append(a) or hessian(*a))
     apply_change(random_model(), "prune", ids=LONG)
     assert len(made) == 2 * 4  # q, k, v; out; gate, up; down
 
@@ -393,15 +392,6 @@ def test_a_pruned_model_is_a_plain_folder_whose_zeros_stay(tmp_path):
         refuses(f"dunes.json: 'masked': .*{message}", checkpoint.load, tmp_path / "pruned")
 
 
-def test_new_blocks_of_a_pruned_model_learn():
-    model = random_model()
-    apply_change(model, "prune", ids=LONG)
-    apply_change(model, "expand", blocks=1)
-    masked = {place.split(".")[1] for place in masked_places(model)}
-    assert len(masked) == 2
-    assert len(model.blocks) == 3
-
-
 def test_masked_layers_are_the_linear_layers_they_are():
     model = random_model("mixtral", experts=4)
     with torch.no_grad():
@@ -409,8 +399,7 @@ def test_masked_layers_are_the_linear_layers_they_are():
         mask_linears(model, [p.name for p in tree.find(model, "blocks.*.mlp.experts.**", tree.linear)])
         assert torch.equal(model(IDS), before)
     assert all(block.mlp.pack() for block in model.blocks)
-    described = checkpoint.hf_config_of(model, 32)
-    assert not isinstance(described, str)
+    assert not isinstance(checkpoint.hf_config_of(model, 32), str)
     linear = nn.Linear(3, 3)
     mask_linears(nn.ModuleDict({"a": linear}), ["a"])
     refuses("b: this model has no such dense linear layer", mask_linears, nn.ModuleDict({"a": linear}), ["b"])
@@ -446,18 +435,10 @@ def test_inputs_that_are_always_zero_do_not_outweigh_the_others(scale):
     gram.matrix[::4], gram.matrix[:, ::4] = 0, 0
     errors = []
     for factor in (1.0, scale):
-        scaled = Gram(gram.matrix * factor**2, gram.tokens)
-        h = sparsegpt.hessian(scaled, 0.01)
-        change = sparsegpt.refit(sparsegpt.prune(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
+        h = hessian(Gram(gram.matrix * factor**2, gram.tokens), 0.01)
+        change = refit(prune_columns(weight, h, Sparsity.of(0.5, None)), weight, h) - weight
         errors.append(float(((change @ gram.matrix) * change).sum()))
     assert errors[1] == pytest.approx(errors[0], rel=1e-2)
-
-
-def test_a_fit_whose_products_overflow_leaves_the_weights():
-    weight, gram = layer()
-    h = sparsegpt.hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
-    pruned = sparsegpt.prune(weight * 1e10, h, Sparsity.of(None, "2:4"))
-    assert torch.equal(sparsegpt.refit(pruned, weight * 1e10, h), pruned)
 
 
 def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
@@ -467,9 +448,9 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
         weight, x = torch.randn(1, 16, generator=generator), torch.randn(8, 16, generator=generator)
         x[:, 0] *= largest
         gram = Gram(x.T @ x, len(x))
-        h = sparsegpt.hessian(gram, 0.01)
-        pruned = sparsegpt.prune(weight, h, Sparsity.of(0.5, None))
-        fitted = sparsegpt.refit(pruned, weight, h)
+        h = hessian(gram, 0.01)
+        pruned = prune_columns(weight, h, Sparsity.of(0.5, None))
+        fitted = refit(pruned, weight, h)
         before, after = (float((((weight - w) @ gram.matrix) * (weight - w)).sum()) for w in (pruned, fitted))
         assert after <= before * (1 + 1e-4)
         left, kept = left + torch.equal(fitted, pruned), kept + (after < 0.99 * before)
@@ -477,12 +458,15 @@ def test_a_fit_is_kept_only_where_the_error_without_damping_falls():
     assert kept > 350
 
 
-def test_a_fit_whose_products_underflow_is_no_worse():
+def test_a_fit_whose_products_underflow_is_no_worse_and_one_whose_overflow_leaves_the_weights():
     weight, gram = layer()
-    tiny = sparsegpt.hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
+    tiny = hessian(Gram(gram.matrix * 1e-16, gram.tokens), 0.01)
     for scale in (1e-10, 1e-14, 1e-16, 1e-20):
-        pruned = sparsegpt.prune(weight * scale, tiny, Sparsity.of(0.5, None))
-        fitted = sparsegpt.refit(pruned, weight * scale, tiny)
+        pruned = prune_columns(weight * scale, tiny, Sparsity.of(0.5, None))
+        fitted = refit(pruned, weight * scale, tiny)
         differences = (weight - w.double() / scale for w in (pruned, fitted))
         before, after = (float(((d @ gram.matrix.double()) * d).sum()) for d in differences)
         assert after <= before * (1 + 1e-6)
+    huge = hessian(Gram(gram.matrix * 1e30, gram.tokens), 0.01)
+    pruned = prune_columns(weight * 1e10, huge, Sparsity.of(None, "2:4"))
+    assert torch.equal(refit(pruned, weight * 1e10, huge), pruned)

@@ -9,8 +9,8 @@ import torch
 
 from conftest import display, refuses
 from dunes import checkpoint, tree
-from dunes.augment.masked import masked_places
 from dunes.augment.options import Prune
+from dunes.augment.prune import masked_places
 from dunes.checkpoint.export import export
 from dunes.cli import verbs
 from dunes.cli.augment_verb import COMMANDS
@@ -92,8 +92,7 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
 def test_calibration_has_as_many_tokens_as_asked(base, pruned):
     loaded, text = checkpoint.load(base), str(pruned.parent / "text.txt")
     assert calibration_ids(loaded, [text], 1000).shape == (8, 128)
-    whole = calibration_ids(loaded, [text], 10**9)
-    assert 1000 < whole.numel() < 10_000 * 3
+    assert 1000 < calibration_ids(loaded, [text], 10**9).numel() < 10_000 * 3
 
 
 def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_for_text(base, pruned, tmp_path):

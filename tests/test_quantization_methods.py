@@ -13,9 +13,8 @@ from dunes.augment import Change, apply_change, dequantize, quantize, repeat_str
 from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.changes import decide_change
 from dunes.augment.gptq import hessian_of, round_columns
-from dunes.augment.group_int import GroupInt
-from dunes.augment.quantization import NF4, Int8, describe
-from dunes.augment.quantized import Grid
+from dunes.augment.quantization import describe
+from dunes.augment.quantized import NF4, Grid, GroupInt, Int8
 from small_models import assert_takes_numbers, random_model
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
@@ -105,8 +104,7 @@ def test_gptq_of_a_pruned_layer_is_the_least_squares_of_the_columns_around_its_z
     actual = model.get_submodule(place).dense()
     assert zeros.float().mean() >= 0.5
     assert not actual[zeros].any()
-    same = (actual - expected).abs() <= 1e-5 * expected.abs().max()
-    assert same.all()
+    assert ((actual - expected).abs() <= 1e-5 * expected.abs().max()).all()
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,7 @@ def test_overrides_give_places_other_kinds_or_leave_them_dense():
     assert names["blocks.0.attn.v"] is NF4
     assert names["blocks.0.attn.q"] is names["head"] is Int8
     assert model.blocks[1].mlp.up.grid == Grid(3, 16)
-    described = describe(change)
-    assert described == "int8 in groups of 16, by GPTQ; nf4 at 1 place; int3 at 6 places"
+    assert describe(change) == "int8 in groups of 16, by GPTQ; nf4 at 1 place; int3 at 6 places"
     read = Change.of(json.loads(json.dumps(change.record())))
     assert_takes_numbers(model_of(tied=False), read, model, IDS)
 
@@ -226,8 +223,7 @@ def test_codes_are_those_of_the_weights_that_were_solved_for(monkeypatch):
     monkeypatch.setattr(GroupInt, "fill", fill)
     for dtype in (torch.float32, torch.bfloat16):
         solved.clear()
-        model = model_of().to(dtype)
-        quantized(model, kind="int4", method="gptq", group=32)
+        quantized(model_of().to(dtype), kind="int4", method="gptq", group=32)
         assert len(solved) == 14
         assert all(torch.equal(weight, dense) for weight, dense in solved.values())
 
@@ -253,8 +249,7 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
 def test_places_at_int8_and_the_head_are_solved_too():
     model = model_of(tied=False)
     request = {"kind": "int3", "method": "gptq", "override": ["blocks.0.**=int8", "head=int8"]}
-    change = apply_change(model, "quantize", ids=IDS, **request)
-    assert change.places["head"]["kind"] == "int8"
+    assert apply_change(model, "quantize", ids=IDS, **request).places["head"]["kind"] == "int8"
     tied = {"kind": "int4", "override": ["head=int8"]}
     refuses("has the embedding's matrix", apply_change, model_of(tied=True), "quantize", **tied)
 

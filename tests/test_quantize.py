@@ -13,8 +13,8 @@ from torch import nn
 from adapters import IDS, build, difference
 from conftest import refuses
 from dunes.augment import Change, quantize
-from dunes.augment.group_int import GroupInt
-from dunes.augment.quantization import NF4, Int8, codebook, encode, shape
+from dunes.augment.quantization import shape
+from dunes.augment.quantized import NF4, GroupInt, Int8, codebook, encode
 from dunes.models import llama
 
 with warnings.catch_warnings():

@@ -4,8 +4,8 @@ import pytest
 
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment.group_int import GroupInt
 from dunes.augment.options import Quantize
+from dunes.augment.quantized import GroupInt
 from dunes.cli.augment_verb import COMMANDS
 from test_finetune import base, tokenizer
 

@@ -24,7 +24,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_loss_rises_by_what_is_documented(characters):

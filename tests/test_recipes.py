@@ -30,8 +30,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 
 
 def recipe(name):
-    path = next(p for p in RECIPES if p.stem == name)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, next(p for p in RECIPES if p.stem == name))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -83,7 +82,6 @@ def test_shakespeare(tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_shakespeare_itself_learns_what_the_field_expects(tmp_path):
     loss = recipe("shakespeare").main(str(data("tinyshakespeare.txt")), 300, str(tmp_path / "run"))

@@ -50,6 +50,17 @@ def weights(folder):
     return {**state["weights"], **flat(state["trainer"]["optimizer"])}
 
 
+def assert_same_training(folder, other, file="model.safetensors"):
+    """The same weights and state of the optimizer, losses of all steps to the last bit, and file of weights."""
+    one, two = weights(folder), weights(other)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[k], two[k]) for k in one)
+    logs = [[r for r in read_metrics(f / "metrics.jsonl") if "loss" in r] for f in (folder, other)]
+    exact = [[(r["step"], r["loss_hex"], r["lr_scale"]) for r in log] for log in logs]
+    assert exact[0] == exact[1]
+    assert (folder / file).read_bytes() == (other / file).read_bytes()
+
+
 def flat(value, path=""):
     if isinstance(value, torch.Tensor):
         return {path: value}
@@ -148,15 +159,9 @@ def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path,
     assert "--resume" in said.splitlines()[-1]
     assert checkpoint.load(halves).card["trained"]["steps"] == 37
     assert train(TrainConfig(sources=()), halves, display()[0], resume=True) == 0
-    tokens = np.prod([90, 16, 32])
-    assert tokens > 2 * 32 * 40 * 12, "more than one epoch"
-    one, two = weights(straight), weights(halves)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    logs = [read_metrics(folder / "metrics.jsonl") for folder in (straight, halves)]
-    exact = [[(r["step"], r["loss_hex"], r["lr_scale"]) for r in log] for log in logs]
-    assert exact[0] == exact[1]
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    assert np.prod([90, 16, 32]) > 2 * 32 * 40 * 12, "more than one epoch"
+    assert_same_training(straight, halves)
+    for name in ("config.json", "tokenizer.json"):
         assert (straight / name).read_bytes() == (halves / name).read_bytes()
 
 
@@ -199,11 +204,18 @@ def test_a_card_with_a_damaged_record_of_training_names_no_validation_files(trai
     refuses("does not record its validation files; pass the sources to score", evaluation_tokens, loaded)
 
 
-def test_a_finished_run_that_is_resumed_is_the_same_run(code, tmp_path):
-    train(toy(code), tmp_path / "run", display()[0])
-    before = (tmp_path / "run" / "model.safetensors").read_bytes()
-    assert train(toy(code), tmp_path / "run", display()[0], resume=True) == 0
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+def test_a_finished_run_that_is_resumed_is_the_same_run_and_a_tokenizer_left_by_none_is_not_used(code, tmp_path):
+    """Also of a depth and a width that were asked for."""
+    folder, config = tmp_path / "run", toy(code, size="3x96", steps=1)
+    (folder / "state").mkdir(parents=True)
+    Tokenizer.train("bytes", []).save(folder / "state")
+    train(config, folder, display()[0])
+    loaded, before = checkpoint.load(folder), (folder / "model.safetensors").read_bytes()
+    assert loaded.tokenizer.vocab == 300
+    assert (len(loaded.model.blocks), loaded.model.embed.token.embedding_dim) == (3, 96)
+    assert train(config, folder, display()[0], resume=True) == 0
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
 
 
 @pytest.fixture
@@ -311,20 +323,12 @@ def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
 
 def test_a_run_has_one_end(code, tmp_path):
     folder, show = tmp_path / "run", display()[0]
-    with pytest.raises(ValueError, match="--steps and --minutes exclude each other"):
-        train(toy(code, steps=2, minutes=1.0), folder, show, asked={"steps": 2, "minutes": 1.0})
+    config, asked = toy(code, steps=2, minutes=1.0), {"steps": 2, "minutes": 1.0}
+    refuses("--steps and --minutes exclude each other", train, config, folder, show, asked=asked)
     train(toy(code, steps=2), folder, show)
-    later = TrainConfig(sources=(), minutes=1.0)
-    refuses(
-        r"the run stops after 2 steps, not after a time; use --steps N --override steps",
-        train,
-        later,
-        folder,
-        show,
-        resume=True,
-        override=["minutes"],
-        asked={"minutes": 1.0},
-    )
+    later, options = TrainConfig(sources=(), minutes=1.0), {"override": ["minutes"], "asked": {"minutes": 1.0}}
+    words = "the run stops after 2 steps, not after a time; use --steps N --override steps"
+    refuses(words, train, later, folder, show, resume=True, **options)
     longer = TrainConfig(sources=(), steps=4)
     assert train(longer, folder, show, resume=True, override=["steps"], asked={"steps": 4}) == 0
 
@@ -412,13 +416,6 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
 
-def test_a_tokenizer_left_by_a_run_that_never_began_is_not_used(code, tmp_path):
-    (tmp_path / "run" / "state").mkdir(parents=True)
-    Tokenizer.train("bytes", []).save(tmp_path / "run" / "state")
-    train(toy(code, steps=2), tmp_path / "run", display()[0])
-    assert checkpoint.load(tmp_path / "run").tokenizer.vocab == 300
-
-
 @pytest.mark.slow
 def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
     holds = "from pathlib import Path; from dunes.runs.run import run_lock; import sys, time\n"
@@ -436,10 +433,7 @@ CORPORA = {
     "nothing": ({}, "no text to train on"),
     "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to train on .*2 empty"),
     "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
-    "shorter than a window": (
-        {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
-        "tokens to train on, at least 33 needed; add text",
-    ),
+    "too short": ({"a.py": b"x = 1\n", "b.py": b"y = 2\n"}, "tokens to train on, at least 33 needed; add text"),
     "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to train on .*1 binary"),
     "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to train on .*1 not UTF-8"),
     "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
@@ -513,13 +507,21 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert score.tokens == len(ids) - 1
     assert score.loss_sum == pytest.approx(nats, rel=1e-5)
     assert score.bits_per_byte == pytest.approx(nats / np.log(2) / len(text.encode()), rel=1e-5)
-    part = evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40)
-    assert 16 < part.tokens <= 32
+    assert 16 < evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40).tokens <= 32
 
 
-def test_overfitting_is_said_in_words():
-    run = SimpleNamespace(best=Score(100.0, 10, 10), best_step=50, last=Score(102.0, 10, 10))
+def test_overfitting_and_several_checks_above_the_best_are_said_in_words():
+    run = SimpleNamespace(best=Score(100.0, 10, 10), best_step=50, checks_since_best=3)
+    run.trainer = SimpleNamespace(learning_rates=lambda: [0.01])
+    run.last = Score(102.0, 10, 10)
     assert "best after 50 steps" in overfitting_note(run)
+    assert "after step 50) for 3 validations" in rising_loss_warning(run)
+    run.checks_since_best = 2
+    assert rising_loss_warning(run) == ""
+    run.last, run.checks_since_best = Score(100.5, 10, 10), 9
+    assert rising_loss_warning(run) == "", "that is noise between checks"
+    run.last = Score(float("nan"), 10, 10)
+    assert rising_loss_warning(run)
     run.last = Score(100.1, 10, 10)
     assert overfitting_note(run) == ""
 
@@ -544,20 +546,6 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
         counts.append(run.checks_since_best)
     assert counts == since
     assert run.best_step == best
-
-
-def test_several_checks_above_the_best_are_a_warning():
-    class Fake:
-        best, best_step, checks_since_best = Score(100.0, 10, 10), 50, 3
-        last, trainer = Score(102.0, 10, 10), SimpleNamespace(learning_rates=lambda: [0.01])
-
-    assert "after step 50) for 3 validations" in rising_loss_warning(Fake)
-    Fake.checks_since_best = 2
-    assert rising_loss_warning(Fake) == ""
-    Fake.last, Fake.checks_since_best = Score(100.5, 10, 10), 9
-    assert rising_loss_warning(Fake) == "", "that is noise between checks"
-    Fake.last = Score(float("nan"), 10, 10)
-    assert rising_loss_warning(Fake)
 
 
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
@@ -607,12 +595,10 @@ def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeyp
     ],
 )  # fmt: skip
 def test_only_a_long_rise_while_the_text_is_memorised_ends_a_run(steps, since, number, bits, loss, ends):
-    class Fake:
-        best, best_step, checks_since_best, seconds_left = Score(100.0, 10, 10), 50, since, 60.0
-        last, config = Score(bits, 10, 10), SimpleNamespace(steps=steps)
-        trainer = SimpleNamespace(number=number)
-
-    assert bool(early_end(Fake, loss)) == ends
+    run = SimpleNamespace(best=Score(100.0, 10, 10), best_step=50, last=Score(bits, 10, 10), seconds_left=60.0)
+    run.checks_since_best, run.config = since, SimpleNamespace(steps=steps)
+    run.trainer = SimpleNamespace(number=number)
+    assert bool(early_end(run, loss)) == ends
 
 
 @pytest.mark.parametrize(
@@ -654,15 +640,6 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
     assert "--- sample" not in out.getvalue()
 
 
-def test_depth_and_width_can_be_asked_for(code, tmp_path):
-    config = toy(code, size="3x96", steps=1)
-    train(config, tmp_path / "run", display()[0])
-    loaded = checkpoint.load(tmp_path / "run")
-    assert len(loaded.model.blocks) == 3
-    assert loaded.model.embed.token.embedding_dim == 96
-    assert train(replace(config, steps=2), tmp_path / "run", display()[0], resume=True, override=["steps"]) == 0
-
-
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
     losses = lambda name: [r["loss_hex"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
@@ -691,8 +668,7 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
     loaded = checkpoint.load(tmp_path / "run")
     for cut in ("import ", "import i", "import iter", "import itertoo"):  # inside a token, too
         prefix = "import itertools\n\nvalue_3 = itertools.count()\n" + cut
-        rest = CompletionEngine(loaded).complete(prefix).text
-        assert cut + rest == "import itertools"
+        assert cut + CompletionEngine(loaded).complete(prefix).text == "import itertools"
 
 
 def start(code, folder):
@@ -750,9 +726,9 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_says_how_to_go_on(code,
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"experts": 4, "experts_per_token": 1}, marks=pytest.mark.slow),
+        {"experts": 4, "experts_per_token": 1},
         {"experts": 4, "family": "qwen3_moe"},
-        pytest.param({"experts_per_token": 3, "balancing": "bias"}, marks=pytest.mark.slow),
+        {"experts_per_token": 3, "balancing": "bias"},
         {"experts": 3, "shared_experts": 2, "balancing": "bias"},
     ],
 )
@@ -789,23 +765,20 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     assert f"load of experts: {tmp_path / 'whole'}/expert_load.png" in printed
 
 
-@pytest.mark.parametrize(
-    ("options", "asked", "message"),
-    [
-        (
-            {"experts": 8, "family": "llama"},
-            None,
-            "--experts: llama has no experts; use --family mixtral or qwen3_moe",
-        ),
-        ({"experts": 8}, {"experts", "family"}, "--experts: arcee has no experts"),
-        ({"balancing": "bias", "family": "gpt2"}, None, "--balancing: gpt2 has no experts"),
-        ({"experts": 512}, None, "--experts is 512, and with --size 60k the narrowest ones give a model of"),
-        ({"experts": 2, "base": "x"}, None, "--experts describes a new model, and --from continues another"),
-    ],
-)
-def test_experts_that_do_not_fit_are_refused_before_any_work(options, asked, message, code, tmp_path):
-    work = lambda: train(toy(code, **options), tmp_path / "run", display()[0], asked=asked)
-    refuses(re.escape(message), work)
+EXPERTS_REFUSED = {
+    "--experts: llama has no experts; use --family mixtral or qwen3_moe": {"experts": 8, "family": "llama"},
+    "--experts: arcee has no experts": {"experts": 8, "asked": {"experts", "family"}},
+    "--balancing: gpt2 has no experts": {"balancing": "bias", "family": "gpt2"},
+    "--experts is 512, and with --size 60k the narrowest ones give a model of": {"experts": 512},
+    "--experts describes a new model, and --from continues another": {"experts": 2, "base": "x"},
+}
+
+
+@pytest.mark.parametrize("message", EXPERTS_REFUSED)
+def test_experts_that_do_not_fit_are_refused_before_any_work(message, code, tmp_path):
+    options = dict(EXPERTS_REFUSED[message])
+    asked, show = options.pop("asked", None), display()[0]
+    refuses(re.escape(message), lambda: train(toy(code, **options), tmp_path / "run", show, asked=asked))
     assert not (tmp_path / "run").exists()
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
@@ -18,11 +19,9 @@ from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, cast, in_memory, renamed
-from dunes.checkpoint.weights.mapped_file import MappedFile
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, MappedFile, cast, in_memory, renamed
 from dunes.files import json_file
-from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta, weight_counts
 from dunes.models.names import to_theirs
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
@@ -31,7 +30,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-from conftest import change_json, raising, refuses, run_python
+from conftest import change_json, raising, refuses, refuses_command, run_python
 from native_files import native_name
 from small_models import HF_ENDS, HF_SIZES, add_noise, random_model, small_config
 
@@ -121,62 +120,48 @@ def turned(*parts):
 
 
 H = "lm_head.weight"
+UP = f"{LAYER}mlp.up_proj.weight"
 WRONG = {
-    "missing": ("llama", drop(f"{LAYER}mlp.up_proj.weight"), r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"),
-    "unexpected": ("llama", put("model.extra", torch.ones(3)), r"model\.extra \(3,\) is not a weight of this mod"),
+    "missing": (drop(UP), r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"),
+    "unexpected": (put("model.extra", torch.ones(3)), r"model\.extra \(3,\) is not a weight of this mod"),
     "a block more": (
-        "llama",
         put("model.layers.2.input_layernorm.weight", torch.ones(32)),
         r"layers\.2\.input_layernorm\.weight \(32,\) is not a weight",
     ),
-    "shape": ("llama", put("model.norm.weight", torch.ones(31)), r"model\.norm\.weight is \(31,\), not \(32,\)$"),
+    "shape": (put("model.norm.weight", torch.ones(31)), r"model\.norm\.weight is \(31,\), not \(32,\)$"),
     "no matrix": (
-        "llama",
         put(f"{LAYER}self_attn.q_proj.weight", torch.ones(1024)),
         r"q_proj\.weight is \(1024,\), not \(32, 32\)",
     ),
-    "dtype": (
-        "llama",
-        put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32, dtype=torch.int8)),
-        r"up_proj\.weight is int8, not floating point$",
-    ),
+    "dtype": (put(UP, torch.ones(48, 32).to(torch.int8)), r"up_proj\.weight is int8, not floating point$"),
     "float8": (
-        "llama",
-        put(f"{LAYER}mlp.up_proj.weight", torch.ones(48, 32).to(torch.float8_e4m3fn)),
-        r"up_proj\.weight is float8_e4m3fn, not floating point$",
+        put(UP, torch.ones(48, 32).to(torch.float8_e4m3fn)),
+        r"weight is float8_e4m3fn, not floating point$",
     ),
     "Conv1D turned": (
-        "gpt2",
         turned("c_attn.weight", "c_fc.weight", "c_proj.weight"),
         r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\)",
         r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\)",
         r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\)",
     ),
     "a prefix lost": (
-        "llama",
         lambda t: {k: v for k, v in rename("model.", "")(t).items() if "head" not in k},
         r"lm_head\.weight \(97, 32\) is missing; tensors are read with 'model\.' in their names$",
     ),
     "a prefix, and a tensor more": (
-        "llama",
         lambda t: {f"net.{k}": v for k, v in t.items()} | {"net.extra": torch.ones(3)},
         r": extra \(3,\) is not a weight of this model; tensors are read without 'net\.' in their names$",
     ),
     "two models": (
-        "llama",
         lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()},
         r"lists; tensors would be read without '_orig_mod\.' in their names, but then two have the same name; k",
     ),
     "an adapter's tensors": (
-        "llama",
-        lambda t: (
-            {f"base_model.model.{k}": v for k, v in t.items()} | {"base_model.model.q.lora_A.weight": t[H].clone()}
-        ),
+        lambda t: {f"base_model.model.{k}": v for k, v in (t | {"q.lora_A.weight": t[H].clone()}).items()},
         r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first",
     ),
-    "no head": ("llama", drop("lm_head.weight"), r"lm_head\.weight \(97, 32\) is missing$"),
+    "no head": (drop("lm_head.weight"), r"lm_head\.weight \(97, 32\) is missing$"),
     "one weight under two names": (
-        "gpt2",
         put("ln_f.weight", torch.ones(32)),
         r"^\S+ (\S+\.)?ln_f\.weight is the same weight as (\S+\.)?ln_f\.weight, not one of its own$",
     ),
@@ -185,8 +170,8 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
-    kind, change, *patterns = WRONG[wrong]
-    folder = copy(kind)
+    change, *patterns = WRONG[wrong]
+    folder = copy("gpt2" if wrong in ("Conv1D turned", "one weight under two names") else "llama")
     change_weights(folder, change)
     message = refusal(folder)
     assert message.startswith(f"{folder}: ")
@@ -220,7 +205,7 @@ PREFIXES = {
     "PEFT": (lambda k: f"base_model.model.{k}", "without 'base_model.model.'"),
     "twice": (lambda k: f"model.{k}", "without 'model.'"),
     "lost": (lambda k: k.removeprefix("model.").removeprefix("transformer."), "with 'model.'"),
-    "another": (
+    "other": (
         lambda k: k.replace("model.", "_orig_mod.gpt."),
         "without '_orig_mod.' and 'gpt.' and with 'model.'",
     ),
@@ -242,32 +227,18 @@ def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals
 def test_a_second_copy_with_a_prefix_does_not_fill_what_the_first_one_lacks(copy):
     """As of a model whose file also has averaged weights."""
     folder = copy()
-    change_weights(
-        folder,
-        lambda t: (
-            {k: v for k, v in t.items() if "layers.1." not in k}
-            | {f"ema.{k}": 2 * v for k, v in t.items() if "layers.1." in k}
-        ),
-    )
+    averaged = lambda k, v: (f"ema.{k}", 2 * v) if "layers.1." in k else (k, v)
+    change_weights(folder, lambda t: dict(averaged(k, v) for k, v in t.items()))
     assert "layers.1." in refusal(folder)
 
 
 def test_several_differences_are_listed_at_once(copy):
     folder = copy()
-
-    def change(tensors):
-        del tensors["model.norm.weight"]
-        tensors["model.extra"] = torch.ones(1)
-        tensors[f"{LAYER}mlp.up_proj.weight"] = torch.ones(2, 2)
-        tensors[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
-
-    change_weights(folder, change)
-    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == [
-        ("shape", "up_proj"),
-        ("dtype", "gate_proj"),
-        ("missing", "norm"),
-        ("unexpected", "model"),
-    ]
+    changed = {"model.extra": torch.ones(1), UP: torch.ones(2, 2)}
+    changed[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
+    change_weights(folder, lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"} | changed)
+    listed = [("shape", "up_proj"), ("dtype", "gate_proj"), ("missing", "norm"), ("unexpected", "model")]
+    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == listed
     assert refusal(folder).count(";") == 3
 
 
@@ -301,11 +272,8 @@ def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, origin
     change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone()))
     agrees(folder, originals["tied"][2])
     change_weights(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"].clone().neg()))
-    refuses(
-        r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true",
-        checkpoint.load,
-        folder,
-    )
+    words = r"lm_head\.weight is another matrix .*, not the embedding .tie_word_embeddings is true"
+    refuses(words, checkpoint.load, folder)
     change_config(folder, tie_word_embeddings=False)
     checkpoint.load(folder)
     change_config(folder, tie_word_embeddings=True)
@@ -313,8 +281,9 @@ def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, origin
     assert "is another matrix (5, 32)" in refusal(folder, lambda f: open_source(f))
 
 
-def test_files_without_a_head_load_once_the_config_is_tied(copy, originals):
+def test_files_without_a_head_load_once_the_config_is_tied_and_rotary_angles_are_ignored(copy, originals):
     folder = copy("tied")
+    change_weights(folder, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)))
     change_config(folder, tie_word_embeddings=False)
     assert refusal(folder).endswith("lm_head.weight (97, 32) is missing")
     change_config(folder, tie_word_embeddings=True)
@@ -335,12 +304,6 @@ def test_gpt2_names_of_the_first_files(copy, originals):
     agrees(folder, originals["gpt2"][2])
     change_weights(folder, rename("h.1.attn.bias", "h.1.attn.odd"))
     assert "h.1.attn.odd (1, 1, 64, 64) is not a weight" in refusal(folder)
-
-
-def test_rotary_angles_in_a_file_are_ignored(copy, originals):
-    folder = copy()
-    change_weights(folder, put("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)))
-    agrees(folder, originals["llama"][2])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -405,17 +368,12 @@ def test_exit_status_of_inspect(copy, tmp_path, command):
     assert out.endswith("loads       no: 1 missing\n")
     (tmp_path / "empty").mkdir()
     for none in (tmp_path / "empty", tmp_path / "nowhere", folder / CONFIG):
-        status, _, error = command("inspect", none)
-        assert (status, error.count("\n")) == (2, 1)
-        assert error.startswith("dunes: ")
+        refuses_command("", command("inspect", none))
 
 
 SPOILT = {
-    "a tokenizer that is none": (
-        lambda f: (f / "tokenizer.json").write_text("{"),
-        "tokenizer.json: not a tokenizer",
-    ),
-    "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "each id needs a row"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json: not a tokenizer"),
+    "ids without rows": (lambda f: Tokenizer.train("bytes", []).save(f), "has 97 rows, the tokenizer 265 ids"),
     "marks that are none": (lambda f: change_config(f, bos_token_id="<s>"), "config.json: bos_token_id is '<s>'"),
     "a card of other files": (
         lambda f: (f / "dunes.json").write_text('{"files": {"config.json": {"size": 3, "sha256": ""}}}'),
@@ -437,18 +395,6 @@ def test_inspect_reports_what_load_refuses(case, copy, command):
     assert why in last
 
 
-def test_inspect_compares_digests(copy, tmp_path, command):
-    folder = tmp_path / "saved"
-    loaded = checkpoint.load(copy())
-    checkpoint.save(loaded.model, folder, loaded.tokenizer, loaded.context_length)
-    data = bytearray((folder / WEIGHTS).read_bytes())
-    data[-2] ^= 1
-    (folder / WEIGHTS).write_bytes(data)
-    status, out, _ = command("inspect", folder)
-    assert status == 1
-    assert "model.safetensors: not the bytes that were written (another SHA-256)" in out
-
-
 def test_a_table_of_names_maps_foreign_names(copy, originals):
     folder = copy()
     change_weights(folder, rename("model.layers.", "net.stage"))
@@ -459,12 +405,9 @@ def test_a_table_of_names_maps_foreign_names(copy, originals):
     source = open_source(folder, table)
     with torch.no_grad():
         assert (load_decoder(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
-    for wrong, why in {
-        "model.{j}": "two tensors are called model.{j}",
-        "model.norm.weight": "two tensors are called",
-    }.items():
+    for wrong in ("model.{j}", "model.norm.weight"):
         bad = {"net.stage{i}.input_layernorm.weight": wrong}
-        assert why in refusal(folder, lambda f, bad=bad: open_source(f, bad))
+        assert f"two tensors are called {wrong}" in refusal(folder, lambda f, bad=bad: open_source(f, bad))
 
 
 def sharded(originals, folder, kind="llama"):
@@ -622,10 +565,7 @@ BAD = {
     "no object": (whole("[]"), "expected an object, found list"),
     "no JSON": (whole('{"weight_map": '), "not JSON: "),
     "a tensor in two files": (in_both, "fetch both again"),
-    "a tensor that is not in its file": (
-        listed,
-        "'more' is missing, although model.safetensors.index.json lists it",
-    ),
+    "a tensor too few": (listed, "'more' is missing, although model.safetensors.index.json lists it"),
     "a tensor that is not listed": (unlisted, "belongs to no file according to"),
     "no name": (lambda f: index(f, lambda where: where | {"": FIRST}), "'' is missing"),
     "a name of two lines": (lambda f: index(f, lambda where: where | {"a\nb": FIRST}), "'a\\nb' is missing"),
@@ -633,10 +573,7 @@ BAD = {
     "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "occurs twice"),
     "very large": (sparse(1 << 40), "1099512 MB; at most 67 MB are read"),
     "very deep": (whole("[" * 100_000), "nested too deeply"),
-    "very many objects": (
-        whole('{"a": [' + "[]," * 5_000_000 + "1]}"),
-        "commas and brackets; a JSON file has at most",
-    ),
+    "many objects": (whole('{"a": [' + "[]," * 5_000_000 + "1]}"), "commas and brackets; a JSON file has at most"),
 }
 
 
@@ -663,7 +600,7 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
         import sys
         from pathlib import Path
         from dunes.checkpoint.source import open_source
-        import dunes.models.meta
+        import dunes.models
         opens = []
         open_source(Path(sys.argv[1])).weights()
         sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)
@@ -690,15 +627,6 @@ def test_a_duplicate_key_among_very_many_is_found_quickly():
     refuses("the key '199999' occurs twice", json_file.unique_keys, [*pairs, pairs[-1]])
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda p: p.symlink_to("/dev/zero"), lambda p: None])
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_pipes_and_devices_do_not_block(name, make, copy):
-    folder = copy()
-    (folder / name).unlink()
-    make(folder / name)
-    assert re.search("no such file|not a regular file|no weights; looked for|leads out", refusal(folder))
-
-
 SIZES = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts_per_tok"),
@@ -714,12 +642,16 @@ def small(family):
     return FAMILIES[family], small_config(family, vocab=265, dim=64, context=16)
 
 
+def each(keys, values):
+    """A change of a config for each of the keys and values, by what is wrong."""
+    return {f"{key} {str(value)[:9]}": {key: value} for key in keys for value in values}
+
+
 def hostile(family):
     """Whole config.jsons that must be refused, by what is wrong with them."""
     good = FAMILIES[family].to_hf(small(family)[1])
-    changes = {f"{k} {str(v)[:9]}": {k: v} for k in SIZES & good.keys() for v in NOT_SIZES}
-    changes |= {f"{k} {str(v)[:9]}": {k: v} for k in FRACTIONS & good.keys() for v in NOT_FRACTIONS}
-    changes |= {f"model_type {str(v)[:9]}": {"model_type": v} for v in ([], None, {}, 7, "x" * 9, ["llama"])}
+    changes = each(SIZES & good.keys(), NOT_SIZES) | each(FRACTIONS & good.keys(), NOT_FRACTIONS)
+    changes |= each(["model_type"], ([], None, {}, 7, "x" * 9, ["llama"]))
     changes |= {f"{k} null": {k: None} for k in (SIZES & good.keys()) - MAY_BE_ABSENT}
     changes["heads"] = {"num_attention_heads": 3, "n_head": 3, "num_key_value_heads": 3, "head_dim": None}
     changes["deep"] = {"num_hidden_layers": 10_000_000, "n_layer": 10_000_000}
@@ -830,8 +762,7 @@ def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, ma
     change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
     said = r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);"
-    found = re.search(said, message)
-    numbers, size, there = map(float, found.groups())
+    numbers, size, there = map(float, re.search(said, message).groups())
     assert size == pytest.approx(2 * numbers, rel=0.01)
     assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
     assert numbers > 1e11
@@ -856,6 +787,7 @@ def test_weight_counts_equal_the_built_model(family):
         other = type(config)(**vars(config) | changes)
         model = build_on_meta(family, other)
         assert weight_counts(family, other) == (tree.count(model), len(list(model.parameters())))
+    assert weight_counts(family, type(config)(**vars(config) | {"depth": 10**9, "hidden": 2**24}))[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -881,19 +813,14 @@ def test_bad_params_json_take_little_memory(made, tmp_path):
         (folder / file).unlink()
     tensors["output.weight"] = tensors["tok_embeddings.weight"].clone()
     save_file(tensors, folder / "consolidated.safetensors")
-    hidden = tensors["layers.0.feed_forward.w1.weight"].shape[0]
-    good = PARAMS | {"hidden_dim": hidden}
+    good = PARAMS | {"hidden_dim": tensors["layers.0.feed_forward.w1.weight"].shape[0]}
     (folder / "params.json").write_text(json.dumps(good))
     open_source(folder).weights()
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
-    changes = {f"{k} {str(v)[:9]}": {k: v} for k in sizes for v in NOT_SIZES}
-    changes |= {f"norm_eps {str(v)[:9]}": {"norm_eps": v} for v in NOT_FRACTIONS if v is not None}
-    changes |= {
-        f"rope_theta {str(v)[:9]}": {"rope_theta": v} for v in NOT_FRACTIONS if v is not None and v != "1e-5"
-    }
-    changes |= {
-        f"sliding_window {str(v)[:9]}": {"sliding_window": v} for v in NOT_SIZES if v not in ("8", [8], 10**9)
-    }
+    fractions = [v for v in NOT_FRACTIONS if v is not None]
+    changes = each(sizes, NOT_SIZES) | each(["norm_eps"], fractions)
+    changes |= each(["rope_theta"], [v for v in fractions if v != "1e-5"])
+    changes |= each(["sliding_window"], [v for v in NOT_SIZES if v not in ("8", [8], 10**9)])
     moes = [7, "x", [], [1], {}, {"num_experts": 1}]
     moes += [{"num_experts": v, "num_experts_per_tok": 1} for v in NOT_SIZES]
     moes += [{"num_experts": 2, "num_experts_per_tok": v} for v in [*NOT_SIZES, 3]]
@@ -906,9 +833,8 @@ def test_bad_params_json_take_little_memory(made, tmp_path):
     changes |= {f"factor {v}": meta | {"ffn_dim_multiplier": v} for v in factors}
     changes |= {f"multiple_of {str(v)[:9]}": meta | {"multiple_of": v} for v in NOT_SIZES}
     cases = {k: json.dumps({a: b for a, b in (good | v).items() if b is not None}) for k, v in changes.items()}
-    cases |= {
-        f"no {k}": json.dumps({a: b for a, b in good.items() if a != k}) for k in ("dim", "n_layers", "n_heads")
-    }
+    for key in ("dim", "n_layers", "n_heads"):
+        cases[f"no {key}"] = json.dumps({k: v for k, v in good.items() if k != key})
     messages = read_all(folder, "params.json", cases | FILES, tmp_path)
     assert not [message for message in messages if "config.json" in message]
 
@@ -952,21 +878,13 @@ def test_mixed_dtypes_become_one(copy):
     """The config's if the files hold it, else one that holds them all."""
     folder = copy()
 
-    def mixed(tensors):
-        kinds = [torch.bfloat16, torch.float16]
-        return {k: v.to(kinds[i % 2]) for i, (k, v) in enumerate(tensors.items())}
-
-    change_weights(folder, mixed)
-    for configured, expected in {
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float32": torch.float32,
-    }.items():
-        change_config(folder, dtype=configured)
+    kinds = cycle([torch.bfloat16, torch.float16])
+    change_weights(folder, lambda t: {k: v.to(next(kinds)) for k, v in t.items()})
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        change_config(folder, dtype=str(dtype).removeprefix("torch."))
         state = checkpoint.load(folder).model.state_dict()
-        assert {v.dtype for v in state.values()} == {expected}
-    stored = load_file(folder / WEIGHTS)["model.norm.weight"]
-    assert torch.equal(state["norm.weight"], stored.float())
+        assert {v.dtype for v in state.values()} == {dtype}
+    assert torch.equal(state["norm.weight"], load_file(folder / WEIGHTS)["model.norm.weight"].float())
     change_config(folder, dtype=None)
     change_weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
     state = checkpoint.load(folder).model.state_dict()

@@ -69,8 +69,7 @@ def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
     for prompt, want in zip(prompts, plain, strict=True):
         got = written(model, prompt, max_tokens=10, stop={3}, cache=cache, proposer=propose)
         assert [t.id for t in got] == want.ids[len(prompt) :]
-    tokens = sum(len(r.ids) - len(r.prompt) for r in plain)
-    assert 1.1 < tokens / cache.forwards < 5
+    assert 1.1 < sum(len(r.ids) - len(r.prompt) for r in plain) / cache.forwards < 5
     assert len({len(r.ids) - len(r.prompt) for r in plain}) > 5, "some stop within an accepted run"
 
 

@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import pwd
-import shutil
 import signal
 import stat
 import subprocess
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from conftest import refuses
+from conftest import eventually, raising, refuses
 from dunes import augment, checkpoint
 from dunes.augment.lora import row_adapters
 from dunes.bench import BENCHMARKS
@@ -132,8 +131,7 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
 def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
     model = model_of(tied=False)
     graph = export_step(Step(model).eval(), example_cache(model)).graph
-    sums = [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
-    assert not sums
+    assert not [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
 
 
 def example_cache(model):
@@ -215,12 +213,9 @@ def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monk
         cache.reserve(capacity)
         with torch.no_grad():
             want = model(torch.arange(5, 16)[None], cache=fresh)[0]
-        got = cache.logits({0: [*range(5, 12)]})[0]
-        torch.testing.assert_close(got, want[6:7], atol=1e-5, rtol=0)
-        got = cache.logits({0: [*range(5, 15)]}, {0: 3})[0]
-        torch.testing.assert_close(got, want[7:10], atol=1e-5, rtol=0)
-        got = cache.logits({0: [*range(5, 16)]}, {0: 2})[0]
-        torch.testing.assert_close(got, want[9:11], atol=1e-5, rtol=0)
+        for end, last in ((12, 1), (15, 3), (16, 2)):
+            got = cache.logits({0: [*range(5, end)]}, {0: last})[0]
+            torch.testing.assert_close(got, want[end - 5 - last : end - 5], atol=1e-5, rtol=0)
         assert (step.calls - before, cache.cache.length.tolist(), cache.vocab) == (calls, [11], 300)
         torch.testing.assert_close(cache.logits({0: [5]})[0], want[:1], atol=1e-5, rtol=0)
     assert not forwards
@@ -296,26 +291,20 @@ def choose_otherwise(requests, cache, n):
         requests[0].sample = Fresh()
 
 
-@pytest.mark.parametrize("between", [next_request, truncate, edit, choose_otherwise])
-def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
-    model = model_of(tied=False)
-    want = tokens_of(model, None, {}, between)
-    assert_same_tokens(tokens_of(model, PlainStep(model), {}, between), want)
-    assert len({t.id for t in want}) > 4
-
-
 def switch_adapter(requests, cache, n):
     if n in (9, 20):
         augment.set_adapter(cache.model, None if n == 9 else "default")
 
 
-def test_an_adapter_that_is_switched_between_two_tokens_is_seen_by_the_next_step():
-    model = changed("lora")
-    step = PlainStep(model)
-    want = tokens_of(model, None, {}, switch_adapter)
-    assert_same_tokens(tokens_of(model, step, {}, switch_adapter), want)
-    assert [t.id for t in want] != [t.id for t in tokens_of(model, None, {})]
-    assert 40 < step.calls < 50
+@pytest.mark.parametrize("between", [next_request, truncate, edit, choose_otherwise, switch_adapter])
+def test_what_changes_between_two_tokens_is_seen_by_the_next_step(between):
+    model = changed("lora") if between is switch_adapter else model_of(tied=False)
+    step, want = PlainStep(model), tokens_of(model, None, {}, between)
+    assert_same_tokens(tokens_of(model, step, {}, between), want)
+    assert len({t.id for t in want}) > 4
+    if between is switch_adapter:
+        assert [t.id for t in want] != [t.id for t in tokens_of(model, None, {})]
+        assert 40 < step.calls < 50
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -359,14 +348,12 @@ def test_ids_and_positions_that_a_model_does_not_have_are_refused_alike():
 
 
 @pytest.mark.long
-@needs_compiler
 def test_ids_and_positions_do_not_end_the_process_in_native_code(home):
     assert_ids_and_positions_are_checked(partial(make_step, dtype=torch.float32))
     model = model_of(tied=False)
     step = make_step(model, torch.float32)
     for token in (300, -1, 2**62):
-        cache = example_cache(model)
-        assert step([token], cache)[0].logits.isnan().all()
+        assert step([token], example_cache(model))[0].logits.isnan().all()
 
 
 @pytest.mark.parametrize("of_module", [True, False])
@@ -567,19 +554,16 @@ def test_threads_and_copies_have_their_own_numbers(home):
 
 
 @pytest.mark.long
-@needs_compiler
 def test_weights_too_large_for_float16_stay_in_float32(home):
     model = model_of(depth=1)
-    for block in model.blocks:
-        block.mlp.up.weight.data *= 1e6
-        block.mlp.down.weight.data *= 1e-6
+    model.blocks[0].mlp.up.weight.data *= 1e6
+    model.blocks[0].mlp.down.weight.data *= 1e-6
     assert compile_step(model, 64)[1] == torch.float32
     assert ids_of(model, load_step(model)) == ids_of(model)
     refuses("from the model's", compile_step, model, 64, torch.float16)
 
 
 @pytest.mark.long
-@needs_compiler
 @pytest.mark.parametrize("vocab", [2, 5])
 def test_a_small_vocabulary_has_a_step(vocab, home):
     torch.manual_seed(0)
@@ -645,26 +629,19 @@ def test_what_compiled_code_depends_on_names_its_folder(change, home, monkeypatc
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
-    def read_only(*arguments):
-        raise OSError(30, "Read-only file system")
-
     model = model_of(depth=1)
-    package, dtype = compile_step(model, 64)
-    monkeypatch.setattr(step_package.atomic, "write_file", read_only)
-    assert compile_step(model, 64) == (package, dtype)
+    package = compile_step(model, 64)
+    monkeypatch.setattr(step_package.atomic, "write_file", raising(OSError(30, "Read-only file system")))
+    assert compile_step(model, 64) == package
     with pytest.raises(OSError, match="Read-only"):
         compile_step(model, 64, torch.float32)
 
 
 def test_a_user_without_a_home_decodes_without_a_package(monkeypatch):
-    def unknown(uid):
-        raise KeyError(uid)
-
     for name in ("HOME", "DUNES_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", raising(KeyError("uid")))
     with pytest.warns(UserWarning, match="set DUNES_HOME to a folder; decoding without it$"):
         assert load_step(model_of()) is None
     refuses("no home folder", compile_step, model_of(), 64)
@@ -679,46 +656,35 @@ def test_without_a_compiler_nothing_is_compiled_and_the_remedy_is_named(no_compi
 
 
 @pytest.mark.slow
-def test_the_command_without_a_compiler_says_so_and_generate_goes_on(monkeypatch, tmp_path):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+def test_the_command_without_a_compiler_says_so_and_generate_goes_on(monkeypatch, tmp_path, home):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     checkpoint.save(model_of(), tmp_path / "model", Tokenizer.train("bytes", []), 64)
-    without = said(tmp_path / "model")
-    command = [sys.executable, "-m", "dunes", "compile", tmp_path / "model"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    without, done = said(tmp_path / "model"), compiled_by_command(tmp_path / "model")
     assert done.returncode == 2
     assert "no C++ compiler; install g++" in done.stderr
     assert said(tmp_path / "model") == without
 
 
 @pytest.mark.long
-@needs_compiler
-def test_one_package_serves_other_weights_and_is_used_by_the_command(monkeypatch, tmp_path):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    tokenizer = Tokenizer.train("bytes", [])
-    for seed in (1, 2):
-        checkpoint.save(model_of(seed=seed), tmp_path / str(seed), tokenizer, 64)
-    without = [said(tmp_path / str(seed)) for seed in (1, 2)]
-    for seed in (1, 2):
-        command = [sys.executable, "-m", "dunes", "compile", tmp_path / str(seed)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "compiled" in done.stdout
-    assert len(list((tmp_path / "home" / "steps").rglob("*.so"))) == 3, "of one token, of a few, of texts"
-    used = []
-    counted = lambda self, *args: used.append(1) or CALL(self, *args)
-    monkeypatch.setattr(step_package.CompiledStep, "__call__", counted)
-    for seed in (1, 2):
-        loaded = checkpoint.load(tmp_path / str(seed))
-        assert ids_of(loaded.model, step_source(loaded.model)()) == ids_of(loaded.model)
-    assert used
-    assert [said(tmp_path / str(seed)) for seed in (1, 2)] == without
-    shutil.rmtree(tmp_path / "home")
+def test_one_package_serves_other_weights_and_is_used_by_the_command(home, tmp_path, calls):
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for seed, folder in enumerate(folders, 1):
+        checkpoint.save(model_of(seed=seed), folder, Tokenizer.train("bytes", []), 64)
+    without = [said(folder) for folder in folders]
+    for folder in folders:
+        done = compiled_by_command(folder)
+        assert (done.returncode, "compiled" in done.stdout) == (0, True)
+    assert len(list((tmp_path / "steps").rglob("*.so"))) == 3, "of one token, of a few, of texts"
+    for folder in folders:
+        model = checkpoint.load(folder).model
+        assert ids_of(model, step_source(model)()) == ids_of(model)
+    assert calls
+    assert [said(folder) for folder in folders] == without
 
 
 @needs_compiler
-def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeypatch, tmp_path):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
+def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(home, tmp_path):
     folder = tmp_path / "model"
     checkpoint.save(model_of(), folder, Tokenizer.train("bytes", []), 64)
     loaded = checkpoint.load(folder)
@@ -726,13 +692,7 @@ def test_a_step_is_compiled_in_the_background_and_taken_when_it_is_ready(monkeyp
     generator = TextGenerator(loaded, find)
     before = generator.text("some", 30)
     assert generator.cache.step is None
-    deadline = time.monotonic() + 240
-    while find() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    while not find().reads_texts:  # which comes last
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    assert eventually(lambda: find() is not None and find().reads_texts, 240), "which comes last"
     assert generator.text("some", 30) == before
     assert generator.cache.step is find()
 
@@ -746,6 +706,20 @@ def said(folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def compiled_by_command(folder):
+    command = [sys.executable, "-m", "dunes", "compile", folder]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list with an item for each call of a compiled step."""
+    counted = []
+    count = lambda self, *args: counted.append(1) or CALL(self, *args)
+    monkeypatch.setattr(step_package.CompiledStep, "__call__", count)
+    return counted
+
+
 def test_a_process_that_compiles_can_be_forgotten(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -755,14 +729,13 @@ def test_a_process_that_compiles_can_be_forgotten(tmp_path):
     os.kill(number, signal.SIGKILL)
     deadline = time.monotonic() + 30
     with suppress(ProcessLookupError):
-        while True:  # a zombie would stay
+        while time.monotonic() < deadline:
             os.kill(number, 0)
-            assert time.monotonic() < deadline
             time.sleep(0.01)
+        pytest.fail("a zombie stays")
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path, home):
     model = model_of()
     package, _ = compile_step(model, 64)
@@ -813,7 +786,6 @@ class WrongForFew(nn.Module):
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(home):
     model = model_of()
     model.blocks[0].mlp = WrongForFew(model.blocks[0].mlp)
@@ -824,7 +796,6 @@ def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(home):
 
 
 @pytest.mark.long
-@needs_compiler
 def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, home):
     model, other = model_of(), model_of(seed=1)
     assert compile_step(model, 64)[1] == torch.float16
@@ -843,11 +814,7 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
 
 
 @pytest.mark.long
-@needs_compiler
-def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(monkeypatch, home):
-    calls = []
-    counted = lambda self, *args: calls.append(1) or CALL(self, *args)
-    monkeypatch.setattr(step_package.CompiledStep, "__call__", counted)
+def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(home, calls):
     work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
     assert work.form == "native"
     calls.clear()
@@ -905,7 +872,6 @@ class Tempered(nn.Module):
 
 
 @pytest.mark.long
-@needs_compiler
 def test_a_folder_with_spaces_holds_packages_and_a_row_of_the_embedding_may_be_zero(monkeypatch, tmp_path):
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "my 'own' folder"))
     model = model_of()
@@ -914,15 +880,13 @@ def test_a_folder_with_spaces_holds_packages_and_a_row_of_the_embedding_may_be_z
 
 
 @pytest.mark.long
-@needs_compiler
 def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, home):
     models = []
     for temperature in (0.9, 0.1):
         models.append(model_of())
         for block in models[-1].blocks:
             block.attn = Tempered(block.attn, temperature)
-    step = make_step(models[0], torch.float32)
-    assert ids_of(models[0], step) == ids_of(models[0])
+    assert ids_of(models[0], make_step(models[0], torch.float32)) == ids_of(models[0])
     assert load_step(models[1], torch.float32) is None
     monkeypatch.setattr(step_package, "_describe", lambda *arguments: "")
     step_package.make_step(models[0], torch.float32)
@@ -967,12 +931,9 @@ def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home)
 
 
 def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path, home):
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
     import torch._inductor
 
+    full = raising(OSError(28, "No space left on device"))
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", full)
     model = model_of(depth=1)
     refuses("No space left", compile_step, model, 64)

@@ -48,8 +48,7 @@ def test_a_text_from_a_cache_is_that_of_a_fresh_one(cached):
     with evaluated(model) as counts:
         logits = cache.logits({0: TEXT[:20]})[0]
     differing = (i for i, (a, b) in enumerate(zip(cached, TEXT[:19], strict=False)) if a != b)
-    common = next(differing, min(19, len(cached)))
-    assert counts == [20 - common]
+    assert counts == [20 - next(differing, min(19, len(cached)))]
     assert (logits - fresh.logits({0: TEXT[:20]})[0]).abs().max() <= 1e-5
     assert (logits - model(torch.tensor([TEXT[:20]]))[:, -1]).abs().max() <= 1e-5
 
@@ -227,11 +226,9 @@ def test_it_is_cancelled_between_tokens_and_goes_on_from_there():
 
 
 def test_two_streams_at_a_time_do_not_disturb_each_other():
-    model = byte_model()
-    generator = TextGenerator(LoadedModel(model, TOKENS, CONTEXT))
+    generator = TextGenerator(LoadedModel(byte_model(), TOKENS, CONTEXT))
     want = [generator.text(prompt, 12) for prompt in ("ab", "xyz")]
-    streams = [generator.stream(prompt, 12) for prompt in ("ab", "xyz")]
-    pairs = list(zip(*streams, strict=True))
+    pairs = list(zip(*[generator.stream(prompt, 12) for prompt in ("ab", "xyz")], strict=True))
     assert ["".join(pair[i].text for pair in pairs) for i in range(2)] == want
 
 

@@ -31,7 +31,7 @@ from dunes.text import Tokenizer
 from killed_runs import exit_code
 from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
-from test_runs import stop, weights
+from test_runs import assert_same_training, stop
 from test_stored_state import resealed
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
@@ -128,9 +128,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(names, trainable, converted
     stop(config, halves, 5, monkeypatch)
     assert train(TrainConfig(), halves, display()[0], resume=True) == 0
     assert losses(straight) == losses(halves)
-    one, two = weights(straight), weights(halves)
-    assert all(torch.equal(one[k], two[k]) for k in one)
-    assert (straight / "model.safetensors").read_bytes() == (halves / "model.safetensors").read_bytes()
+    assert_same_training(straight, halves)
     before, after = checkpoint.load(base).model.state_dict(), checkpoint.load(straight).model.state_dict()
     assert before.keys() == after.keys()
     differing = {name for name in before if not torch.equal(before[name], after[name])}
@@ -149,10 +147,8 @@ def test_parameters_learn_at_their_rates_and_as_long_as_before(converted, code, 
     assert train(config, tmp_path / "a", display()[0]) == 0
     stop(config, tmp_path / "b", 5, monkeypatch)
     assert train(TrainConfig(), tmp_path / "b", display()[0], resume=True) == 0
-    one, two = weights(tmp_path / "a"), weights(tmp_path / "b")
-    before = checkpoint.load(base).model.state_dict()
-    after = checkpoint.load(tmp_path / "a").model.state_dict()
-    assert all(torch.equal(one[k], two[k]) for k in one)
+    assert_same_training(tmp_path / "a", tmp_path / "b")
+    before, after = (checkpoint.load(folder).model.state_dict() for folder in (base, tmp_path / "a"))
     moved = {name for name in before if (before[name] - after[name]).abs().max() > 1e-5}
     assert moved
     assert all(".3." in name or "blocks.1." in name for name in moved)
@@ -213,11 +209,8 @@ def test_killed_and_resumed_is_straight_bit_for_bit(verb, first, second, convert
     assert exit_code(verb, type(config)(), killed, resume=True) == 0
     assert losses(straight) == losses(killed)
     assert [step for step, *_ in losses(straight)][-1] == 12
-    one, two = weights(straight), weights(killed)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[k], two[k]) for k in one)
     file = "model.safetensors" if verb is train else "adapter_model.safetensors"
-    assert (straight / file).read_bytes() == (killed / file).read_bytes()
+    assert_same_training(straight, killed, file)
 
 
 def trainable_of(base):
@@ -306,8 +299,7 @@ def test_a_run_does_not_go_on_with_other_changes_of_its_base(
     kind, option, was, now, converted, code, tmp_path, monkeypatch
 ):
     base = changed(converted, tmp_path / "base", kind)
-    config = going_on(base, code, trainable=("norm.**",))
-    stop(config, tmp_path / "run", 5, monkeypatch)
+    stop(going_on(base, code, trainable=("norm.**",)), tmp_path / "run", 5, monkeypatch)
     saved = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["model"]
     assert saved == checkpoint.load(base).architecture.record()
     changed(converted, base, kind, **{option: now})

@@ -6,7 +6,7 @@ from torch import nn
 
 from conftest import refuses
 from dunes import tree
-from dunes.augment.quantization import Int8
+from dunes.augment.quantized import Int8
 from dunes.models import mixtral, qwen3
 
 
@@ -46,8 +46,7 @@ def test_globs_cross_segments_only_when_asked_and_the_last_match_wins(where, nam
 
 def test_a_wrapper_is_transparent_to_names_and_to_the_inner_reach(model):
     before = [p.name for p in tree.places(model)]
-    hit = tree.replace(model, "blocks.*.attn.[qv]", Wrapped, tree.linear)
-    assert len(hit) == 24
+    assert len(tree.replace(model, "blocks.*.attn.[qv]", Wrapped, tree.linear)) == 24
     assert [p.name for p in tree.places(model)] == before
     # A second change from outside wraps the wrapper, one from inside goes below it.
     tree.replace(model, "blocks.0.attn.q", Wrapped, tree.linear)
@@ -128,8 +127,7 @@ def test_copies_share_nothing_with_their_originals_and_keep_mode_and_trainabilit
     tree.replace(model, "blocks.2.attn.q", Wrapped, tree.linear)
     tree.freeze(model, "blocks.2.mlp.**")
     model.blocks[2].mlp.eval()
-    new = tree.repeat(model, "blocks.2", times=2)
-    assert new == ["blocks.3", "blocks.4"]
+    assert tree.repeat(model, "blocks.2", times=2) == ["blocks.3", "blocks.4"]
     original, *copies = model.blocks[2:5]
     assert len(storages(original) | storages(copies[0]) | storages(copies[1])) == 3 * len(storages(original))
     assert [p.requires_grad for p in copies[0].parameters()] == [p.requires_grad for p in original.parameters()]
@@ -187,8 +185,7 @@ def test_what_is_no_entry_or_no_list_is_refused_with_its_place(model):
 def test_codes_of_quantized_weights_count_but_are_not_trainable():
     network = nn.Sequential(nn.Linear(32, 3), nn.Linear(3, 2))
     network[0] = Int8(network[0])
-    biases = 3 + 2
-    assert tree.count(network) == 32 * 3 + 3 * 2 + biases
+    assert tree.count(network) == 32 * 3 + 3 * 2 + (3 + 2)
     assert tree.count(network, trainable=True) == sum(p.numel() for p in network.parameters() if p.requires_grad)
 
 

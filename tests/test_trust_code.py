@@ -138,8 +138,7 @@ def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(tmp_path, 
     few = ("--trust-code", "--steps", "2", "--batch", "2", "--context-length", "32", "--quiet")
     status, error = dunes("train", *few)
     assert status == 0, error
-    loaded = checkpoint.load(tmp_path / "out", trust_code=True)
-    assert loaded.architecture.function is build
+    assert checkpoint.load(tmp_path / "out", trust_code=True).architecture.function is build
     refuses("not imported automatically", checkpoint.load, tmp_path / "out")
 
 

@@ -19,7 +19,7 @@ from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import CHANGES, apply_change
 from dunes.augment.changes import decide_change, make_change
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.evaluate import comparison
 from dunes.evaluate.text_loss import calibration_ids
 from dunes.progress import shown_by
@@ -91,14 +91,14 @@ def test_the_folder_has_the_tensors_of_the_change_in_memory(made, form):
 def killed(folder, form, out, files):
     """Makes a form in a process that dies when so many files of tensors are written."""
     torch.set_num_threads(1)
-    count, original = itertools.count(1), safetensors_writer.write_file
+    count, original = itertools.count(1), safetensors_file.write_file
 
     def die(*arguments):
         original(*arguments)
         if next(count) == files:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    augment.write_file = safetensors_writer.write_file = die
+    augment.write_file = safetensors_file.write_file = die
     make(folder, form, out)
 
 

@@ -151,8 +151,7 @@ def test_other_families_keep_a_form_of_their_own(family, fields, tmp_path):
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", drop=0.25)
     assert any("form of its own" in line for line in lines)
     loaded = checkpoint.load(tmp_path / "moe")
-    again = apply_change(model, "upcycle", drop=0.25)
-    assert loaded.architecture.changes[-1] == again
+    assert loaded.architecture.changes[-1] == apply_change(model, "upcycle", drop=0.25)
     assert torch.equal(loaded.model(IDS), model.eval()(IDS))
 
 
@@ -199,10 +198,10 @@ def test_an_earlier_change_in_the_way_is_named():
 
 
 def test_a_model_that_would_not_be_equal_is_put_back(monkeypatch):
-    from dunes.augment import dense_mlp
+    from dunes.augment import upcycle
 
-    real = dense_mlp.copy_neurons
-    monkeypatch.setattr(dense_mlp, "copy_neurons", lambda e, m, n, scale: real(e, m, n, 1.01))
+    real = upcycle.copy_neurons
+    monkeypatch.setattr(upcycle, "copy_neurons", lambda e, m, n, scale: real(e, m, n, 1.01))
     model = dense()
     logits = model(IDS)
     with pytest.raises(ValueError, match=r"blocks\.0\.mlp: the experts differ from the dense MLP by .* as before"):

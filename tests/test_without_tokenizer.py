@@ -53,8 +53,7 @@ def test_a_folder_without_a_tokenizer_opens_as_in_transformers(bare, tmp_path):
     assert len(list(generate(ours.model, [1, 2], max_tokens=5, context_length=ours.context_length))) == 5
     checkpoint.save(ours.model, tmp_path / "again", None, ours.context_length)
     assert not list((tmp_path / "again").glob("*token*"))
-    again = loaded(tmp_path / "again")
-    assert torch.equal(again.model(IDS), ours.model(IDS))
+    assert torch.equal(loaded(tmp_path / "again").model(IDS), ours.model(IDS))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
     assert (saved(IDS).logits - reference).abs().max() <= 1e-5
 

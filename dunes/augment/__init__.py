@@ -19,14 +19,22 @@ if TYPE_CHECKING:
         repeat_structure,
         undo_change,
     )
-    from dunes.augment.lora import adapter_active, base_model, detach, row_adapters, set_adapter
-    from dunes.augment.merging import Merged, merge, unmerge
+    from dunes.augment.lora import (
+        Merged,
+        adapter_active,
+        base_model,
+        detach,
+        merge,
+        row_adapters,
+        set_adapter,
+        unmerge,
+    )
     from dunes.augment.quantization import dequantize
 else:
 
     def __getattr__(name: str) -> Any:
-        files = ("adapted", "change", "changes", "lora", "merging", "quantization")
         if name in __all__:
+            files = ("changes", "lora", "quantization")
             modules = (importlib.import_module(f"{__name__}.{file}") for file in files)
             return next(getattr(module, name) for module in modules if hasattr(module, name))
         if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
@@ -35,26 +43,10 @@ else:
 
 
 __all__ = [
-    "CHANGES",
-    "Adapted",
-    "Adapter",
-    "Change",
-    "Merged",
-    "adapter_active",
-    "apply_change",
-    "attach",
-    "base_model",
-    "dequantize",
-    "detach",
-    "make_change",
-    "merge",
-    "quantize",
-    "repeat_structure",
-    "row_adapters",
-    "set_adapter",
-    "undo_change",
-    "unmerge",
-]
+    "CHANGES", "Adapted", "Adapter", "Change", "Merged", "adapter_active", "apply_change", "attach", "base_model",
+    "dequantize", "detach", "make_change", "merge", "quantize", "repeat_structure", "row_adapters", "set_adapter",
+    "undo_change", "unmerge",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -65,8 +65,10 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """The input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:
-            return (y + self._masked_update(x, base)).to(y.dtype)
+        if keeps_zeros(base) and not self.depends_on_input:  # only the matrix can be masked
+            x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
+            change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
+            return (y + F.linear(x, change)).to(y.dtype)
         update = self.update(x)
         if self.magnitude is None:
             return (y + update).to(y.dtype)
@@ -87,11 +89,6 @@ class Adapter(nn.Module):
         if self.A0 is not None and self.B0 is not None:
             y = y - F.linear(F.linear(x, self.A0), self.B0)
         return y * self.config.scale
-
-    def _masked_update(self, x: Tensor, base: nn.Module) -> Tensor:
-        """(..., I) -> (..., O): the product with the update's matrix, masked where the base is zero."""
-        x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
-        return F.linear(x, self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype))
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """A (R, I) and B (O, R) such that scale * B A is the matrix's update; with PiSSA the rank is 2 R."""
@@ -195,15 +192,12 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._row_adapters:
             return self._forward_by_row(x, self._row_adapters)
-        adapter = self.active_adapter
-        if adapter is not None and _fusable(adapter, self.base, x):
+        if (adapter := self.active_adapter) is None:
+            return cast(Tensor, self.base(x))
+        if _fusable(adapter, self.base, x):
             make = lambda: dense(self.base)
             return low_rank.fused(x, adapter.A, adapter.B, make, self.bias, adapter.config.scale)
-        y: Tensor = self.base(x if adapter is None else adapter.base_input(x))
-        if adapter is None:
-            return y
-        updated: Tensor = adapter(x, y, self.base)
-        return updated
+        return cast(Tensor, adapter(x, self.base(adapter.base_input(x)), self.base))
 
     def _forward_by_row(self, x: Tensor, names: Sequence[str | None]) -> Tensor:
         y: Tensor = self.base(x)
@@ -214,44 +208,25 @@ class Adapted(nn.Module):
 
     def dense(self) -> Tensor:
         """The weight with the active adapter merged, in the base's dtype."""
-        weight = dense(self.base)
-        return (
-            weight
-            if self.active_adapter is None
-            else self.active_adapter.updated(self.base, torch.float32).to(weight.dtype)
-        )
+        weight, adapter = dense(self.base), self.active_adapter
+        return weight if adapter is None else adapter.updated(self.base, torch.float32).to(weight.dtype)
 
 
 class AdaptedLinear(Adapted):
     """A linear layer with adapters."""
 
-    @property
-    def in_features(self) -> int:
-        return cast(int, self.base.in_features)
-
-    @property
-    def out_features(self) -> int:
-        return cast(int, self.base.out_features)
+    in_features = property(lambda self: self.base.in_features)
+    out_features = property(lambda self: self.base.out_features)
 
 
 class AdaptedEmbedding(Adapted):
     """An embedding with adapters."""
 
-    @property
-    def num_embeddings(self) -> int:
-        return cast(int, self.base.num_embeddings)
-
-    @property
-    def embedding_dim(self) -> int:
-        return cast(int, self.base.embedding_dim)
+    num_embeddings = property(lambda self: self.base.num_embeddings)
+    embedding_dim = property(lambda self: self.base.embedding_dim)
 
 
-def adapted(base: nn.Module) -> Adapted:
-    """Wrap a linear layer or an embedding for adapters."""
-    return AdaptedEmbedding(base) if is_embedding(base) else AdaptedLinear(base)
-
-
-def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:
+def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
     """True if the fused form applies: a frozen base and a plain LoRA adapter of one dtype."""
     if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
         return False
@@ -259,13 +234,9 @@ def _fusable(adapter: Adapter, base: nn.Module, x: Tensor) -> bool:
         return False
     if type(base) is not nn.Linear and not getattr(base, "makes_dense", False):
         return False
-    dtypes = {x.dtype, adapter.A.dtype, _dtype(base)}
+    dtypes = {x.dtype, adapter.A.dtype, base.dtype if hasattr(base, "dtype") else base.weight.dtype}
     same_dtype = len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type)
     return same_dtype and not any(p.requires_grad for p in base.parameters())
-
-
-def _dtype(base: nn.Module) -> torch.dtype:
-    return cast(torch.dtype, base.dtype) if hasattr(base, "dtype") else cast(Tensor, base.weight).dtype
 
 
 def how_to_make_dense(module: nn.Module | None) -> str:
@@ -282,6 +253,18 @@ def dense(module: nn.Module) -> Tensor:
     """The dense weight (O, I) of a linear layer, dequantized if necessary, or an embedding's weight (I, O)."""
     make = getattr(module, "dense", None)
     return cast(Tensor, module.weight if make is None else make())
+
+
+def linear_of(
+    weight: nn.Parameter, bias: nn.Parameter | None, training: bool, cls: type[nn.Linear] = nn.Linear
+) -> nn.Linear:
+    """A linear layer of this class with these parameters."""
+    rows, columns = weight.shape
+    with torch.device("meta"):
+        linear = cls(columns, rows, False)
+    linear.weight = weight
+    linear.register_parameter("bias", bias)
+    return linear.train(training)
 
 
 def sides(module: nn.Module) -> tuple[int, int]:

@@ -8,9 +8,10 @@ SparseGPT https://arxiv.org/abs/2301.00774
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
+from dunes.augment.change import modules_at
 from dunes.ops.expert_products import one_by_one
-from dunes.ops.gram import add_gram, mirror
+from dunes.ops.float32_products import add_gram, mirror
 from dunes.parts import Decoder
 from dunes.parts.context import ForwardContext
 from dunes.progress import each
@@ -34,10 +36,14 @@ SMALL = 20_000_000
 
 @dataclass
 class Gram:
-    """Gram matrix of a linear layer's inputs: `matrix` (I, I) float32 is the sum of x xT over `tokens` tokens."""
+    """Gram matrix of a linear layer's inputs: `matrix` (I, I) float32 is the sum of x xT over `tokens` tokens.
+
+    `factors` is free for solvers, to share work among layers with the same input.
+    """
 
     matrix: Tensor
     tokens: int = 0
+    factors: Any = None
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
@@ -45,12 +51,15 @@ class Gram:
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Add inputs (..., I) to the lower triangle; `dunes.ops.gram.mirror` completes the matrix."""
+        """Add inputs (..., I) to the lower triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)
 
 
+Forward = Callable[[Tensor], Tensor]
+Linears = Mapping[str, nn.Linear]
+Rows = Sequence[Tensor]
 Solve = Callable[[Mapping[str, Gram]], None]
 """Changes the weights of linear layers, given their Gram matrices by place."""
 
@@ -70,12 +79,7 @@ def require_ids(model: nn.Module, ids: Any) -> None:
 
 @torch.no_grad()
 def calibrate_blocks(
-    model: nn.Module,
-    ids: Tensor,
-    places: Collection[str],
-    solve: Solve,
-    *,
-    sequential: bool = False,
+    model: nn.Module, ids: Tensor, places: Collection[str], solve: Solve, *, sequential: bool = False
 ) -> Iterator[None]:
     """Let `solve` change the linear layers at `places`, block by block, given their inputs for ids (S, T) int64.
 
@@ -92,98 +96,55 @@ def calibrate_blocks(
     """
     require_ids(model, ids)
     decoder = _decoder(model)
-    linears = _plain_linears(decoder, places)
-    rows = [*torch.split(torch.arange(len(ids)), max(1, TOKENS // ids.shape[1]))]
+    linears, depth = _plain_linears(decoder, places), len(decoder.blocks)
+    layers = {name: depth if name == "head" else int(name.split(".")[1]) for name in linears}
+    last = max(layers.values(), default=-1)
     with tree.mode(model, False), one_by_one():
         ids = ids.to(next(decoder.parameters()).device)
         ctx = ForwardContext.of(ids)
+        rows = torch.split(torch.arange(len(ids)), max(1, TOKENS // ids.shape[1]))
         hidden = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
-        stop = _last_layer(linears, len(decoder.blocks))
-        for layer in each(range(min(stop + 1, len(decoder.blocks)))):
-            inside = {name: linears.pop(name) for name in [*linears] if name.startswith(f"blocks.{layer}.")}
-            solved, run = bool(inside), _Run(decoder.blocks[layer], layer, ctx)
-            _solve_block(run, hidden, rows, inside, solve, sequential)
-            inside.clear()
-            if layer < stop:  # a later place reads these outputs
+
+        def forward(layer: int, x: Tensor) -> Tensor:
+            """Outputs of a block, or after the last block of the head."""
+            y: Tensor = decoder.blocks[layer](x, ctx, layer) if layer < depth else decoder.logits(decoder.norm(x))
+            return y
+
+        for layer in each(range(last + 1)):
+            run = partial(forward, layer)
+            inside = {name: linears.pop(name) for name in [*linears] if layers[name] == layer}
+            _solve_layers(run, hidden, rows, inside, solve, sequential)
+            if layer < last:  # a later place reads these outputs
                 for part in rows:
                     hidden[part] = run(hidden[part])
-            if solved:
+            if inside:
+                inside.clear()
                 yield
-        if "head" in linears:
-            run = _Run(decoder.norm, 0, ctx, head=linears["head"])
-            solve(_collect(run, hidden, rows, {"head": linears.pop("head")}))
-            del run
-            yield
 
 
-def _last_layer(places: Collection[str], depth: int) -> int:
-    """Index of the last block with a place; the number of blocks if the head is a place; -1 without places."""
-    layers = [depth if name == "head" else int(name.split(".")[1]) for name in places]
-    return max(layers, default=-1)
-
-
-def _solve_block(
-    run: "_Run",
-    hidden: Tensor,
-    rows: list[Tensor],
-    linears: Mapping[str, nn.Linear],
-    solve: Solve,
-    sequential: bool,
+def _solve_layers(
+    run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
     """Let `solve` change these layers of a block, all at once or with `sequential` in stages."""
-    stages = _stages(run, hidden[rows[0]], linears) if sequential and linears else [linears]
+    stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
-        solve(_collect(run, hidden, rows, stage))
-
-
-@dataclass
-class _Run:
-    """Forward of one block, or of the final norm and the head."""
-
-    block: nn.Module
-    layer: int
-    ctx: ForwardContext
-    head: nn.Linear | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self.block(x, self.ctx, self.layer) if self.head is None else self.head(self.block(x))
-        return y
-
-
-class _Watched(dict[str, Gram]):
-    """Gram matrices of layers by place, with the number of `calls` of each layer in the current forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = Counter[str]()
-        self.awaited: Counter[str] | None = None
+        grams = _collect(run, states, rows, stage)
+        missing = {n: Gram.zeros(m.in_features, m.weight.device) for n, m in stage.items() if n not in grams}
+        solve(grams | missing)
 
 
 class _EnoughError(Exception):
     """Stops a forward after the last call of a watched layer."""
 
 
-def _collect(run: _Run, states: Tensor, rows: list[Tensor], linears: Mapping[str, nn.Linear]) -> dict[str, Gram]:
-    """Gram of each linear layer over all hidden states (S, T, D), in execution order.
+def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
+    """Gram by place of the layers that hidden states (S, T, D) reach, in execution order.
 
     The first forward counts the calls of each layer; later forwards stop after that many calls, at least one.
+    Layers that read the same tensor share a Gram.
     """
-    with _watch(linears) as grams:
-        for part in rows:
-            grams.calls.clear()
-            with suppress(_EnoughError):
-                run(states[part])
-            grams.awaited = grams.awaited or Counter({name: max(1, grams.calls[name]) for name in linears})
-    for gram in {id(gram): gram for gram in grams.values()}.values():
-        mirror(gram.matrix)
-    missing = {n: Gram.zeros(m.in_features, m.weight.device) for n, m in linears.items() if n not in grams}
-    return {**grams, **missing}
-
-
-@contextmanager
-def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
-    """Record the Grams of these layers' inputs in the context; layers that read the same tensor share one."""
-    grams = _Watched()
+    grams: dict[str, Gram] = {}
+    calls, awaited = Counter[str](), Counter[str]()
     readers: dict[str, str] = {}  # the first layer that reads the same tensor
     last: list[tuple[Tensor, str]] = []
 
@@ -199,8 +160,8 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
                 grams[name].add(x)
                 last[:] = [(x, name)]
             grams[name] = grams[first]
-            grams.calls[name] += 1
-            if grams.awaited is not None and grams.awaited <= grams.calls:
+            calls[name] += 1
+            if awaited and awaited <= calls:
                 raise _EnoughError
 
         return hook
@@ -208,13 +169,19 @@ def _watch(linears: Mapping[str, nn.Linear]) -> Iterator[_Watched]:
     with ExitStack() as hooks:
         for name, module in linears.items():
             hooks.enter_context(module.register_forward_pre_hook(count(name)))
-        yield grams
+        for part in rows:
+            calls.clear()
+            with suppress(_EnoughError):
+                run(states[part])
+            awaited = awaited or Counter({name: max(1, calls[name]) for name in linears})
+    for gram in {id(gram): gram for gram in grams.values()}.values():
+        mirror(gram.matrix)
+    return grams
 
 
-def _stages(run: _Run, states: Tensor, linears: Mapping[str, nn.Linear]) -> list[dict[str, nn.Linear]]:
+def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[dict[str, nn.Linear]]:
     """Linear layers of a block in execution order, grouped by shared input; all experts are one group."""
-    with _watch(linears) as grams:
-        run(states)
+    grams = _collect(run, states, rows, linears)
     stage_of: dict[str, int] = {}
     stages: dict[int, dict[str, nn.Linear]] = {}
     for name in {**grams, **linears}:
@@ -234,7 +201,7 @@ def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
     """Plain linear layers of blocks, or the head, by place. Raises ValueError for any other module."""
-    modules = {p.name: p.module for p in tree.places(decoder) if p.name in names}
+    modules = modules_at(decoder, names)
     for name in names:
         module = modules.get(name)
         if not isinstance(module, nn.Linear):

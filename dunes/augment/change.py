@@ -1,12 +1,14 @@
 """The record of a change to a model, saved in a checkpoint to repeat the change."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import torch
+from torch import nn
 
+from dunes import tree
 from dunes.units import plural
 
 
@@ -78,6 +80,17 @@ def part_name(place: str) -> str:
     """The block of a place, as "blocks.0", or the top-level module of a place outside the blocks."""
     names = place.split(".")
     return ".".join(names[:2] if names[0] == "blocks" else names[:1])
+
+
+def modules_at(model: nn.Module, places: Collection[str]) -> dict[str, Any]:
+    """Modules at these places, with their wrappers, by place."""
+    return {p.name: p.module for p in tree.places(model) if p.name in places}
+
+
+def put_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Replace the modules at these places, wrappers included."""
+    for place in [p for p in tree.places(model) if p.name in modules]:
+        setattr(place.parent, place.key, modules[place.name])
 
 
 def float_dtype(name: Any) -> torch.dtype:

@@ -54,23 +54,9 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
     anything is changed. If a change fails midway, as by inputs that are not finite, earlier blocks stay changed:
     load the model again.
     """
-    with _naming_parts(model, name):
-        return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
-
-
-def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
-    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
-    text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
-    change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
-    return change
-
-
-@contextmanager
-def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
-    """Turn AttributeError of a module, such as a user's own, into ValueError that names its place."""
     try:
-        yield
-    except AttributeError as error:
+        return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
+    except AttributeError as error:  # of a module, such as a user's own
         place = next((place for place, module in model.named_modules() if module is error.obj), None)
         if place is None:
             raise
@@ -80,43 +66,36 @@ def _naming_parts(model: nn.Module, name: str) -> Iterator[None]:
         ) from None
 
 
+def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
+    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
+    text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
+    change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
+    return change
+
+
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
     """Make a decided change, its structure and its initial weights, and return its record.
 
     If the change is solved for, on calibration text `ids` (S, T) int64, the record is completed by the solver.
     """
-    entry = _entry(change)
-    if not hasattr(entry, "solve"):
-        weights = model.state_dict()
-        repeat_structure(model, change)
-        if hasattr(entry, "fill"):
-            entry.fill(model, change, weights)
-        return change
-    made: dict[str, Any] = {}
-    for part in entry.solve(model, change, ids):
-        _make_part(model, entry, part)
-        if spill is not None:
-            _assign(model, spill(_tensors(model, part)))
-        made |= part.change.places
-    return replace(change, places={name: made[name] for name in change.places})
+    entry, places = _entry(change), dict[str, Any]()
+    for part in entry.solve(model, change, ids) if hasattr(entry, "solve") else [Part(change)]:
+        _make_part(model, entry, part, spill)
+        places |= part.change.places
+    return replace(change, places={name: places[name] for name in change.places})
 
 
-def _make_part(model: nn.Module, entry: Any, part: Part) -> None:
-    """Shape and fill one part of a change."""
-    weights = model.state_dict()
+def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) -> None:
+    """Shape and fill one part of a change, and let `spill` store the tensors of its block."""
+    by_block, weights = hasattr(entry, "solve"), model.state_dict()
     repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
-        entry.fill(model, part.change, weights, part.solved)
-
-
-def _tensors(model: nn.Module, part: Part) -> Tensors:
-    """All tensors of a part's block, by name."""
-    return {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
-
-
-def _assign(model: nn.Module, tensors: Tensors) -> None:
-    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    assert not unexpected, unexpected
+        entry.fill(model, part.change, weights, *([part.solved] if by_block else []))
+    if by_block and spill is not None:
+        del weights
+        tensors = {name: t for name, t in model.state_dict().items() if name.startswith(f"{part.name}.")}
+        unexpected = model.load_state_dict(spill(tensors), strict=False, assign=True).unexpected_keys
+        assert not unexpected, unexpected
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import how_to_make_dense, sides
 from dunes.augment.change import Change
-from dunes.augment.masked import unmask_linears
 from dunes.augment.options import Expand
+from dunes.augment.prune import unmask_linears
 from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
 from dunes.progress import each
@@ -38,7 +38,11 @@ def decide(model: nn.Module, options: Expand) -> Change:
     Raises ValueError for a model that is no decoder or not dense, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
-    _check_dense(model)
+    for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
+        if isinstance(tree.innermost(place.module), Quantized):
+            raise ValueError(f"{place.name}: quantized; expand the dense model, and quantize the result")
+        if tree.innermost(place.module) is not place.module:
+            raise ValueError(f"{place.name}: it has adapters: {how_to_make_dense(place.module)}")
     sources = sorted(after) or list(range(depth))
     if sources[0] < 0 or sources[-1] >= depth:
         raise ValueError(f"after is {', '.join(map(str, after))}; this model's blocks are 0 to {depth - 1}")
@@ -58,14 +62,6 @@ def _decoder(model: nn.Module) -> Decoder:
     return model
 
 
-def _check_dense(model: nn.Module) -> None:
-    for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
-        if isinstance(tree.innermost(place.module), Quantized):
-            raise ValueError(f"{place.name}: quantized; expand the dense model, and quantize the result")
-        if tree.innermost(place.module) is not place.module:
-            raise ValueError(f"{place.name}: it has adapters: {how_to_make_dense(place.module)}")
-
-
 def describe(change: Change) -> str:
     """One sentence for users about the new blocks."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
@@ -83,8 +79,8 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _indices(change: Change) -> list[int]:
-    if odd := [place for place in change.places if not re.fullmatch(r"blocks\.\d{1,9}", place)]:
-        raise ValueError(f"{odd[0][:80]}: not a block; expected places like blocks.3")
+    if invalid := [place for place in change.places if not re.fullmatch(r"blocks\.\d{1,9}", place)]:
+        raise ValueError(f"{invalid[0][:80]}: not a block; expected places like blocks.3")
     return sorted(int(place.removeprefix("blocks.")) for place in change.places)
 
 

@@ -4,25 +4,32 @@ https://arxiv.org/abs/2406.16554. The model keeps its number of parameters, of w
 its loss is much higher until it is trained. An entry of CHANGES, see `changes.py`.
 """
 
-# Shapes: E experts, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width.
+# Shapes: E experts or groups, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width, I inputs,
+# N items (neurons or sequences).
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import dense_mlp
-from dunes.augment.change import Change, generator
-from dunes.augment.neurons import DECIDED, balanced_clusters, importances, private_neurons, shared_neurons
+from dunes.augment import upcycle
+from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Experts, Gate, Scale, Split
-from dunes.parts.gate import NoisyGate
+from dunes.parts.moe import NoisyGate
 from dunes.progress import each
 
 VERSION = 1
 RESTORES = True
+ROUNDS = 50
+ROWS = 8
+"""Sequences in one forward."""
+DECIDED = 0.4
+"""Progress, from 0 to 1, after choosing the neurons and before filling the experts."""
 
 
 def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Change:
@@ -35,10 +42,10 @@ def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Cha
     """
     request = options.request()
     _check_request(request, ids)
-    mlps = dense_mlp.find_mlps(model, request["where"])
+    mlps = upcycle.find_mlps(model, request["where"])
     for place, mlp in mlps.items():
-        dense_mlp.require_division(place, mlp.down.in_features, options.experts, "experts")
-    neurons = _important(model, mlps, ids, request) if ids is not None else _by_weights(mlps, request)
+        upcycle.require_division(place, mlp.down.in_features, options.experts, "experts")
+    neurons = _choose_neurons(model, mlps, ids, request)
     places = {place: {"neurons": rows.sort(-1).values.tolist()} for place, rows in neurons.items()}
     return Change("experts", VERSION, request, places, tuple(f"{place}.router.**" for place in places))
 
@@ -53,7 +60,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
             f"shared is {shared} of {experts} experts, split {request['split']!r}; expected 0, or with "
             f"'importance' up to {experts - 2}"
         )
-    dense_mlp.require_experts(experts - shared, request["top_k"])
+    upcycle.require_experts(experts - shared, request["top_k"])
     if by_importance != (ids is not None):
         raise ValueError(
             f"split is {request['split']!r}; calibration text goes with 'importance', and only with it"
@@ -65,27 +72,23 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
         )
 
 
-def _by_weights(mlps: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Neurons of each expert (E, W) by place, at random or clustered by weight."""
-    neurons, experts = {}, request["experts"]
+def _choose_neurons(
+    model: nn.Module, mlps: Mapping[str, Any], ids: Tensor | None, request: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Neurons of each expert (E, W) by place: by importance for `ids`, clustered by weight, or at random."""
+    neurons, experts, shared, seed = {}, request["experts"], request["shared"], request["seed"]
+    if ids is not None:
+        groups = importances(model, mlps, ids, experts - shared, generator(seed, "experts"))
+        choose = shared_neurons if shared else private_neurons
+        return {place: choose(scores, scores.shape[1] // experts) for place, scores in groups.items()}
     for place, mlp in each(mlps.items(), end=DECIDED):
-        draw = generator(request["seed"], "experts", place)
+        draw = generator(seed, "experts", place)
         if request["split"] == "random":
             neurons[place] = torch.randperm(mlp.down.in_features, generator=draw).view(experts, -1)
         else:
             rows = getattr(mlp, "gate", mlp.up).weight.detach().float().cpu()
             neurons[place] = balanced_clusters(rows, experts, draw).argsort(stable=True).view(experts, -1)
     return neurons
-
-
-def _important(
-    model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, request: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Neurons of each expert (E, W) by place, by importance for groups of sequences."""
-    shared, experts = request["shared"], request["experts"]
-    groups = importances(model, mlps, ids, experts - shared, generator(request["seed"], "experts"))
-    choose = private_neurons if not shared else shared_neurons
-    return {place: choose(scores, scores.shape[1] // experts) for place, scores in groups.items()}
 
 
 def describe(change: Change) -> str:
@@ -100,28 +103,25 @@ def describe(change: Change) -> str:
 
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
-    request, mlps = change.request, dense_mlp.find_mlps(model, {*change.places})
-    for place in tree.find(model, {*change.places}):
-        widths = [len(row) for row in change.places[place.name]["neurons"]]
-        router = NoisyGate if request["gate"] == "noisy" else None
-        moe = dense_mlp.new_mixture(
-            mlps[place.name], widths, request["top_k"], request["balance"], request["shared"], router
-        )
-        setattr(place.parent, place.key, moe)
+    request, mlps = change.request, upcycle.find_mlps(model, {*change.places})
+    settings = {key: request[key] for key in ("top_k", "balance", "shared")}
+    settings["gate"] = NoisyGate if request["gate"] == "noisy" else None
+    widths = {place: [len(row) for row in change.places[place]["neurons"]] for place in mlps}
+    put_modules(model, {p: upcycle.new_mixture(mlps[p], widths[p], **settings) for p in mlps})
 
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Copy the neurons and initialise the routers.
 
-    Raises ValueError, and restores the MLPs, if the experts' summed outputs differ from theirs. (The check is
-    skipped where experts share neurons.)
+    Raises ValueError, and restores the MLPs, if the joined experts differ from them. (The check is skipped where
+    experts share neurons.)
     """
-    mlps, factor = dense_mlp.dense_mlps(model, change.places, weights), _factor(change)
-    stds = {"weight": dense_mlp.ROUTER_STD, "noise.weight": 0.0}
-    for place, moe in each(dense_mlp.mixtures(model, mlps).items(), DECIDED, dense_mlp.FILLED):
+    mlps = upcycle.dense_mlps(model, change.places, weights)
+    stds = {"weight": upcycle.ROUTER_STD, "noise.weight": 0.0}
+    for place, moe in each(modules_at(model, mlps).items(), DECIDED, upcycle.FILLED):
         for expert, scale, rows in _experts(moe, change, place):
-            dense_mlp.copy_neurons(expert, mlps[place], rows, scale)
+            upcycle.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
                 expert.down.bias.zero_()  # routed experts add it once, since their weights sum to one
@@ -130,7 +130,12 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             std = stds.get(name, matrix.shape[1] ** -0.5)
             matrix.copy_(std * torch.randn(matrix.shape, generator=draw))
     if is_partition(change):
-        dense_mlp.require_equality(model, mlps, lambda moe, x: _all_experts(moe, x, factor))
+        upcycle.require_equality(model, mlps, lambda place, moe: _joined(moe, _experts(moe, change, place)))
+
+
+def is_partition(change: Change) -> bool:
+    """True if each neuron belongs to exactly one expert."""
+    return bool(change.request["split"] != "importance" or change.request["shared"])
 
 
 def _factor(change: Change) -> float:
@@ -144,21 +149,6 @@ def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Ten
     neurons, factor = torch.tensor(change.places[place]["neurons"]), _factor(change)
     experts = [*((e, 1.0) for e in moe.shared or ()), *((e, factor) for e in moe.experts)]
     return [(expert, scale, rows) for (expert, scale), rows in zip(experts, neurons, strict=True)]
-
-
-def is_partition(change: Change) -> bool:
-    """True if each neuron belongs to exactly one expert."""
-    return bool(change.request["split"] != "importance" or change.request["shared"])
-
-
-def _all_experts(moe: Any, x: Tensor, factor: float) -> Tensor:
-    """Unweighted, unscaled sum of all experts' outputs, which equals the dense MLP's."""
-    bias = moe.experts[0].down.bias
-    bias = 0 if bias is None else bias
-    y: Tensor = bias + sum((expert(x) - bias) / factor for expert in moe.experts)
-    for expert in moe.shared or ():
-        y = y + expert(x)
-    return y
 
 
 @torch.no_grad()
@@ -181,7 +171,7 @@ def undo(model: nn.Module, change: Change) -> None:
 
 def _joined(moe: Any, experts: list[tuple[Any, float, Tensor]]) -> nn.Module:
     """One MLP with the neurons of all experts."""
-    mlp: nn.Module = dense_mlp.new_mlp(moe.experts[0], sum(len(rows) for _, _, rows in experts))
+    mlp: nn.Module = upcycle.new_mlp(moe.experts[0], sum(len(rows) for _, _, rows in experts))
     weights = dict(mlp.named_parameters())
     for expert, scale, rows in experts:
         for name, parameter in expert.named_parameters():
@@ -192,3 +182,94 @@ def _joined(moe: Any, experts: list[tuple[Any, float, Tensor]]) -> nn.Module:
             else:
                 weights[name][rows] = parameter
     return mlp
+
+
+def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tensor:
+    """A group index (N,) for each row, by spherical k-means with groups of equal size."""
+    rows = F.normalize(rows, dim=1)
+    centers = rows[torch.randperm(len(rows), generator=draw)[:groups]]
+    labels = torch.full((len(rows),), -1)
+    for _ in range(ROUNDS):
+        previous, labels = labels, balanced_assignment(rows @ centers.T)
+        if torch.equal(labels, previous):
+            break
+        sums = torch.zeros_like(centers).index_add(0, labels, rows)
+        centers = F.normalize(sums, dim=1)
+    return labels
+
+
+def balanced_assignment(scores: Tensor) -> Tensor:
+    """A group index (N,) for each item by its scores (N, E); the groups have equal size.
+
+    Greedy: pairs of item and group are taken by how far their score is above the item's mean, while the group has
+    room. If E does not divide N, the remaining items go to the groups with the best scores.
+    """
+    items, groups = scores.shape
+    room, labels, left = [items // groups] * groups, [-1] * items, items % groups
+    order = (scores - scores.mean(1, keepdim=True)).flatten().argsort(descending=True, stable=True)
+    for item, group in (divmod(pair, groups) for pair in order.tolist()):
+        if labels[item] < 0 and (room[group] or left):
+            left -= not room[group]
+            room[group] -= bool(room[group])
+            labels[item] = group
+    return torch.tensor(labels)
+
+
+def importances(
+    model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, groups: int, draw: torch.Generator
+) -> dict[str, Tensor]:
+    """Importance of each neuron for each of E groups of the sequences `ids` (S, T) int64: (E, H) by place.
+
+    Importance is the sum over tokens of |activation · gradient of the loss|. Sequences are clustered by the
+    importance of the last MLP's neurons.
+    """
+    downs, parts = {place: mlp.down for place, mlp in mlps.items()}, {place: list[Tensor]() for place in mlps}
+    with tree.mode(model, False), torch.enable_grad():
+        for part in each(torch.split(ids, ROWS), end=DECIDED):
+            for place, product in input_gradients(model, part, downs).items():
+                parts[place].append(product.abs().sum(1).cpu())
+    scores = {place: torch.cat(sums) for place, sums in parts.items()}
+    labels = balanced_clusters(scores[[*mlps][-1]], groups, draw)
+    return {place: torch.zeros(groups, s.shape[1]).index_add(0, labels, s) for place, s in scores.items()}
+
+
+def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Inputs of these layers times the gradients of the loss (S, T, I) float32, by place of those called."""
+    active: dict[str, Tensor] = {}
+
+    def remember(place: str) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+            x = inputs[0]
+            active[place] = x if x.requires_grad else x.detach().requires_grad_()  # in a frozen model
+            return active[place]
+
+        return hook
+
+    with ExitStack() as hooks:
+        for place, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(remember(place)))
+        ids = ids.to(next(model.parameters()).device)
+        logits = model(ids)[:, :-1].float()
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+        grads = torch.autograd.grad(loss, [*active.values()], allow_unused=True)
+    pairs = zip(active.items(), grads, strict=True)
+    return {place: (x.detach() * grad).float() for (place, x), grad in pairs if grad is not None}
+
+
+def private_neurons(scores: Tensor, width: int) -> Tensor:
+    """Neurons (E, W) with the highest scores (E, H) of each group; one neuron may be in several groups."""
+    return scores.topk(width, 1).indices
+
+
+def shared_neurons(scores: Tensor, width: int) -> Tensor:
+    """Neurons (experts, W), each in one expert: first the neurons in most groups' top W, then each group's own.
+
+    `scores` (E, H) are by group; the number of experts, shared ones included, is H / `width`.
+    """
+    groups, hidden = scores.shape
+    scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)
+    votes = torch.zeros_like(scores).scatter(1, private_neurons(scores, width), 1.0).sum(0)
+    order = (votes + scores.sum(0) / (groups + 1)).argsort(descending=True, stable=True)
+    shared, rest = order[: hidden - groups * width], order[hidden - groups * width :]
+    private = rest[balanced_assignment(scores[:, rest].T * hidden).argsort(stable=True)]
+    return torch.cat([shared, private]).view(-1, width)

@@ -1,14 +1,14 @@
-"""LoRA adapters for any built model: adding, selecting and removing them. The papers are listed in `adapted.py`.
+"""LoRA adapters for any built model: adding, selecting, merging and removing them.
 
-An entry of CHANGES, see `changes.py`.
+The papers are listed in `adapted.py`. An entry of CHANGES, see `changes.py`.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,24 +16,26 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import (
     Adapted,
+    AdaptedEmbedding,
+    AdaptedLinear,
     Adapter,
     EmbeddingAdapter,
     LoraConfig,
-    adapted,
     dense,
     is_embedding,
+    keeps_zeros,
+    linear_of,
     sides,
 )
-from dunes.augment.change import Change, float_dtype, generator
+from dunes.augment.change import Change, float_dtype, generator, modules_at, put_modules
 from dunes.augment.options import NAME as NAME
-from dunes.augment.options import Lora
+from dunes.augment.options import Lora, LoraExperts
+from dunes.augment.prune import MaskedLinear
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 from dunes.progress import each
 
 VERSION = 1
-Settings = Mapping[str, Any]
-Ranks = Mapping[str, int] | Sequence[tuple[str, int]]
 
 
 def decide(model: nn.Module, options: Lora) -> Change:
@@ -41,23 +43,18 @@ def decide(model: nn.Module, options: Lora) -> Change:
 
     Raises ValueError, naming the place, for invalid options.
     """
-    request = options.request()
-    change = Change(
-        "lora", VERSION, request, adapter_places(model, request), (f"**.adapters.{options.adapter}.*",)
-    )
+    change = adapter_change("lora", VERSION, model, options)
     check(model, change)
     return change
 
 
-def adapter_places(model: nn.Module, request: Settings) -> dict[str, dict[str, Any]]:
-    """Rank and alpha by place, for the places that the request's `where` selects."""
-    rank, alpha, ranks = (request[key] for key in ("rank", "alpha", "ranks"))
-    selected = _select(model, request["where"])
-    return {p.name: {"rank": _rank(p.name, rank, ranks), "alpha": alpha} for p in selected}
-
-
-def _rank(place: str, default: int, ranks: Iterable[tuple[str, int]]) -> int:
-    return [default, *(r for glob, r in ranks if tree.matches(glob, place))][-1]
+def adapter_change(name: str, version: int, model: nn.Module, options: Lora | LoraExperts) -> Change:
+    """The record of a change of this name, with the rank and alpha of each place that `where` selects."""
+    request, places = options.request(), {}
+    for place in _select(model, request["where"]):
+        matching = [rank for glob, rank in request["ranks"] if tree.matches(glob, place.name)]
+        places[place.name] = {"rank": [request["rank"], *matching][-1], "alpha": request["alpha"]}
+    return Change(name, version, request, places, (f"**.adapters.{options.adapter}.*",))
 
 
 def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
@@ -74,9 +71,19 @@ def check(model: nn.Module, change: Change) -> None:
     request = change.request
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
+    tied = isinstance(model, Decoder) and model.head is None
     for place, module in check_places(model, change):
-        if is_embedding(module):
-            _check_embedding(model, place, request)
+        if not is_embedding(module):
+            continue
+        if request["dora"] or request["init"] != "lora":
+            raise ValueError(
+                f"{place}: an embedding supports plain LoRA only; exclude it, or give it an adapter of its own"
+            )
+        if tied and place == "embed.token":
+            raise ValueError(
+                f"{place}: the embedding is tied to the head, and an adapter would change only one of them; "
+                "exclude it"
+            )
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
@@ -88,36 +95,21 @@ def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
     float_dtype(request["dtype"])
-    modules = {p.name: p.module for p in tree.places(model)}
+    modules = modules_at(model, change.places)
     for place, settings in change.places.items():
-        if place not in modules:
+        if (module := modules.get(place)) is None:
             raise ValueError(f"{place}: this model has no such place; was the change made to another model?")
-        _check_place(place, modules[place], settings, name)
+        rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
+        if type(rank) is not int or not 1 <= rank <= largest:
+            raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
+        if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
+            raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
+        if isinstance(module, Adapted) and name in module.adapters:
+            raise ValueError(
+                f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
+                "(dunes augment merge); in Python, adapter= gives the new one another name"
+            )
     return [(place, modules[place]) for place in change.places]
-
-
-def _check_place(place: str, module: nn.Module, settings: Settings, name: str) -> None:
-    rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
-    if type(rank) is not int or not 1 <= rank <= largest:
-        raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
-        raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
-    if isinstance(module, Adapted) and name in module.adapters:
-        raise ValueError(
-            f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
-            "(dunes augment merge); in Python, adapter= gives the new one another name"
-        )
-
-
-def _check_embedding(model: nn.Module, place: str, request: Settings) -> None:
-    if request["dora"] or request["init"] != "lora":
-        raise ValueError(
-            f"{place}: an embedding supports plain LoRA only; exclude it, or give it an adapter of its own"
-        )
-    if isinstance(model, Decoder) and model.head is None and place == "embed.token":
-        raise ValueError(
-            f"{place}: the embedding is tied to the head, and an adapter would change only one of them; exclude it"
-        )
 
 
 def shape(model: nn.Module, change: Change) -> None:
@@ -126,25 +118,23 @@ def shape(model: nn.Module, change: Change) -> None:
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
+    add_adapters(model, change, lambda place: EmbeddingAdapter if is_embedding(place.module) else Adapter)
+
+
+def add_adapters(
+    model: nn.Module, change: Change, class_at: Callable[[tree.Place], Callable[..., Adapter]]
+) -> None:
+    """Wrap the places of the change, add an adapter of the class at each place, and activate the adapters."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
-    shared = {key: request[key] for key in ("rslora", "dora", "dropout")}
-
-    def make(place: tree.Place, base: nn.Module) -> Adapter:
-        cls, settings = EmbeddingAdapter if is_embedding(base) else Adapter, change.places[place.name]
-        config = LoraConfig(settings["rank"], settings["alpha"], pissa=request["init"] == "pissa", **shared)
-        return cls(base, config, dtype)
-
-    add_adapters(model, change, make)
-
-
-def add_adapters(model: nn.Module, change: Change, make: Callable[[tree.Place, nn.Module], Adapter]) -> None:
-    """Wrap the places of the change, add the adapters that `make(place, base)` returns, and activate them."""
-    name = change.request["adapter"]
+    options = {key: request[key] for key in ("rslora", "dora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:
-        outer = place.module if isinstance(place.module, Adapted) else adapted(place.module)
-        outer.adapters[name] = make(place, outer.base)
+        wrapper = AdaptedEmbedding if is_embedding(place.module) else AdaptedLinear
+        outer = place.module if isinstance(place.module, Adapted) else wrapper(place.module)
+        settings = change.places[place.name]
+        config = LoraConfig(settings["rank"], settings["alpha"], pissa=request.get("init") == "pissa", **options)
+        outer.adapters[request["adapter"]] = class_at(place)(outer.base, config, dtype)
         setattr(place.parent, place.key, outer.train(place.module.training))
-    set_adapter(model, name)
+    set_adapter(model, request["adapter"])
 
 
 @torch.no_grad()
@@ -171,8 +161,11 @@ def undo(model: nn.Module, change: Change) -> None:
 def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -> None:
     a, b = adapter.A, adapter.B
     if adapter.A0 is not None and adapter.B0 is not None:
-        for factor, tensor in zip(principal_factors(dense(base), adapter.config), (a, b), strict=True):
-            tensor.copy_(factor)
+        rank = adapter.config.rank
+        u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
+        root = (s[:rank] / adapter.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        a.copy_(root[:, None] * v[:rank])
+        b.copy_(u[:, :rank] * root)
         adapter.A0.copy_(a)
         adapter.B0.copy_(b)
     elif isinstance(adapter, EmbeddingAdapter):
@@ -182,13 +175,6 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
         # kaiming_uniform_(a=sqrt(5)), as in the paper's code
         a.copy_(torch.empty(a.shape).uniform_(-1, 1, generator=generator) / a.shape[-1] ** 0.5)
         b.zero_()
-
-
-def principal_factors(weight: Tensor, config: LoraConfig) -> tuple[Tensor, Tensor]:
-    """A (R, I) and B (O, R) whose scaled product is the best approximation of `weight` of rank R (PiSSA)."""
-    u, s, v = torch.linalg.svd(weight.float(), full_matrices=False)
-    root = (s[: config.rank] / config.scale).sqrt()
-    return root[:, None] * v[: config.rank], u[:, : config.rank] * root
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
@@ -246,8 +232,8 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
         adapted_modules(model, name)
     modules = adapted_modules(model)
     experts = [e for m in model.modules() if isinstance(m, MoE) for e in m.modules()]
-    odd = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
-    if odd or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
+    reshaping = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
+    if reshaping or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
         raise ValueError("adapters in experts or as MLPs, or beside parts that may mix tokens: use one at a time")
     for module in modules.values():
         module._row_adapters = names
@@ -261,13 +247,11 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
 def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
     """Remove one adapter, or with None all, and unwrap places without adapters. Returns the affected places."""
     selected = adapted_modules(model, adapter)
-    for place in [p for p in tree.places(model) if p.name in selected]:
-        outer = selected[place.name]
+    for outer in selected.values():
         for name in list(outer.adapters) if adapter is None else [adapter]:
             del outer.adapters[name]
             outer.active = None if outer.active == name else outer.active
-        if not outer.adapters:
-            setattr(place.parent, place.key, outer.base)
+    put_modules(model, {place: outer.base for place, outer in selected.items() if not outer.adapters})
     return list(selected)
 
 
@@ -278,3 +262,72 @@ def base_model(model: nn.Module) -> nn.Module:
     if any(isinstance(m, Adapted) for m in base.modules()):
         detach(base)
     return base
+
+
+class Merged(NamedTuple):
+    """The result of a merge: rounding `errors` by place, and the replaced modules with `merge(keep=True)`.
+
+    An error is the norm of the rounding error divided by the norm of the update: about 1e-7 in float32, 0.1 and
+    more in bfloat16, where an update that is small relative to the weights is mostly rounded away.
+    """
+
+    errors: dict[str, float]
+    kept: dict[str, nn.Module]
+
+
+@torch.no_grad()
+def merge(
+    model: nn.Module, adapter: str | None = None, keep: bool = False, dtype: torch.dtype | None = None
+) -> Merged:
+    """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
+
+    A quantized base becomes dense. With `keep` the replaced modules stay in memory for `unmerge`, beside the
+    merged matrices. `dtype` is the dtype of the merged matrices, by default the base's. Raises ValueError if other
+    adapters share a place, as they were trained for the unmerged base.
+    """
+    selected = adapted_modules(model, adapter)
+    for place, outer in selected.items():
+        if mixtures := [n for n, a in outer.adapters.items() if a.depends_on_input and adapter in (None, n)]:
+            raise ValueError(
+                f"{place}: {mixtures[0]!r} is a mixture of LoRA experts, which depend on the input: no matrix "
+                "equals it; use the model as it is"
+            )
+        if len(outer.adapters) > 1:
+            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
+    if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
+        raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
+    merged = {place: _merge_place(outer, keep, dtype) for place, outer in selected.items()}
+    put_modules(model, {place: module for place, (_, module) in merged.items()})
+    return Merged({place: error for place, (error, _) in merged.items()}, dict(selected) if keep else {})
+
+
+def unmerge(model: nn.Module, merged: Merged) -> None:
+    """Restore the modules from before a merge. Raises ValueError unless it was made with `keep=True`."""
+    if not merged.kept:
+        raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
+    put_modules(model, merged.kept)
+
+
+def _merge_place(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
+    """The relative rounding error and the merged module."""
+    (name,) = outer.adapters
+    base = dense(outer.base)
+    exact = outer[name].updated(outer.base)
+    weight = exact.to(dtype or base.dtype)
+    rounding, update = (weight.double() - exact).norm(), (exact - base.double()).norm()
+    error = (rounding / update).item() if update else 0.0
+    return error, _plain(outer.base, weight, keep).train(outer.training)
+
+
+def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
+    if isinstance(base, nn.Linear | nn.Embedding) and not keep and base.weight.dtype == weight.dtype:
+        base.weight.copy_(weight)
+        return base
+    parameter = nn.Parameter(weight, any(p.requires_grad for p in base.parameters()))
+    if not is_embedding(base):
+        cls = MaskedLinear if keeps_zeros(base) else nn.Linear
+        return linear_of(parameter, getattr(base, "bias", None), base.training, cls)
+    with torch.device("meta"):
+        plain = nn.Embedding(*weight.shape)
+    plain.weight = parameter
+    return plain

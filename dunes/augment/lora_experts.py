@@ -8,7 +8,8 @@ https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 # Shapes: N tokens, I inputs, O outputs, E experts, R rank, k experts per token.
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapter, LoraConfig, is_embedding
-from dunes.augment.change import Change, float_dtype, generator
+from dunes.augment.change import Change, generator
 from dunes.augment.options import LoraExperts, Router
 from dunes.parts import MLP, Attention, GatedMLP, MoE
 from dunes.parts.moe import choose_experts, load_balance
@@ -57,11 +58,11 @@ class ExpertAdapter(Adapter):
         self, base: nn.Module, config: LoraConfig, dtype: torch.dtype, experts: int, top_k: int, balance: float
     ) -> None:
         super().__init__(base, config, dtype)
-        (rank, inputs), outputs, device = self.A.shape, len(self.B), self.A.device
+        (rank, inputs), outputs, empty = self.A.shape, len(self.B), self.A.new_empty
         self.top_k, self.balance = top_k, balance
-        self.A = nn.Parameter(torch.empty(experts, rank, inputs, device=device, dtype=dtype))
-        self.B = nn.Parameter(torch.empty(outputs, experts, rank, device=device, dtype=dtype))
-        self.router = nn.Parameter(torch.empty(experts, inputs, device=device, dtype=dtype))
+        self.A = nn.Parameter(empty(experts, rank, inputs))
+        self.B = nn.Parameter(empty(outputs, experts, rank))
+        self.router = nn.Parameter(empty(experts, inputs))
         self.recorded: list[Tensor] | None = None
         self._choice, self._is_last = Choice(), True
 
@@ -168,9 +169,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
     Raises ValueError, naming the place, for invalid options, for an embedding, and for a `balance` above 0 inside
     the experts of a mixture, to which padding is unknown.
     """
-    request = options.request()
-    places = lora.adapter_places(model, request)
-    change = Change("lora-experts", VERSION, request, places, (f"**.adapters.{options.adapter}.*",))
+    change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
     return change
 
@@ -222,36 +221,30 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the places and activate the adapter. Raises ValueError, before any change, if it does not fit."""
+    """Wrap the places and activate the adapter; the first adapter of a group has the router of all.
+
+    Raises ValueError, before any change, if it does not fit.
+    """
     check(model, change)
-    request, dtype, name = change.request, float_dtype(change.request["dtype"]), change.request["adapter"]
-    routing = {key: request[key] for key in ("experts", "top_k", "balance")}
-
-    def make(place: tree.Place, base: nn.Module) -> Adapter:
-        settings, cls = change.places[place.name], _adapter_class(change, place)
-        config = LoraConfig(settings["rank"], settings["alpha"], dropout=request["dropout"])
-        return cls(base, config, dtype, **(routing if issubclass(cls, ExpertAdapter) else {}))
-
-    lora.add_adapters(model, change, make)
+    name = change.request["adapter"]
+    lora.add_adapters(model, change, lambda place: _adapter_class(change, place))
     modules = lora.adapted_modules(model, name)
     for places in router_groups(model, change).values():
-        share_router([a for place in places if isinstance(a := modules[place][name], ExpertAdapter)])
+        adapters = [a for place in places if isinstance(a := modules[place][name], ExpertAdapter)]
+        for adapter in adapters[1:]:
+            adapter.router, adapter._choice = None, adapters[0]._choice
+        for adapter in adapters[:-1]:
+            adapter._is_last = False
 
 
-def _adapter_class(change: Change, place: tree.Place) -> type[Adapter]:
-    if change.request["experts"] == 1 or (_router(change) == "mlp" and type(place.parent) not in MLPS):
+def _adapter_class(change: Change, place: tree.Place) -> Callable[..., Adapter]:
+    """The class of the adapter at a place, with its routing."""
+    in_mlp = _router(change) == "mlp"
+    if change.request["experts"] == 1 or (in_mlp and type(place.parent) not in MLPS):
         return Adapter
-    if _router(change) != "mlp":
-        return ExpertAdapter
-    return OutputExperts if place.key == "down" else HiddenExperts
-
-
-def share_router(adapters: Sequence[ExpertAdapter]) -> None:
-    """Share the first adapter's router, and the routing of its inputs, among all of these adapters."""
-    for adapter in adapters[1:]:
-        adapter.router, adapter._choice = None, adapters[0]._choice
-    for adapter in adapters[:-1]:
-        adapter._is_last = False
+    cls = OutputExperts if place.key == "down" else HiddenExperts
+    routing = {key: change.request[key] for key in ("experts", "top_k", "balance")}
+    return partial(cls if in_mlp else ExpertAdapter, **routing)
 
 
 @torch.no_grad()

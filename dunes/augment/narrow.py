@@ -7,8 +7,7 @@ output hidden states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, se
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,28 +15,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense
+from dunes.augment.adapted import how_to_make_dense, linear_of
 from dunes.augment.calibrate import require_ids
-from dunes.augment.change import Change
-from dunes.augment.masked import MaskedLinear, linear_of
-from dunes.augment.neurons import ROWS, input_gradients
+from dunes.augment.change import Change, modules_at
+from dunes.augment.experts import ROWS, input_gradients
 from dunes.augment.options import Narrow
+from dunes.augment.prune import MaskedLinear
 from dunes.ops.expert_products import one_by_one
 from dunes.parts import MLP, Attention, Decoder, GatedMLP, MoE
+from dunes.parts.context import ForwardContext
 from dunes.progress import each
 from dunes.units import plural
 
 VERSION = 1
-ROWS_OF = {"groups": ("q", "k", "v"), "neurons": ("gate", "up")}
-COLUMNS_OF = {"groups": "out", "neurons": "down"}
-"""The linear layer whose input columns belong to the units; `ROWS_OF` has the layers with their output rows."""
-PARTS: dict[str, Any] = {
-    "blocks": nn.ModuleList,
-    "experts": MoE,
-    "groups": Attention,
-    "neurons": (MLP, GatedMLP),
+LAYERS: dict[str, dict[str, int]] = {
+    "experts": {"router": 0},
+    "groups": {"q": 0, "k": 0, "v": 0, "out": 1},
+    "neurons": {"gate": 0, "up": 0, "down": 1},
 }
-"""Module classes that contain units, by the kind of unit."""
+"""Linear layers by the kind of unit, and the dimension of their matrices along which the units lie."""
+UNITS: dict[str, tuple[Any, Callable[[Any], int]]] = {
+    "blocks": (nn.ModuleList, len),
+    "experts": (MoE, lambda moe: len(moe.experts)),
+    "groups": (Attention, lambda attn: attn.k.out_features // attn.head_dim),
+    "neurons": ((MLP, GatedMLP), lambda mlp: mlp.down.in_features),
+}
+"""Classes of modules that contain units, and the number of units of a module, by the kind of unit."""
 
 
 def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
@@ -47,7 +50,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     average. `ids` (S, T) int64 are calibration text. Raises ValueError for invalid options.
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
-    if not any(request[key] is not None for key in ("heads", "neurons", "experts", "blocks")):
+    if all(count is None for count in (options.heads, options.neurons, experts, blocks)):
         raise ValueError("nothing to take out; pass how many heads, neurons, experts or blocks to keep")
     if ids is None:
         raise ValueError("narrow needs calibration text")
@@ -57,12 +60,17 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     assert isinstance(model, Decoder)
     if blocks is not None and not 0 < blocks < len(model.blocks):
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
-    units = dict(_units(model, request))
-    scores = importances(model, ids, {name: count for name, (_, count, _) in units.items()})
-    places = _kept_units(units, scores, options.uneven)
+    numbers = dict(_units(model, request))
+    scores = importances(model, ids, {name: count for name, (_, count, _) in numbers.items()})
+    places = _kept_units(numbers, scores, options.uneven)
     if experts is not None:
         mixtures = _kept_experts(model, scores, experts)
-        places = {n: p for n, p in places.items() if _stays(n, mixtures)} | mixtures
+        removed = {
+            f"{name}.experts.{e}"
+            for name, units in mixtures.items()
+            for e in {*range(units["of"])} - {*units["experts"]}
+        }
+        places = {name: units for name, units in places.items() if name not in removed} | mixtures
     if blocks is not None:
         chosen = block_influence(model, ids).topk(blocks).indices.sort().values.tolist()
         places = {n: p for n, p in places.items() if int(n.split(".")[1]) in chosen}
@@ -79,22 +87,18 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
 
     Raises ValueError for layers that are not dense, and for numbers out of range.
     """
+    heads, neurons, experts = (request[key] for key in ("heads", "neurons", "experts"))
     for place in tree.places(model):
         name, module = place.name, tree.innermost(place.module)
-        if isinstance(module, Attention) and request["heads"] is not None:
+        if isinstance(module, Attention) and heads is not None:
             groups = _sides(name, module.k)[0] // module.head_dim
             size = _sides(name, module.q)[0] // module.head_dim // groups
-            count = request["heads"] // size
-            if request["heads"] % size or not 0 < count <= groups:
-                raise ValueError(
-                    f"{name}: heads is {request['heads']}; expected {size} to {groups * size} by {size}"
-                )
-            yield f"{name}.out", ("groups", groups, count)
-        elif isinstance(module, MLP | GatedMLP) and (
-            request["neurons"] is not None or request["experts"] is not None
-        ):
+            if heads % size or not 0 < heads // size <= groups:
+                raise ValueError(f"{name}: heads is {heads}; expected {size} to {groups * size} by {size}")
+            yield f"{name}.out", ("groups", groups, heads // size)
+        elif isinstance(module, MLP | GatedMLP) and (neurons is not None or experts is not None):
             hidden = _sides(name, module.down)[1]
-            count = hidden if request["neurons"] is None else request["neurons"]
+            count = hidden if neurons is None else neurons
             if not 0 < count <= hidden:
                 raise ValueError(f"{name}: neurons is {count}; expected 1 to {hidden}")
             yield f"{name}.down", ("neurons", hidden, count)
@@ -115,7 +119,7 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
     much the loss changes without it. `units` has the number of units by place; `ids` are (S, T) int64.
     """
     sums = {name: torch.zeros(count) for name, count in units.items()}
-    layers = {p.name: p.module for p in tree.places(model) if p.name in units}
+    layers = modules_at(model, units)
     with tree.mode(model, False), torch.enable_grad(), one_by_one():
         for part in each(torch.split(ids, ROWS)) if units else ():
             for name, product in input_gradients(model, part, layers).items():
@@ -128,18 +132,14 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
 def block_influence(model: Decoder, ids: Tensor) -> Tensor:
     """One minus the mean cosine similarity of each block's input and output (blocks,)."""
     sums = torch.zeros(len(model.blocks))
-
-    def measure(index: int) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            sums[index] += (1 - F.cosine_similarity(inputs[0].float(), output.float(), -1)).sum().cpu()
-
-        return hook
-
-    with ExitStack() as hooks, tree.mode(model, False):
-        for i, block in enumerate(model.blocks):
-            hooks.enter_context(block.register_forward_hook(measure(i)))
+    with tree.mode(model, False):
         for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
-            model.hidden(part)
+            ctx = ForwardContext.of(part)
+            x = model.embed(part, ctx)
+            for layer, block in enumerate(model.blocks):
+                y = block(x, ctx, layer)
+                sums[layer] += (1 - F.cosine_similarity(x.float(), y.float(), -1)).sum().cpu()
+                x = y
     return sums / ids.numel()
 
 
@@ -165,32 +165,26 @@ def _kept_units(
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
     """Experts that each mixture keeps, ranked by the summed importance of their neurons."""
-    places: dict[str, dict[str, Any]] = {}
-    for place in tree.places(model):
-        if isinstance(moe := place.module, MoE):
-            if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
-                raise ValueError(
-                    f"{place.name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
-                    f"{len(moe.experts)}, and a linear router"
-                )
-            downs = [f"{place.name}.experts.{e}.down" for e in range(len(moe.experts))]
-            if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
-                raise ValueError(
-                    f"{place.name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose "
-                    "neurons are compared"
-                )
-            sums = torch.stack([scores[down].sum() for down in downs])
-            best = sums.topk(experts).indices.sort().values.tolist()
-            places[place.name] = {"experts": best, "of": len(moe.experts)}
-    if not places:
+    mixtures = {p.name: p.module for p in tree.places(model) if isinstance(p.module, MoE)}
+    if not mixtures:
         raise ValueError("experts: this model has no mixture of experts")
-    return {name: units for name, units in places.items() if experts < units["of"]}
-
-
-def _stays(name: str, mixtures: Mapping[str, Any]) -> bool:
-    """True unless this MLP is an expert that is removed."""
-    place, _, expert = name.rpartition(".experts.")
-    return place not in mixtures or int(expert) in mixtures[place]["experts"]
+    places: dict[str, dict[str, Any]] = {}
+    for name, moe in mixtures.items():
+        if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
+            raise ValueError(
+                f"{name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
+                f"{len(moe.experts)}, and a linear router"
+            )
+        downs = [f"{name}.experts.{e}.down" for e in range(len(moe.experts))]
+        if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
+            raise ValueError(
+                f"{name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose neurons "
+                "are compared"
+            )
+        sums = torch.stack([scores[down].sum() for down in downs])
+        if experts < len(downs):
+            places[name] = {"experts": sums.topk(experts).indices.sort().values.tolist(), "of": len(downs)}
+    return places
 
 
 def describe(change: Change) -> str:
@@ -212,8 +206,6 @@ def shape(model: nn.Module, change: Change) -> None:
         module: Any = modules[name]
         if "blocks" in units:
             tree.remove(model, {f"blocks.{i}" for i in range(units["of"]) if i not in units["blocks"]})
-        elif "experts" in units:
-            _keep_experts(module, units["experts"])
         else:
             _resize(module, units)
 
@@ -221,48 +213,35 @@ def shape(model: nn.Module, change: Change) -> None:
 def _check(name: str, module: Any, units: Mapping[str, Any]) -> None:
     """Raise ValueError unless the module has the recorded number of units and the kept indices are valid."""
     unit, *others = sorted(units.keys() - {"of"}) or [""]
-    rows, fits = units.get(unit), isinstance(module, PARTS.get(unit, ())) and units.get("of") == _count(module)
+    classes, count = UNITS.get(unit, ((), len))
+    rows, fits = units.get(unit), isinstance(module, classes) and units.get("of") == count(module)
     valid = fits and not others and isinstance(rows, list) and all(type(i) is int for i in rows)
     if not valid or not rows or rows != sorted({*rows}) or not 0 <= rows[0] <= rows[-1] < units["of"]:
         raise ValueError(f"{name[:80]}: has no such {unit[:80]} to keep; was the change made to another model?")
 
 
-def _count(module: Any) -> int:
-    """Number of units of a module."""
-    if isinstance(module, Attention):
-        return module.k.out_features // module.head_dim
-    if isinstance(module, MoE):
-        return len(module.experts)
-    return len(module) if isinstance(module, nn.ModuleList) else int(module.down.in_features)
-
-
-def _keep_experts(moe: MoE, experts: list[int]) -> None:
-    moe.experts = nn.ModuleList([moe.experts[e] for e in experts])
-    moe.router = _sized(moe.router, rows=len(experts))
-    for name, buffer in [*moe.named_buffers(recurse=False)]:
-        moe.register_buffer(name, buffer.new_empty(len(experts)))
-
-
 def _resize(module: Any, units: Mapping[str, Any]) -> None:
-    """Replace the linear layers of an attention or an MLP by smaller ones for the kept units."""
+    """Replace the linear layers of the units by smaller ones; a mixture also drops experts."""
     (unit,) = units.keys() - {"of"}
-    for name in ROWS_OF[unit]:
+    if unit == "experts":
+        module.experts = nn.ModuleList([module.experts[e] for e in units[unit]])
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            module.register_buffer(name, buffer.new_empty(len(units[unit])))
+    for name, dim in LAYERS[unit].items():
         if (linear := getattr(module, name, None)) is not None:
-            setattr(module, name, _sized(linear, rows=linear.out_features // units["of"] * len(units[unit])))
-    last = getattr(module, COLUMNS_OF[unit])
-    setattr(module, COLUMNS_OF[unit], _sized(last, columns=last.in_features // units["of"] * len(units[unit])))
+            sizes = [*linear.weight.shape]
+            sizes[dim] = sizes[dim] // units["of"] * len(units[unit])
+            setattr(module, name, _sized(linear, *sizes))
 
 
-def _sized(linear: Any, rows: int | None = None, columns: int | None = None) -> nn.Linear:
-    """An uninitialised linear layer with this many rows and columns, by default as many as `linear`."""
-    cls = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
-    rows, columns = rows or linear.out_features, columns or linear.in_features
+def _sized(linear: Any, rows: int, columns: int) -> nn.Linear:
+    """An uninitialised linear layer with this many rows and columns."""
 
     def empty(*shape: int) -> nn.Parameter:
         return nn.Parameter(linear.weight.new_empty(shape), linear.weight.requires_grad)
 
-    bias = None if linear.bias is None else empty(rows)
-    return linear_of(empty(rows, columns), bias, linear.training, cls)
+    cls = MaskedLinear if isinstance(linear, MaskedLinear) else nn.Linear
+    return linear_of(empty(rows, columns), None if linear.bias is None else empty(rows), linear.training, cls)
 
 
 @torch.no_grad()
@@ -289,17 +268,13 @@ def _name_before(name: str, places: Mapping[str, Any]) -> str:
 
 def _selected(tensor: Tensor, name: str, places: Mapping[str, Any]) -> Tensor:
     """The slice of an original tensor that belongs to the kept units; `name` is its original name."""
-    place, _, leaf = name.rpartition(".")
+    place = name.rpartition(".")[0]
     parent, _, layer = place.rpartition(".")
     if "experts" in places.get(place, {}):  # a buffer with an entry for each expert
         return tensor[places[place]["experts"]]
-    if (units := places.get(parent)) is None or "blocks" in units:
-        return tensor
-    (unit,) = units.keys() - {"of"}
-    if unit == "experts":
-        return tensor[units[unit]] if layer == "router" else tensor
-    if layer in ROWS_OF[unit]:
-        return tensor.reshape(units["of"], -1, *tensor.shape[1:])[units[unit]].flatten(0, 1)
-    if layer == COLUMNS_OF[unit] and leaf == "weight":
-        return tensor.reshape(len(tensor), units["of"], -1)[:, units[unit]].flatten(1)
+    units = places.get(parent, {})
+    for unit, layers in LAYERS.items():
+        if unit in units and (dim := layers.get(layer, tensor.dim())) < tensor.dim():
+            chosen = torch.tensor(units[unit], device=tensor.device)
+            return torch.unflatten(tensor, dim, (units["of"], -1)).index_select(dim, chosen).flatten(dim, dim + 1)
     return tensor

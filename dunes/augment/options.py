@@ -14,7 +14,7 @@ from dunes.flags import flag, option
 T = TypeVar("T")
 NotOffered = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 Count = Annotated[int, flag("N")]
-Kept = Annotated[int | None, flag("N", "all")]
+KeepCount = Annotated[int | None, flag("N", "all")]
 Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
@@ -54,10 +54,13 @@ class Options:
     UNDO: ClassVar[str] = ""
     """Help text of --undo."""
 
+    READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Values of options that need calibration text, if not all do."""
+
     @property
     def reads_text(self) -> bool:
         """True if the change needs calibration text."""
-        return False
+        return bool(self.TEXT) and all(getattr(self, name) in values for name, values in self.READERS.items())
 
     def request(self) -> dict[str, Any]:
         """All options as JSON values."""
@@ -107,20 +110,16 @@ class Narrow(Options):
     SCORED = True
     TEXT = "Text on which importance is measured."
 
-    heads: Kept = None
+    heads: KeepCount = None
     """Query heads to keep in each attention; with grouped heads, whole groups."""
-    neurons: Kept = None
+    neurons: KeepCount = None
     """Hidden neurons to keep in each MLP or expert."""
-    experts: Kept = None
+    experts: KeepCount = None
     """Experts to keep in each mixture."""
-    blocks: Kept = None
+    blocks: KeepCount = None
     """Blocks to keep."""
     uneven: bool = False
     """Rank heads and neurons across layers, which then differ in size; only dunes opens the result."""
-
-    @property
-    def reads_text(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +135,7 @@ class Prune(Options):
 
     NEXT = f"{TRAIN}   trains the other weights; the zeros stay"
     SCORED = True
-    TEXT = "Text for SparseGPT and Wanda."
+    TEXT, READERS = "Text for SparseGPT and Wanda.", {"method": ("sparsegpt", "wanda")}
 
     method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
     """SparseGPT compensates in the remaining weights; Wanda and magnitude do not."""
@@ -151,10 +150,6 @@ class Prune(Options):
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Linear layers to prune; ! excludes, the last match wins."""
 
-    @property
-    def reads_text(self) -> bool:
-        return self.method != "magnitude"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Options):
@@ -167,7 +162,7 @@ class Quantize(Options):
 
     NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
     SCORED = True
-    TEXT = "Text for gptq."
+    TEXT, READERS = "Text for gptq.", {"method": CALIBRATED}
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Modules to quantize; a wildcard skips quantized ones, so that several kinds can be applied one after
@@ -190,10 +185,6 @@ class Quantize(Options):
     """With gptq, round the columns with the largest inputs first."""
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
     """Other kinds for some modules, or dense to leave them as they are; the last match wins."""
-
-    @property
-    def reads_text(self) -> bool:
-        return self.method in CALIBRATED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +224,7 @@ class Experts(Options):
     """
 
     NEXT = f"{TRAIN_NEW}   then without --trainable"
-    TEXT = "Text for --split importance."
+    TEXT, READERS = "Text for --split importance.", {"split": ("importance",)}
     UNDO = "Join the experts of an untrained split again, which restores the weights bit for bit."
 
     experts: Count = 8
@@ -254,10 +245,6 @@ class Experts(Options):
     """Random seed of the split and of the routers."""
     where: NotOffered[Where] = MLPS
     """MLPs to change."""
-
-    @property
-    def reads_text(self) -> bool:
-        return self.split == "importance"
 
 
 @dataclass(frozen=True, kw_only=True)

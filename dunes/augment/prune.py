@@ -4,26 +4,30 @@ SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.116
 and in files. An entry of CHANGES, see `changes.py`.
 """
 
-from collections.abc import Iterator, Mapping
+# Shapes: O outputs, I inputs. SparseGPT transposes weights, so that a column is contiguous.
+
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import sparsegpt
-from dunes.augment.adapted import how_to_make_dense, keeps_zeros
+from dunes.augment.adapted import how_to_make_dense, keeps_zeros, linear_of
 from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks, calibration_tokens, require_text
-from dunes.augment.change import Change, Part, part_name
-from dunes.augment.masked import mask_linears
+from dunes.augment.change import Change, Part, modules_at, part_name
+from dunes.augment.gptq import Hessian, hessian, sweep
 from dunes.augment.options import Prune, Pruning
-from dunes.augment.sparsegpt import Sparsity, wanda_scores
 from dunes.progress import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 1
+HALF = 0.5
+"""Default fraction of zeros."""
+REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
+TINY = 1e-30
 
 
 def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Change:
@@ -33,11 +37,14 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
     that are not dense or have weights that are not finite, and for text that is too short.
     """
     request, target = options.request(), Sparsity.of(options.sparsity, options.pattern)
-    _require_choice(options.method, ids)
-    _require_settings(target, options.block, options.damp)
+    _check_options(options, target.pattern, ids is not None)
     linears = _find_linears(model, request["where"])
     for name, linear in linears.items():
-        target.require_inputs(name, linear.in_features)
+        inputs = linear.in_features
+        if target.pattern is not None and inputs % target.pattern.group:
+            raise ValueError(
+                f"{name}: its {inputs} inputs are no multiple of {target.pattern.group} ({options.pattern})"
+            )
         if not linear.weight.isfinite().all():
             raise ValueError(f"{name}: has weights that are not finite; dunes inspect --values lists them")
     if ids is not None:
@@ -45,20 +52,16 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
     return Change("prune", VERSION, request | {"sparsity": target.fraction}, {name: {} for name in linears})
 
 
-def _require_choice(method: str, ids: Tensor | None) -> None:
+def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) -> None:
+    method, multiple = options.method, 1 if pattern is None else pattern.group
     if method not in get_args(Pruning):
         raise ValueError(f"method is {method[:80]!r}; expected {', '.join(get_args(Pruning))}")
-    if (ids is None) != (method == "magnitude"):
-        needs = "needs calibration text" if ids is None else "takes no calibration text"
-        raise ValueError(f"method {method} {needs}")
-
-
-def _require_settings(sparsity: Sparsity, block: int, damp: float) -> None:
-    multiple = 1 if sparsity.pattern is None else sparsity.pattern.group
-    if block < 1 or block % multiple:
-        raise ValueError(f"block is {block}; expected a multiple of {multiple}")
-    if not 0 <= damp < float("inf"):
-        raise ValueError(f"damp is {damp:g}; expected a fraction of at least 0")
+    if has_text != options.reads_text:
+        raise ValueError(f"method {method} {'takes no' if has_text else 'needs'} calibration text")
+    if options.block < 1 or options.block % multiple:
+        raise ValueError(f"block is {options.block}; expected a multiple of {multiple}")
+    if not 0 <= options.damp < float("inf"):
+        raise ValueError(f"damp is {options.damp:g}; expected a fraction of at least 0")
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
@@ -83,35 +86,29 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
 
     Experts that got fewer calibration tokens than they have inputs are pruned by magnitude, and so recorded.
     """
-    linears = {p.name: p.module for p in tree.places(model) if p.name in change.places}
+    linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
-    hessians: dict[int, sparsegpt.Hessian] = {}
 
     def prune(grams: Mapping[str, Gram | None]) -> None:
-        hessians.clear()
         for name, gram in grams.items():
-            places[name] = _prune(name, linears.pop(name), gram, change.request, hessians)
-        hessians.clear()
+            places[name] = _prune(name, linears.pop(name), gram, change.request)
+
+    def record(part: Change) -> Part:
+        return Part(replace(part, places={name: places[name] for name in part.places}))
 
     parts = change.parts()
     if change.request["method"] == "magnitude":
         for part in each(parts.values()):
             prune(dict.fromkeys(part.places))
-            yield Part(_record_zeros(part, places))
+            yield record(part)
         return
     assert ids is not None
     for _ in calibrate_blocks(model, ids, change.places.keys(), prune):
-        yield Part(_record_zeros(parts[part_name(next(reversed(places)))], places))
+        yield record(parts[part_name(next(reversed(places)))])
 
 
-def _record_zeros(part: Change, places: Mapping[str, Any]) -> Change:
-    return replace(part, places={name: places[name] for name in part.places})
-
-
-def _prune(
-    name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any], hessians: dict[int, sparsegpt.Hessian]
-) -> dict[str, Any]:
-    """Prune one layer in place; returns its entry of the record. `hessians` caches factors by `id` of the Gram."""
+def _prune(name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Prune one layer in place; returns its entry of the record."""
     weight: Tensor = linear.weight
     method, sparsity = request["method"], Sparsity.of(request["sparsity"], request["pattern"])
     decided = {}
@@ -119,11 +116,9 @@ def _prune(
         method, decided = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
     if method == "sparsegpt":
         assert gram is not None
-        if id(gram) not in hessians:
-            hessians[id(gram)] = sparsegpt.hessian(gram, request["damp"], name)
-        h = hessians[id(gram)]
+        h = gram.factors = gram.factors or hessian(gram, request["damp"], name)
         zeros = weight == 0 if keeps_zeros(linear) else None
-        pruned = sparsegpt.refit(sparsegpt.prune(weight, h, sparsity, request["block"], zeros), weight, h)
+        pruned = refit(prune_columns(weight, h, sparsity, request["block"], zeros), weight, h)
         decided = {} if h.damp == request["damp"] else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
@@ -134,10 +129,12 @@ def _prune(
 
 def describe(change: Change) -> str:
     """One sentence for users: the share of zeros, and the layers pruned by magnitude for want of tokens."""
+    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
     few = [name for name, place in change.places.items() if "tokens" in place]
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
     pattern = "" if change.request["pattern"] is None else f", {change.request['pattern']}"
-    return f"{_zeros(change)} ({change.request['method']}{pattern}){more}"
+    zeros = f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"
+    return f"{zeros} ({change.request['method']}{pattern}){more}"
 
 
 def shape(model: nn.Module, change: Change) -> None:
@@ -145,7 +142,186 @@ def shape(model: nn.Module, change: Change) -> None:
     mask_linears(model, change.places)
 
 
-def _zeros(change: Change) -> str:
-    """The share of zero weights after pruning, as text."""
-    weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
-    return f"{1 - nonzero / weights:.1%} of {weights:,} weights are zero"
+class MaskedLinear(nn.Linear):
+    """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
+
+    The trainer calls `before_step` and `after_step`; a training loop of your own must call them, too. It computes
+    and is saved like `nn.Linear`.
+    """
+
+    structure_name = "Linear"  # the mask is no part of the structure
+    keeps_zeros = True  # also with adapters on top
+    _zeros: Tensor | None = None
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Store the mask of zeros, if the weight is trainable."""
+        if self.weight.requires_grad:
+            self._zeros = self.weight == 0
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Set the stored zeros again."""
+        if self._zeros is not None:
+            self.weight.masked_fill_(self._zeros, 0)
+            self._zeros = None
+
+
+def mask_linears(model: nn.Module, places: Collection[str]) -> None:
+    """Replace the dense linear layers at these places, inside any wrappers, by `MaskedLinear`.
+
+    Raises ValueError, before anything is changed, for a place without a dense linear layer.
+    """
+    linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
+    if missing := sorted({*places} - linears):
+        raise ValueError(f"{missing[0][:200]}: this model has no such dense linear layer")
+    _convert_linears(model, places, MaskedLinear)
+
+
+def unmask_linears(model: nn.Module) -> None:
+    """Replace all masked layers by `nn.Linear`, so that zeros are trained again."""
+    _convert_linears(model, masked_places(model), nn.Linear)
+
+
+def masked_places(model: nn.Module) -> list[str]:
+    """Places of the masked layers."""
+    return [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), MaskedLinear)]
+
+
+def _convert_linears(model: nn.Module, places: Collection[str], cls: type[nn.Linear]) -> None:
+    make: Any = lambda linear: linear_of(linear.weight, linear.bias, linear.training, cls)
+    if places:
+        tree.replace(model, {*places}, make, reach="inner")
+
+
+class Pattern(NamedTuple):
+    """An N:M pattern: at most `kept` of every `group` consecutive inputs of an output are nonzero."""
+
+    kept: int
+    group: int
+
+
+class Sparsity(NamedTuple):
+    """Fraction of weights to set to zero, and an N:M pattern or None."""
+
+    fraction: float
+    pattern: Pattern | None = None
+
+    @classmethod
+    def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
+        """The fraction, by default the pattern's or 0.5, and the pattern in text like "2:4".
+
+        Raises ValueError for other text, and if fraction and pattern disagree.
+        """
+        implied, expected, shape = HALF, "more than 0 and less than 1", None
+        if pattern is not None:
+            kept, _, group = pattern.partition(":")
+            if not (kept.isdecimal() and group.isdecimal()) or not 0 < int(kept) < int(group):
+                raise ValueError(f"pattern is {pattern[:80]!r}; expected KEPT:GROUP, like 2:4 or 4:8")
+            shape = Pattern(int(kept), int(group))
+            implied = 1 - shape.kept / shape.group
+            expected = f"{implied:g}, which {pattern} gives"
+        fraction = implied if fraction is None else fraction
+        if not 0 < fraction < 1 or (shape is not None and abs(fraction - implied) > 1e-9):
+            raise ValueError(f"sparsity is {fraction:g}; expected {expected}")
+        return cls(fraction, shape)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Mask of the scores (columns, O) to prune: the lowest, or with a pattern the lowest of each output."""
+        if self.pattern is None:
+            return smallest(scores, self.fraction)
+        return lowest(scores, self.pattern.group - self.pattern.kept, 0)
+
+    def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
+        """Mask of the scores (O, I) to prune: the lowest by pattern, by output, or of the complete matrix."""
+        if self.pattern is not None:
+            groups = scores.view(len(scores), -1, self.pattern.group)
+            return lowest(groups, self.pattern.group - self.pattern.kept, 2).flatten(1)
+        if by_output:
+            return lowest(scores, int(scores.shape[1] * self.fraction), 1)
+        return smallest(scores, self.fraction)
+
+
+def prune_columns(
+    weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zeros: Tensor | None = None
+) -> Tensor:
+    """SparseGPT's pruned weight (O, I) in float32, by a sweep over blocks of `block` columns.
+
+    Each block loses the weights with the lowest error, w² over the squared diagonal of the factor (compared as
+    square roots, as squares may underflow). With a pattern, weights are selected by output and group when the
+    sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True are pruned first.
+    """
+    columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
+    columns[h.dead] = 0
+    zeros = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
+    blocks = _spans(len(columns), block)
+    spans = blocks if sparsity.pattern is None else _spans(len(columns), sparsity.pattern.group)
+    scales, pruned = h.factor.diagonal()[:, None], zeros.clone()
+
+    def replace(j: int, current: Tensor) -> Tensor:
+        if j in spans:
+            span = slice(j, spans[j])
+            pruned[span] |= sparsity.choose((current[span] / scales[span]).abs().masked_fill(zeros[span], -1))
+        return current[j].masked_fill(pruned[j], 0)
+
+    sweep(columns, h.factor, blocks, replace)
+    return columns.T.contiguous()
+
+
+def _spans(columns: int, size: int) -> dict[int, int]:
+    """Start and stop of each `size` columns."""
+    return {start: min(start + size, columns) for start in range(0, columns, size)}
+
+
+def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
+    """The pruned weight (O, I) with nonzero values refitted by least squares to the outputs of `weight`.
+
+    The sweep does not update earlier columns for later zeros; this does. Conjugate gradients, preconditioned by
+    the diagonal, solve the least squares of all rows at once. Rows whose undamped error does not fall, or is not
+    finite, are returned unchanged.
+    """
+    fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
+    missing = weight.float() - pruned
+    residual = before_fit = (missing @ h.matrix) * nonzero
+    scaled = direction = residual / diagonal
+    size = (residual * scaled).sum(1, keepdim=True)
+    enough = REFIT_TOLERANCE * size.sum()
+    for _ in range(REFITS):
+        if size.sum() <= enough:
+            break
+        product = (direction @ h.matrix) * nonzero
+        step = size / (direction * product).sum(1, keepdim=True).clamp(min=TINY)
+        fitted, residual = fitted + step * direction, residual - step * product
+        scaled = residual / diagonal
+        size, before = (residual * scaled).sum(1, keepdim=True), size
+        direction = scaled + size / before.clamp(min=TINY) * direction
+    # The error falls by m H m - (m - c) H (m - c), with m `missing` and c `change`, which is 0 at pruned weights.
+    change = fitted - pruned
+    fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
+    fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero
+    return torch.where(fall.isfinite() & (fall > 0), fitted, pruned)
+
+
+def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
+    """Wanda's scores (O, I) float32: |w| times the norm of its input over all tokens."""
+    return weight.detach().float().abs() * gram.matrix.diagonal().sqrt()
+
+
+def smallest(scores: Tensor, sparsity: float) -> Tensor:
+    """Mask of the lowest scores: as in the published code, one more than the fraction.
+
+    Ties at the threshold are cut to that number, as a layer with few distinct values would lose more, except
+    zeros.
+    """
+    count = int(scores.numel() * sparsity) + 1
+    threshold = scores.flatten().kthvalue(count).values
+    chosen = scores <= threshold
+    if threshold > 0 and (extra := int(chosen.sum()) - count):
+        chosen.view(-1)[(scores == threshold).flatten().nonzero()[-extra:]] = False
+    return chosen
+
+
+def lowest(scores: Tensor, count: int, dim: int) -> Tensor:
+    """Mask of the `count` lowest scores along `dim`; ties go to the first."""
+    order = torch.sort(scores, stable=True, dim=dim).indices.narrow(dim, 0, count)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(dim, order, True)

@@ -1,9 +1,4 @@
-"""Quantized linear layers: int8 by row, int4 and int3 by group, and NF4 in blocks of 64.
-
-QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
-"""
-
-# Shapes: I inputs, O outputs, G groups of a row, N blocks.
+"""Quantization of linear layers, rounded to nearest or calibrated. An entry of CHANGES, see `changes.py`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -12,18 +7,14 @@ from importlib import import_module
 from typing import Any, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import dense
+from dunes.augment.adapted import dense, linear_of
 from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
-from dunes.augment.group_int import GroupInt
-from dunes.augment.masked import linear_of
 from dunes.augment.options import CALIBRATED, RTN, Method, Quantize
-from dunes.augment.quantized import Grid, Inputs, Quantized, Steps, Sums, contiguous, nibbles, row_sums
-from dunes.ops.int8_linear import int8_linear, is_few
+from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, Steps
 from dunes.progress import each
 from dunes.units import plural
 
@@ -31,177 +22,6 @@ __all__ = ["calibration_tokens"]
 VERSION = 4
 """Newest version of the record: 2 for plain int8 and NF4, 3 for other kinds, 4 for layers with quantized
 activations, which are no longer supported."""
-
-BLOCK = 64
-OUTER = 256
-"""Blocks that share one second-level scale in double quantization."""
-
-
-class Int8(Quantized):
-    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, a row's largest absolute value / 127."""
-
-    codes: Tensor
-    scale: Tensor
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__(base)
-        shape, device = base.weight.shape, base.weight.device
-        self.register_buffer("codes", torch.empty(shape, dtype=torch.int8, device=device))
-        self.register_buffer("scale", torch.empty(shape[0], 1, device=device))
-
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        weight, grid = weight.float(), Grid(8, symmetric=True)
-        steps = steps or grid.fit(weight)
-        self.scale.copy_(steps.scale)
-        self.codes.copy_(grid.codes(weight, steps))
-
-    def dense(self) -> Tensor:
-        return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
-
-    def product(self, x: Tensor) -> Tensor:
-        # In bfloat16 scaling the sums is more exact than rounding the dequantized matrix. In float32 many rows
-        # take the dense product, bit-equal with training and adapters. In float16 sums over codes could overflow.
-        if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
-            return super().product(x)
-        y = int8_linear(x, self.codes, self.scale[:, 0])
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def code_products(self, x: Tensor) -> Tensor:
-        sums: Sums = lambda x, codes: (codes.float() * x[0]).sum(-1)
-        return row_sums(x, [self.codes], lambda token: [token], sums) * self.scale[:, 0]
-
-
-class NF4(Quantized):
-    """NF4 (QLoRA): sixteen quantiles of the normal distribution, scaled by each block's largest absolute value.
-
-    With `double` the scales (N,) are quantized to int8, with a scale `outer` for each 256 and the mean `middle`.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    outer: Tensor | None
-    middle: Tensor | None
-
-    def __init__(self, base: nn.Linear, double: bool = False) -> None:
-        super().__init__(base)
-        device, size = base.weight.device, base.weight.numel()
-        blocks = -(-size // BLOCK)
-        self.double_quantized = double
-        self.register_buffer("codes", torch.empty(-(-size // 2), dtype=torch.uint8, device=device))
-        self.register_buffer(
-            "scale", torch.empty(blocks, dtype=torch.int8 if double else torch.float32, device=device)
-        )
-        self.register_buffer("outer", torch.empty(-(-blocks // OUTER), 1, device=device) if double else None)
-        self.register_buffer("middle", torch.empty((), device=device) if double else None)
-
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        assert steps is None, "its levels are fixed"
-        codes, scale = encode(weight)
-        if len(codes) % 2:
-            codes = F.pad(codes, (0, 1), value=7)  # the code of zero
-        self.codes.copy_(codes[0::2] << 4 | codes[1::2])
-        if self.outer is None or self.middle is None:
-            self.scale.copy_(scale)
-            return
-        # In float64, since otherwise the result would depend on the number of threads.
-        self.middle.copy_(scale.double().mean())
-        rows = _rows(scale - self.middle, OUTER)
-        self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
-        self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])
-
-    def scales(self) -> Tensor:
-        """The largest absolute value of each block (N,)."""
-        if self.outer is None or self.middle is None:
-            return self.scale
-        rows = _rows(self.scale.float(), OUTER) * self.outer
-        return rows.flatten()[: len(self.scale)] + self.middle
-
-    def dense(self) -> Tensor:
-        size = self.out_features * self.in_features
-        weight = _rows(self._levels()[:size], BLOCK) * self.scales()[:, None]
-        return weight.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
-
-    def _levels(self) -> Tensor:
-        """The level of each code (I * O,), followed by one of padding if I * O is odd."""
-        levels = codebook(self.codes.device)
-        if torch.compiler.is_compiling():
-            return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
-        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time.
-        pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
-        return pairs.index_select(0, self.codes.int()).view(torch.float32)
-
-    def code_products(self, x: Tensor) -> Tensor | None:
-        groups, rest = divmod(self.in_features, BLOCK)
-        if rest:
-            return None
-
-        def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor) -> Tensor:
-            codes = torch.unflatten(codes, 1, (groups, -1)).int()
-            return ((_level(codes >> 4) * x[0] + _level(codes & 15) * x[1]) * scale[..., None]).sum((-1, -2))
-
-        inputs: Inputs = lambda token: contiguous(*nibbles(token, groups))
-        weights = (t.view(self.out_features, -1) for t in (self.codes, self.scales()))
-        return row_sums(x, [*weights], inputs, sums)
-
-
-def _codebook() -> tuple[float, ...]:
-    """NF4's levels: quantiles of the normal distribution, seven below zero and eight above it.
-
-    Rounding at the same points as bitsandbytes makes them bit-equal to its levels.
-    """
-    levels = torch.cat([-_quantiles(8), torch.zeros(1), _quantiles(9).flip(0)])
-    return tuple((levels / levels.max()).tolist())
-
-
-def _quantiles(count: int) -> Tensor:
-    probabilities = torch.linspace(0.9677083, 0.5, count, dtype=torch.float32)
-    quantiles: Tensor = torch.special.ndtri(probabilities.double())
-    return quantiles[:-1].float()
-
-
-LEVELS = _codebook()
-
-
-def _level(codes: Tensor) -> Tensor:
-    """The levels of codes, selected bit by bit, since Inductor vectorizes `where` but not table look-ups."""
-    levels: Sequence[Any] = LEVELS
-    for bit in (1, 2, 4, 8):
-        is_set = (codes & bit) != 0
-        levels = [torch.where(is_set, b, a) for a, b in zip(levels[::2], levels[1::2], strict=True)]
-    (level,) = levels
-    return torch.as_tensor(level)
-
-
-def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, a new tensor, since one cached under a fake tensor mode would have no data."""
-    if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
-        return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
-    return torch.tensor(LEVELS, device=device)
-
-
-INVERSE = 1.0000000649e38
-"""Largest reciprocal of a scale; bitsandbytes divides by at least 1e-38."""
-
-
-def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """NF4 codes (I * O,) uint8 and scales (N,) float32 of a weight, bit-equal to bitsandbytes'.
-
-    Like bitsandbytes, complete blocks are multiplied by the reciprocal of the scale and an incomplete last block
-    is divided by it, which decides ties between two levels.
-    """
-    rows = _rows(weight.float().flatten(), BLOCK)
-    scale = rows.abs().amax(1)
-    normalised = rows * (1 / scale).clamp(max=INVERSE)[:, None]
-    if weight.numel() % BLOCK:
-        scale[-1].clamp_(min=1e-38)
-        normalised[-1] = rows[-1] / scale[-1]
-    levels = codebook(weight.device)
-    codes = torch.bucketize(normalised, (levels[1:] + levels[:-1]) / 2)
-    return codes.flatten()[: weight.numel()].to(torch.uint8), scale
-
-
-def _rows(flat: Tensor, length: int) -> Tensor:
-    return F.pad(flat, (0, -len(flat) % length)).view(-1, length)
 
 
 @torch.no_grad()
@@ -239,8 +59,8 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     Raises ValueError for invalid combinations of settings, and for layers that are not dense.
     """
     method = options.method or ("rtn" if ids is None else "gptq")
-    overrides, kinds = [_override(text) for text in options.override], all_kinds(options.kind, options.override)
-    request = _request(options, kinds) | _method(kinds, method, options.act_order)
+    overrides = [_override(text) for text in options.override]
+    request = _request(options, check_kinds(options.kind, options.override, method), method)
     if (ids is not None) != (method in CALIBRATED):
         raise ValueError(
             f"method is {method!r}; calibration text goes with {', '.join(CALIBRATED)}, and only with it"
@@ -248,7 +68,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
-        require_text(model, ids, {name: m for name, m in modules.items() if isinstance(m, nn.Linear)})
+        require_text(model, ids, modules)
     places = {name: {"dtype": str(dense(m).dtype).removeprefix("torch.")} for name, m in modules.items()}
     if overrides:
         request["override"] = list(options.override)
@@ -258,10 +78,19 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     return Change("quantize", version, {"where": globs, **request}, places)
 
 
-def all_kinds(kind: str, override: Sequence[str]) -> list[str]:
-    """`kind` and the kinds of overrides GLOB=KIND, without duplicates. Raises ValueError for other overrides."""
+def check_kinds(kind: str, override: Sequence[str], method: str) -> list[str]:
+    """`kind` and the kinds of overrides GLOB=KIND, without duplicates.
+
+    Raises ValueError for other overrides, an unknown kind, and a method that none of the kinds supports.
+    """
     others = [other for _, other in map(_override, override) if other != DENSE]
-    return [*dict.fromkeys([kind, *others])]
+    if kind not in METHODS:
+        raise ValueError(f"kind is {kind!r}; expected {', '.join(METHODS)}")
+    kinds = [*dict.fromkeys([kind, *others])]
+    methods = dict.fromkeys(name for each_kind in kinds for name in METHODS[each_kind])
+    if method not in methods:
+        raise ValueError(f"kind {' and '.join(kinds)} has no method {method!r}; expected {', '.join(methods)}")
+    return kinds
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -274,82 +103,59 @@ def _override(text: str) -> tuple[str, str]:
     return glob, kind
 
 
-def _request(options: Quantize, kinds: Collection[str]) -> dict[str, Any]:
-    """The settings that apply to these kinds. Raises ValueError if others are given."""
-    request = {"kind": options.kind, "double": options.double}
-    if options.kind not in METHODS or (options.double and "nf4" not in kinds):
-        raise ValueError(
-            f"kind is {options.kind!r}, double {options.double}; expected {', '.join(METHODS)}, and double only "
-            "with nf4"
-        )
-    if not {*BY_GROUP} & {*kinds}:
-        if options.group is not None or options.symmetric:
-            raise ValueError(
-                f"kind {options.kind} has no choice of group or symmetry; these go with int4 and int3"
-            )
-        return request
-    if (group := GROUP if options.group is None else options.group) < 0:
-        raise ValueError(f"group is {group}; expected a number of inputs, or 0 for the whole row")
-    return request | {"group": group, "symmetric": options.symmetric}
-
-
-def _method(kinds: Collection[str], method: str, act_order: bool) -> dict[str, Any]:
-    """The settings of the method. Raises ValueError if none of the kinds supports it.
+def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
+    """The settings that apply to these kinds and the method. Raises ValueError if others are given.
 
     Plain int8 and NF4 keep record version 2, so that older releases open them, and adapters and runs on such a
     base compare equal with older ones.
     """
-    require_method(kinds, method)
-    if act_order is False and method != "gptq":
+    request: dict[str, Any] = {"kind": options.kind, "double": options.double}
+    by_group = {*BY_GROUP} & {*kinds}
+    if options.double and "nf4" not in kinds:
+        raise ValueError(
+            f"kind is {options.kind!r}, double True; expected {', '.join(METHODS)}, and double only with nf4"
+        )
+    if options.act_order is False and method != "gptq":
         raise ValueError(f"method {method} has no act_order; it goes with gptq")
+    if not by_group and (options.group is not None or options.symmetric):
+        raise ValueError(f"kind {options.kind} has no choice of group or symmetry; these go with int4 and int3")
+    if by_group:
+        request |= {"group": GROUP if options.group is None else options.group, "symmetric": options.symmetric}
+        if request["group"] < 0:
+            raise ValueError(f"group is {options.group}; expected a number of inputs, or 0 for the whole row")
+    if by_group or method in SOLVERS:
+        request["method"] = method
     if method == "gptq":
-        return {"method": method, "act_order": act_order is not False}
-    return {"method": method} if method in SOLVERS or {*BY_GROUP} & {*kinds} else {}
-
-
-def require_method(kinds: Collection[str], method: str) -> None:
-    """Raise ValueError for an unknown kind, and for a method that none of the kinds supports."""
-    if unknown := [kind for kind in kinds if kind not in METHODS]:
-        raise ValueError(f"kind is {unknown[0]!r}; expected {', '.join(METHODS)}")
-    methods = dict.fromkeys(name for kind in kinds for name in METHODS[kind])
-    if method not in methods:
-        raise ValueError(f"kind {' and '.join(kinds)} has no method {method!r}; expected {', '.join(methods)}")
+        request["act_order"] = options.act_order is not False
+    return request
 
 
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize and their kinds, by place. Layers quantized already are skipped.
 
     Raises ValueError for a glob that selects nothing, and for a layer selected by name that is quantized already.
     """
-    selectors = [globs, *(glob for glob, other in overrides if other != DENSE)]
-    if getattr(model, "head", True) is None and any(_names_head(glob) for glob in selectors):
+    rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
+    tied = getattr(model, "head", True) is None
+    if tied and any("head" in where and tree.matches(where, "head") and k != DENSE for where, k in rules):
         raise ValueError(
             "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
         )
-    selected = {p.name: tree.innermost(p.module) for p in tree.find(model, globs, _quantizable)}
-    kinds = dict.fromkeys(selected, kind)
-    for glob, other in overrides:
-        for place in tree.find(model, glob, _quantizable):
+    selected, kinds = dict[str, Any](), dict[str, str]()
+    is_linear = lambda module: isinstance(tree.innermost(module), nn.Linear | Quantized)
+    for where, other in rules:
+        for place in tree.find(model, where, is_linear):
             selected[place.name], kinds[place.name] = tree.innermost(place.module), other
     selected = {name: module for name, module in selected.items() if kinds[name] != DENSE}
-    names = {*globs, *(glob for glob, _ in overrides)}
+    names = {glob for where, _ in rules for glob in where}
     layers = {name: m for name, m in selected.items() if not isinstance(m, Quantized) or name in names}
     if quantized := [name for name, m in (layers or selected).items() if isinstance(m, Quantized)]:
         raise ValueError(f"{quantized[0]}: already quantized; load the dense model and quantize that")
     if not layers:
         raise ValueError(f"override leaves all of {', '.join(globs)} dense; nothing is left to quantize")
     return layers, kinds
-
-
-def _names_head(globs: tree.Where) -> bool:
-    """True if the head is selected by its name and not by a wildcard."""
-    return "head" in ([globs] if isinstance(globs, str) else globs) and tree.matches(globs, "head")
-
-
-def _quantizable(module: nn.Module) -> bool:
-    return isinstance(tree.innermost(module), nn.Linear | Quantized)
 
 
 def grid_at(change: Change, place: str) -> Grid | None:
@@ -386,25 +192,22 @@ def shape(model: nn.Module, change: Change) -> None:
             "dense model again with --kind int8"
         )
     linears = {p.name: tree.innermost(p.module) for p in tree.places(model)}
-    dense_places = {name for name, module in linears.items() if isinstance(module, nn.Linear)}
-    if missing := sorted({*change.places} - dense_places):
+    if missing := sorted(name for name in change.places if not isinstance(linears.get(name), nn.Linear)):
         raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
-    dtypes = {name: float_dtype(s["dtype"]) for name, s in change.places.items() if "dtype" in s}
     layers = {id(linears[name]): _layer(linears[name], change, name) for name in change.places}
     tree.replace(model, {*change.places}, lambda base: layers[id(base)], reach="inner")
-    for name, module in _quantized(model).items():
-        module.dtype = dtypes.get(name, module.dtype)
 
 
-def _layer(base: nn.Module, change: Change, place: str) -> Quantized:
+def _layer(base: Any, change: Change, place: str) -> Quantized:
     """The uninitialised quantized layer that replaces a linear one."""
-    assert isinstance(base, nn.Linear)
-    grid = grid_at(change, place)
+    grid, settings = grid_at(change, place), change.places[place]
     layer: Quantized
     if grid is None:
         layer = NF4(base, change.request["double"])
     else:
         layer = Int8(base) if grid.bits == 8 else GroupInt(base, grid)
+    if "dtype" in settings:
+        layer.dtype = float_dtype(settings["dtype"])
     return layer.train(base.training)
 
 
@@ -416,25 +219,18 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
     """
     _require_finite(model, change)
     parts = change.parts()
-    if (method := change.request.get("method")) in SOLVERS:
-        if ids is None and method in CALIBRATED:
-            raise ValueError(f"method {method} needs calibration text")
-        grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
-        for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
-            part = parts.pop(part_name(next(iter(steps))))
-            yield Part(_record_short(part, short), steps)
-        yield from map(Part, parts.values())  # kinds without the method
-    else:
+    method = change.request.get("method")
+    if method not in SOLVERS:
         yield from map(Part, each(parts.values()))
-
-
-def _record_short(part: Change, short: Collection[str]) -> Change:
-    """The change with method rtn recorded at the places in `short`."""
-    places = {
-        name: {**settings, **({"method": "rtn"} if name in short else {})}
-        for name, settings in part.places.items()
-    }
-    return replace(part, places=places)
+        return
+    if ids is None and method in CALIBRATED:
+        raise ValueError(f"method {method} needs calibration text")
+    grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
+    for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
+        part = parts.pop(part_name(next(iter(steps))))
+        to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
+        yield Part(replace(part, places={**part.places, **to_nearest}), steps)
+    yield from map(Part, parts.values())  # kinds without the method
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:
@@ -449,17 +245,14 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module,
-    change: Change,
-    weights: MutableMapping[str, Tensor],
-    solved: Mapping[str, Steps] | None = None,
+    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps]
 ) -> None:
     """Quantize the weights, with the scales and zero points in `solved`, if any; removes each from `weights`."""
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
             weight = weights.pop(f"{paths[id(module)]}.weight")
-            module.fill(weight, (solved or {}).get(name))
+            module.fill(weight, solved.get(name))
 
 
 def undo(model: nn.Module, change: Change) -> None:

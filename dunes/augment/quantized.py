@@ -1,23 +1,36 @@
-"""The base class of quantized linear layers, and the grid that maps weights to integer codes."""
+"""Quantized linear layers: int8 by row, NF4 in blocks of 64, int4 and int3 by group; the grids of integer codes.
 
-# Shapes: I inputs, O outputs, C columns of a weight, G groups of a row, T tokens.
+QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
+"""
 
+# Shapes: I inputs, O outputs, C columns of a weight, G groups of a row, N blocks, T tokens.
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from dunes.ops import low_rank
+from dunes.ops import int_linear, low_rank
+from dunes.ops.int_linear import int8_linear, is_few
 from dunes.ops.operation import autocast_dtype
 
 Inputs = Callable[[Tensor], Sequence[Tensor]]
 Sums = Callable[..., Tensor]
 TINY = 1e-30
 """Least divisor, as the scale of a group of zeros is zero."""
+BLOCK = 64
+OUTER = 256
+"""Blocks that share one second-level scale in double quantization."""
+PAIR_OFFSET = 128
+"""Offset of codes that are assembled as bfloat16 bit patterns."""
+DENSE_ROWS = 128  # fit the CPU's cache
 
 
 class Steps(NamedTuple):
@@ -25,6 +38,10 @@ class Steps(NamedTuple):
 
     scale: Tensor
     zero: Tensor
+
+    def by_column(self) -> "Steps":
+        """For columns (O, G, C): (O, G, 1)."""
+        return Steps(self.scale[..., None], self.zero[..., None])
 
 
 @dataclass(frozen=True)
@@ -43,10 +60,6 @@ class Grid:
     group: int = 0
     symmetric: bool = False
     real_zero: bool = False
-
-    @property
-    def lowest(self) -> int:
-        return -127 if self.bits == 8 else 0
 
     @property
     def highest(self) -> int:
@@ -76,7 +89,7 @@ class Grid:
         """Codes (..., C), as floating-point numbers, of columns with scales and zero points (..., 1)."""
         codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
         codes = (codes + steps.zero).round() if self.real_zero else codes.round() + steps.zero
-        return codes.clamp(self.lowest, self.highest)
+        return codes.clamp(-self.highest if self.bits == 8 else 0, self.highest)
 
     def round(self, columns: Tensor, steps: Steps) -> Tensor:
         """Columns (..., C) rounded to the grid with scales and zero points (..., 1)."""
@@ -95,29 +108,17 @@ class Grid:
 
     def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
         """Codes (O, I) of a weight with scales and zero points (O, G)."""
-        codes = self.codes(self.grouped(weight), Steps(steps.scale[..., None], steps.zero[..., None]))
-        return codes.flatten(1)[:, : weight.shape[1]]
+        return self.codes(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
     def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
         """A weight (O, I) rounded to the grid with scales and zero points (O, G)."""
-        wide = Steps(steps.scale[..., None], steps.zero[..., None])
-        return self.round(self.grouped(weight), wide).flatten(1)[:, : weight.shape[1]]
+        return self.round(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
 
 def _truncated(scale: Tensor) -> Tensor:
     """A scale rounded towards zero to bfloat16, as float32, so that the outermost codes are used, and quantizing
     rounded weights again gives the same codes."""
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
-
-
-def join(parts: Sequence[Steps]) -> Steps:
-    """Scales and zero points (O, G) concatenated from consecutive groups (O, 1)."""
-    return Steps(torch.cat([p.scale for p in parts], 1), torch.cat([p.zero for p in parts], 1))
-
-
-def split(steps: Steps) -> list[Steps]:
-    """The inverse of `join`."""
-    return [Steps(steps.scale[:, i, None], steps.zero[:, i, None]) for i in range(steps.scale.shape[1])]
 
 
 ROWS = 4
@@ -134,10 +135,14 @@ class Quantized(nn.Module, ABC):
     supports_packing = True
     mutable_buffers = ()  # training changes no code and no scale
 
-    def __init__(self, base: nn.Linear) -> None:
+    def __init__(self, base: nn.Linear, **buffers: tuple[Sequence[int], torch.dtype] | None) -> None:
+        """Buffers by name: shape and dtype, or None for one that this layer does not have."""
         super().__init__()
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.dtype = base.weight.dtype
+        for name, spec in buffers.items():
+            empty = None if spec is None else torch.empty(spec[0], dtype=spec[1], device=base.weight.device)
+            self.register_buffer(name, empty)
 
     @abstractmethod
     def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
@@ -199,3 +204,332 @@ def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
     """Copy the tensors into one buffer, so that each is read in vectors."""
     return torch.cat([t[None] for t in tensors]).unbind(0)
+
+
+class Int8(Quantized):
+    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, a row's largest absolute value / 127."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__(
+            base, codes=(base.weight.shape, torch.int8), scale=((base.out_features, 1), torch.float32)
+        )
+
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        weight, grid = weight.float(), Grid(8, symmetric=True)
+        steps = steps or grid.fit(weight)
+        self.scale.copy_(steps.scale)
+        self.codes.copy_(grid.codes(weight, steps))
+
+    def dense(self) -> Tensor:
+        return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        # In bfloat16 scaling the sums is more exact than rounding the dequantized matrix. In float32 many rows
+        # take the dense product, bit-equal with training and adapters. In float16 sums over codes could overflow.
+        if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
+            return super().product(x)
+        y = int8_linear(x, self.codes, self.scale[:, 0])
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def code_products(self, x: Tensor) -> Tensor:
+        sums: Sums = lambda x, codes: (codes.float() * x[0]).sum(-1)
+        return row_sums(x, [self.codes], lambda token: [token], sums) * self.scale[:, 0]
+
+
+class NF4(Quantized):
+    """NF4 (QLoRA): sixteen quantiles of the normal distribution, scaled by each block's largest absolute value.
+
+    With `double` the scales (N,) are quantized to int8, with a scale `outer` for each 256 and the mean `middle`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    outer: Tensor | None
+    middle: Tensor | None
+
+    def __init__(self, base: nn.Linear, double: bool = False) -> None:
+        size = base.weight.numel()
+        blocks = -(-size // BLOCK)
+        super().__init__(
+            base,
+            codes=((-(-size // 2),), torch.uint8),
+            scale=((blocks,), torch.int8 if double else torch.float32),
+            outer=((-(-blocks // OUTER), 1), torch.float32) if double else None,
+            middle=((), torch.float32) if double else None,
+        )
+        self.double_quantized = double
+
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        assert steps is None, "its levels are fixed"
+        codes, scale = encode(weight)
+        if len(codes) % 2:
+            codes = F.pad(codes, (0, 1), value=7)  # the code of zero
+        self.codes.copy_(codes[0::2] << 4 | codes[1::2])
+        if self.outer is None or self.middle is None:
+            self.scale.copy_(scale)
+            return
+        # In float64, since otherwise the result would depend on the number of threads.
+        self.middle.copy_(scale.double().mean())
+        rows = _rows(scale - self.middle, OUTER)
+        self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
+        self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])
+
+    def scales(self) -> Tensor:
+        """The largest absolute value of each block (N,)."""
+        if self.outer is None or self.middle is None:
+            return self.scale
+        rows = _rows(self.scale.float(), OUTER) * self.outer
+        return rows.flatten()[: len(self.scale)] + self.middle
+
+    def dense(self) -> Tensor:
+        size = self.out_features * self.in_features
+        weight = _rows(self._levels()[:size], BLOCK) * self.scales()[:, None]
+        return weight.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
+
+    def _levels(self) -> Tensor:
+        """The level of each code (I * O,), followed by one of padding if I * O is odd."""
+        levels = codebook(self.codes.device)
+        if torch.compiler.is_compiling():
+            return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
+        # Looking up two levels at once, as one number of 8 bytes, takes a third of the time.
+        pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], 1).view(torch.int64)[:, 0]
+        return pairs.index_select(0, self.codes.int()).view(torch.float32)
+
+    def code_products(self, x: Tensor) -> Tensor | None:
+        groups, rest = divmod(self.in_features, BLOCK)
+        if rest:
+            return None
+
+        def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor) -> Tensor:
+            codes = torch.unflatten(codes, 1, (groups, -1)).int()
+            return ((_level(codes >> 4) * x[0] + _level(codes & 15) * x[1]) * scale[..., None]).sum((-1, -2))
+
+        inputs: Inputs = lambda token: contiguous(*nibbles(token, groups))
+        weights = (t.view(self.out_features, -1) for t in (self.codes, self.scales()))
+        return row_sums(x, [*weights], inputs, sums)
+
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""bitsandbytes' numbers for NF4: quantiles of the normal distribution, seven below zero and eight above it."""
+
+
+def _level(codes: Tensor) -> Tensor:
+    """The levels of codes, selected bit by bit, since Inductor vectorizes `where` but not table look-ups."""
+    levels: Sequence[Any] = LEVELS
+    for bit in (1, 2, 4, 8):
+        is_set = (codes & bit) != 0
+        levels = [torch.where(is_set, b, a) for a, b in zip(levels[::2], levels[1::2], strict=True)]
+    (level,) = levels
+    return torch.as_tensor(level)
+
+
+def codebook(device: torch.device | str = "cpu") -> Tensor:
+    """NF4's levels (16,) float32, a new tensor, since one cached under a fake tensor mode would have no data."""
+    if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
+        return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
+    return torch.tensor(LEVELS, device=device)
+
+
+INVERSE = 1.0000000649e38
+"""Largest reciprocal of a scale; bitsandbytes divides by at least 1e-38."""
+
+
+def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """NF4 codes (I * O,) uint8 and scales (N,) float32 of a weight, bit-equal to bitsandbytes'.
+
+    Like bitsandbytes, complete blocks are multiplied by the reciprocal of the scale and an incomplete last block
+    is divided by it, which decides ties between two levels.
+    """
+    rows = _rows(weight.float().flatten(), BLOCK)
+    scale = rows.abs().amax(1)
+    normalised = rows * (1 / scale).clamp(max=INVERSE)[:, None]
+    if weight.numel() % BLOCK:
+        scale[-1].clamp_(min=1e-38)
+        normalised[-1] = rows[-1] / scale[-1]
+    levels = codebook(weight.device)
+    codes = torch.bucketize(normalised, (levels[1:] + levels[:-1]) / 2)
+    return codes.flatten()[: weight.numel()].to(torch.uint8), scale
+
+
+def _rows(flat: Tensor, length: int) -> Tensor:
+    return F.pad(flat, (0, -len(flat) % length)).view(-1, length)
+
+
+class _Cached(NamedTuple):
+    """A cached matrix, ids and versions of its source tensors, and references to these, except the codes."""
+
+    matrix: int_linear.PackedInt4
+    state: list[tuple[int, int]]
+    parts: list[Tensor]
+
+
+PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
+"""Cache of kernel matrices by codes, freed with them, and neither copied nor saved with a model."""
+
+
+class GroupInt(Quantized):
+    """int3 and int4 by group, bit-packed: weights scale * (code - zero) on a `Grid`.
+
+    Two 4-bit codes are in one byte, eight 3-bit codes in three. Rows are packed separately, lowest bit first (4
+    bits: the bytes of compressed-tensors' `pack-quantized`).
+
+    `codes` (O, bytes of a row) uint8; `scale` (O, G) bfloat16; `zero` packed like `codes`, or (O, G) float16 if
+    zero points are real, or None if all are the middle code. Layers from `for_step` have unpacked zero points.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+    def __init__(self, base: nn.Linear, grid: Grid) -> None:
+        rows, inputs = base.out_features, base.in_features
+        groups = -(-inputs // grid.width(inputs))
+        packed_zero = None if grid.symmetric else ((rows, packed_bytes(groups, grid.bits)), torch.uint8)
+        super().__init__(
+            base,
+            codes=((rows, packed_bytes(inputs, grid.bits)), torch.uint8),
+            scale=((rows, groups), torch.bfloat16),
+            zero=((rows, groups), torch.float16) if grid.real_zero else packed_zero,
+        )
+        self.grid = grid
+
+    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+        weight = weight.float()
+        steps = steps or self.grid.fit_weight(weight)
+        self.codes.copy_(pack(self.grid.weight_codes(weight, steps), self.grid.bits))
+        self.scale.copy_(steps.scale)
+        if self.zero is not None:
+            self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
+
+    def product(self, x: Tensor) -> Tensor:
+        if self.codes.is_inference() or not int_linear.fits_int4(
+            x, self.out_features, self.grid.width(self.in_features)
+        ):
+            return super().product(x)
+        y = int_linear.int4_linear(x, self._packed())
+        return y if self.bias is None else y + self.bias.to(x.dtype)
+
+    def _packed(self) -> int_linear.PackedInt4:
+        """The matrix packed for the kernel for few rows, cached while the codes live; it doubles their memory."""
+        parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
+        state = [(id(t), t._version) for t in parts]
+        entry = PACKED.get(self.codes)
+        if entry is None or entry.state != state:
+            bits, (scale, zero) = self.grid.bits, self.steps()
+            middle = int_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
+            codes = unpack(self.codes, bits, self.in_features) + middle
+            entry = _Cached(int_linear.pack_int4(codes, scale, zero + middle), state, parts[1:])
+            PACKED[self.codes] = entry
+        return entry.matrix
+
+    def _has_pairs(self) -> bool:
+        """True if all groups have the same, even number of codes."""
+        width = self.grid.width(self.in_features)
+        return width % 2 == 0 and self.in_features % width == 0
+
+    def code_products(self, x: Tensor) -> Tensor | None:
+        if self.grid.bits != 4 or not self._has_pairs():
+            return None
+        scale, zero = self.steps()
+        groups = scale.shape[1]
+
+        def inputs(token: Tensor) -> Sequence[Tensor]:
+            even, odd = nibbles(token, groups)
+            return [*contiguous(odd / 16, even - odd / 16), (even + odd).sum(-1)]
+
+        def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+            # A byte is even code + 16 * odd code, so that the odd one needs no shift.
+            codes = torch.unflatten(codes, 1, (groups, -1))
+            products = codes.float() * x[0] + (codes & 15).float() * x[1]
+            return (products * scale[..., None]).sum((-1, -2)) - (scale * zero * x[2]).sum(-1)
+
+        return row_sums(x, (self.codes, scale, zero), inputs, sums)
+
+    def for_step(self) -> Quantized:
+        if not self._has_pairs() or (self.grid.bits == 4 and (self.zero is None or self.grid.real_zero)):
+            return self
+        with torch.device(self.codes.device):
+            layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
+        layer.bias, layer.dtype, layer.scale, layer.codes = self.bias, self.dtype, self.scale, self.codes
+        if self.grid.bits == 3:
+            middle = 4 if self.zero is None else 0  # the middle code is 4 in 3 bits, 8 in 4 bits
+            layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
+        layer.zero = self.zero
+        if self.zero is not None and not self.grid.real_zero:  # unpacking takes a tenth of a product's time
+            layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))
+        return layer.train(self.training)
+
+    def steps(self) -> Steps:
+        """Scales and zero points (O, G) in float32."""
+        scale, bits = self.scale.float(), self.grid.bits
+        if self.zero is None:
+            return Steps(scale, torch.full_like(scale, 2 ** (bits - 1)))
+        packed = self.zero.shape != scale.shape  # unpacked in layers from `for_step`
+        return Steps(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
+
+    def dense(self) -> Tensor:
+        # code - zero is exact in bfloat16, and so is its product with the scale but for the final rounding.
+        exact = self.dtype == torch.bfloat16 and not self.grid.real_zero
+        eager = self.codes.device.type == "cpu" and not torch.compiler.is_compiling()
+        if eager and exact and self.grid.bits == 4 and self._has_pairs():
+            return self._dense_by_pairs()
+        dtype = torch.bfloat16 if exact else torch.float32
+        scale, zero = (s.to(dtype)[..., None] for s in self.steps())
+        codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).to(dtype))
+        return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
+
+    def _dense_by_pairs(self) -> Tensor:
+        """The dense bfloat16 matrix (O, I) of 4-bit codes, dequantized `DENSE_ROWS` rows at a time."""
+        scale, zero = (s.to(torch.bfloat16)[..., None] for s in self.steps())
+        zero = zero + PAIR_OFFSET
+        dense = scale.new_empty(*scale.shape[:2], self.in_features // scale.shape[1])
+        for i in range(0, self.out_features, DENSE_ROWS):
+            rows = slice(i, i + DENSE_ROWS)
+            codes = _pairs(self.codes[rows]).view_as(dense[rows])
+            torch.mul(codes.sub_(zero[rows]), scale[rows], out=dense[rows])
+        return dense.flatten(1)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Bytes of two 4-bit codes (O, N) -> codes + `PAIR_OFFSET` (O, 2 N) in bfloat16.
+
+    The bit pattern of 128 in bfloat16 is 0x4300; adding a code to 128 sets its last four bits to the code.
+    """
+    words = codes.to(torch.int32)
+    return words.mul_(1 + 2**12).bitwise_and_(0x000F000F).bitwise_or_(0x43004300).view(torch.bfloat16)
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes of a row of `count` packed codes."""
+    return -(-count * bits // 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (O, I) below 2**bits -> (O, packed_bytes(I, bits)) uint8."""
+    numbers = codes.to("cpu", torch.uint8).numpy()[..., None]
+    planes = np.unpackbits(numbers, axis=-1, count=bits, bitorder="little").reshape(len(codes), -1)
+    return torch.from_numpy(np.packbits(planes, axis=-1, bitorder="little")).to(codes.device)
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack`: (O, bytes) -> codes (O, count) uint8."""
+    size = bits // math.gcd(bits, 8)  # the least number of bytes that complete codes fill
+    padded = F.pad(packed, (0, -packed.shape[1] % size))
+    parts = padded.view(len(packed), -1, size).unbind(-1)
+    return torch.stack([_code(parts, first, bits) for first in range(0, 8 * size, bits)], -1).flatten(1)[:, :count]
+
+
+def _code(parts: Sequence[Tensor], first: int, bits: int) -> Tensor:
+    """The code of `bits` bits that starts at bit `first` of a group of bytes."""
+    byte, bit = divmod(first, 8)
+    code: Tensor = parts[byte] >> bit
+    if bit + bits > 8:
+        code = code | (parts[byte + 1] << (8 - bit))
+    return code.bitwise_and(2**bits - 1)

@@ -3,23 +3,33 @@
 Sparse upcycling https://arxiv.org/abs/2212.05055. Fine-grained, with virtual groups
 https://arxiv.org/abs/2410.07524; here only the down projections are scaled, since a gated MLP is not homogeneous
 in its other matrices. Drop-Upcycling https://arxiv.org/abs/2502.19261. An entry of CHANGES, see `changes.py`.
+
+`experts.py` shares the functions that select MLPs, make mixtures of them, and compare outputs.
 """
 
-# Shapes: E experts, G the granularity, D width.
+# Shapes: E experts, G the granularity, D width, N tokens, H hidden neurons.
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment import dense_mlp
-from dunes.augment.change import Change, generator
+from dunes.augment.adapted import how_to_make_dense
+from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Upcycle
+from dunes.models.mixtral import MAX_EXPERTS, mixture
+from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 
 VERSION = 1
+ROUTER_STD = 0.02
+"""Standard deviation of new routers' weights, as in a new model."""
+TOLERANCE, TOKENS = 1e-5, 64
+FILLED = 0.7
+"""Progress, from 0 to 1, after filling the experts and before comparing their outputs."""
 
 
 def decide(model: nn.Module, options: Upcycle) -> Change:
@@ -30,7 +40,7 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
     which reinitialises neurons, do the model's outputs change. Raises ValueError for invalid options.
     """
     request, granularity, drop = options.request(), options.granularity, options.drop
-    dense_mlp.require_experts(options.experts, options.top_k)
+    require_experts(options.experts, options.top_k)
     if granularity < 1:
         raise ValueError(f"granularity is {granularity}; expected 1 or more pieces")
     for name, value in (("experts", options.experts), ("top_k", options.top_k)):
@@ -42,11 +52,10 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
             )
     if not 0 <= drop < 1:
         raise ValueError(f"drop is {drop}; expected a fraction from 0 to below 1")
-    mlps = dense_mlp.find_mlps(model, request["where"])
-    places = {}
-    for place, mlp in mlps.items():
-        width = dense_mlp.require_division(place, mlp.down.in_features, granularity, "granularity")
-        places[place] = {"width": width}
+    places = {
+        place: {"width": require_division(place, mlp.down.in_features, granularity, "granularity")}
+        for place, mlp in find_mlps(model, request["where"]).items()
+    }
     return Change("upcycle", VERSION, request, places, tuple(f"{place}.router.*" for place in places))
 
 
@@ -60,12 +69,11 @@ def describe(change: Change) -> str:
 
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
-    request, mlps = change.request, dense_mlp.find_mlps(model, {*change.places})
-    dense_mlp.require_experts(request["experts"], request["top_k"])
-    for place in tree.find(model, {*change.places}):
-        widths = [change.places[place.name]["width"]] * request["experts"]
-        moe = dense_mlp.new_mixture(mlps[place.name], widths, request["top_k"], request["balance"])
-        setattr(place.parent, place.key, moe)
+    request, mlps = change.request, find_mlps(model, {*change.places})
+    experts, top_k, balance = request["experts"], request["top_k"], request["balance"]
+    require_experts(experts, top_k)
+    widths = {place: [change.places[place]["width"]] * experts for place in mlps}
+    put_modules(model, {place: new_mixture(mlps[place], widths[place], top_k, balance) for place in mlps})
 
 
 @torch.no_grad()
@@ -74,26 +82,20 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
     Raises ValueError, and restores the MLPs, if the outputs of the copies differ from theirs.
     """
-    mlps, request = dense_mlp.dense_mlps(model, change.places, weights), change.request
-    pieces = request["granularity"]
-    for place, moe in each(dense_mlp.mixtures(model, mlps).items(), end=dense_mlp.FILLED):
+    mlps, request = dense_mlps(model, change.places, weights), change.request
+    pieces, seed = request["granularity"], request["seed"]
+    for place, moe in each(modules_at(model, mlps).items(), end=FILLED):
+        width = moe.experts[0].down.in_features
         for e, expert in enumerate(moe.experts):
-            dense_mlp.copy_neurons(expert, mlps[place], _piece(expert, e % pieces), pieces)
-        rows = torch.randn(len(moe.experts) // pieces, moe.router.in_features, generator=_draw(request, place))
-        moe.router.weight.copy_(dense_mlp.ROUTER_STD * rows.repeat_interleave(pieces, 0))
-    dense_mlp.require_equality(model, mlps)
-    for place, moe in dense_mlp.mixtures(model, mlps).items() if request["drop"] else ():
+            first = e % pieces * width
+            copy_neurons(expert, mlps[place], slice(first, first + width), pieces)
+        draw = generator(seed, "upcycle", place)
+        rows = torch.randn(len(moe.experts) // pieces, moe.router.in_features, generator=draw)
+        moe.router.weight.copy_(ROUTER_STD * rows.repeat_interleave(pieces, 0))
+    require_equality(model, mlps)
+    for place, moe in modules_at(model, mlps).items() if request["drop"] else ():
         for e, expert in enumerate(moe.experts):
-            redraw_neurons(expert, request["drop"], _draw(request, place, e))
-
-
-def _piece(expert: Any, index: int) -> slice:
-    width = expert.down.in_features
-    return slice(index * width, (index + 1) * width)
-
-
-def _draw(request: Mapping[str, Any], *key: Any) -> torch.Generator:
-    return generator(request["seed"], "upcycle", *key)
+            redraw_neurons(expert, request["drop"], generator(seed, "upcycle", place, e))
 
 
 def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
@@ -106,3 +108,117 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
         if old.numel() > 1:
             new = torch.randn(old.shape, generator=draw).to(old.device) * old.std() + old.mean()
             rows[neurons] = new.to(rows.dtype)
+
+
+def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
+    """Dense MLPs that `where` selects, by place. Raises ValueError, naming the place, for any other module."""
+    is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
+    selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
+    if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
+        raise ValueError(f"{missing[0]}: this model has no such MLP; was the change made to another model?")
+    for place, module in selected.items():
+        if isinstance(tree.innermost(module), MoE):
+            raise ValueError(f"{place}: already a mixture of experts; make the change to the dense model")
+        for name, layer in {"": module, **dict(module.named_children())}.items():
+            if type(layer) not in (MLP, GatedMLP) and not tree.is_dense(layer):
+                raise ValueError(
+                    f"{place}{'.' * bool(name)}{name} is {type(layer).__name__}; expected a plain linear layer: "
+                    f"{how_to_make_dense(layer)}"
+                )
+    return selected
+
+
+def require_experts(experts: int, top_k: int) -> None:
+    """Raise ValueError unless 2 <= `top_k` <= `experts` <= MAX_EXPERTS."""
+    if not 2 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"experts to choose from: {experts}; expected 2 to {MAX_EXPERTS}")
+    if not 2 <= top_k <= experts:
+        raise ValueError(
+            f"top_k is {top_k}; expected 2 to {experts}, the number of experts that a token can choose from: "
+            "the weight of a single expert is always 1, from which a router learns nothing"
+        )
+
+
+def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
+    """Hidden neurons of each piece. Raises ValueError, suggesting divisors, unless `pieces` divides `hidden`."""
+    if hidden % pieces == 0:
+        return hidden // pieces
+    fitting = [n for n in range(2, hidden + 1) if hidden % n == 0]
+    nearest = sorted(sorted(fitting, key=lambda n: abs(n - pieces))[:3])
+    raise ValueError(
+        f"{place}: {name} is {pieces}, which does not divide its {hidden} hidden neurons; "
+        f"{' or '.join(map(str, nearest))} would"
+    )
+
+
+def new_mlp(like: Any, hidden: int) -> Any:
+    """An uninitialised MLP with `hidden` neurons, of the same class, dtype and device."""
+    with torch.device("meta"):
+        mlp = type(like)(like.down.out_features, hidden, like.act, like.down.bias is not None)
+    return allocate(mlp, like)
+
+
+def allocate(module: nn.Module, like: Any) -> nn.Module:
+    """Allocate the weights of a module on the meta device, uninitialised, with the dtype and device of an MLP."""
+    weight = like.down.weight
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):  # `to_empty` fails for fake tensors
+            setattr(part, name, nn.Parameter(torch.empty(p.shape, dtype=weight.dtype, device=weight.device)))
+    return module.train(like.training)
+
+
+def new_mixture(
+    like: Any, widths: list[int], top_k: int, balance: float, shared: int = 0, gate: Any = None
+) -> MoE:
+    """An uninitialised mixture with experts of these widths, the first `shared` of which get every token.
+
+    The router is linear, or of the class `gate`, which has a balancing loss of its own.
+    """
+    dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
+    with torch.device("meta"):
+        moe = mixture(dim, experts[shared:], top_k, balance=0.0 if gate else balance, shared=experts[:shared])
+        router = moe.router if gate is None else gate(dim, len(moe.experts), top_k, balance)
+    moe.router = allocate(router, like)
+    return moe.train(like.training)
+
+
+def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Original MLPs of the mixtures at these places, by place; they share tensors with the old state dict."""
+    paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
+    for place, moe in modules_at(model, places).items():
+        prefix = paths[id(moe)]
+        state = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+        mlps[place] = new_mlp(moe.experts[0], len(state["up.weight"]))
+        mlps[place].load_state_dict(state, assign=True)
+    return mlps
+
+
+@torch.no_grad()
+def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> None:
+    """Copy hidden neurons (a slice or indices) of a dense MLP into an expert, scaling their output weights."""
+    weights = dict(mlp.named_parameters())
+    for name, parameter in expert.named_parameters():
+        if name == "down.weight":
+            parameter.copy_(weights[name][:, neurons] * scale)
+        else:
+            parameter.copy_(weights[name] if name == "down.bias" else weights[name][neurons])
+
+
+@torch.no_grad()
+def require_equality(model: nn.Module, mlps: Mapping[str, Any], read: Any = lambda place, moe: moe) -> None:
+    """Compare `read(place, mixture)` with the dense MLP that it replaced, in float32 on random hidden states.
+
+    If the outputs differ by more than the rounding of scaled weights in the model's dtype, the MLPs are restored
+    and ValueError is raised.
+    """
+    for place, moe in each(modules_at(model, mlps).items(), FILLED):
+        weight = mlps[place].down.weight
+        x = torch.randn(TOKENS, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.device)
+        expected, actual = deepcopy(mlps[place]).float().eval()(x), read(place, deepcopy(moe).float().eval())(x)
+        tolerance = max(TOLERANCE, torch.finfo(weight.dtype).eps) * float(expected.abs().max())
+        if not (difference := float((actual - expected).abs().max())) <= tolerance:
+            put_modules(model, mlps)
+            raise ValueError(
+                f"{place}: the experts differ from the dense MLP by {difference:.1e}, more than {tolerance:.1e}; "
+                "the model is as before. Are its weights finite? dunes inspect --values lists them"
+            )

@@ -5,7 +5,8 @@ Start with `benchmark` and `runner.bench`, `race` for two sides, `profile_module
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark
 from dunes.bench.profile_modules import Report, profile_modules
-from dunes.bench.race import Lap, Work, race
+from dunes.bench.runner import Lap, race
+from dunes.bench.subject import Work
 from dunes.measure import allocations
 
 __all__ = ["BENCHMARKS", "Lap", "Report", "Work", "allocations", "benchmark", "profile_modules", "race"]

@@ -22,8 +22,7 @@ from torch import nn
 
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted
-from dunes.bench.race import Work
-from dunes.bench.subject import Setting, Subject, scratch
+from dunes.bench.subject import Setting, Subject, Work, scratch
 from dunes.checkpoint import LoadedModel
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus

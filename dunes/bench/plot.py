@@ -10,7 +10,7 @@ from statistics import linear_regression
 from typing import Any
 
 from dunes.bench.profile_modules import PHASES, Report
-from dunes.bench.rows import SETTING, Row, group_rows, summarize
+from dunes.bench.rows import SETTING, Row, group_rows, summaries
 from dunes.extra import extra
 from dunes.measure import KINDS, Allocations
 from dunes.runs.picture import is_drawable
@@ -21,16 +21,12 @@ AXES = ("parameters", "context", "batch", "threads")
 NAMES = {"seconds": "time per run", "peak_bytes": "tensors at peak memory", "rate": "rate"}
 
 
-def _plotnine() -> Any:
-    return extra("plotnine", "plot")
-
-
 def _frame(records: Sequence[Mapping[str, Any]]) -> Any:
     return extra("polars", "plot").DataFrame(list(records), strict=False, infer_schema_length=None)
 
 
 def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str) -> Any:
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     thin = p.element_line(color="#e6e6e6", size=0.5)
     look = p.theme_minimal(base_size=11) + p.theme(
         figure_size=(wide, high),
@@ -73,7 +69,7 @@ def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
 
     `results` are summaries. Raises ValueError if no two of them differ in the axis alone.
     """
-    p, records = _plotnine(), list[dict[str, Any]]()
+    p, records = extra("plotnine", "plot"), list[dict[str, Any]]()
     for name, members in scaling_lines(results, axis).items():
         xs, ys = [float(m[axis]) for m in members], [float(m[of]) for m in members]
         k, a = exponent(xs, ys)
@@ -104,7 +100,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
 
     Takes records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
     order = [str(f["name"]) for f in reversed(results)]
     ends = p.geom_errorbar(p.aes(ymin="low", ymax="high"), width=0.25, color="#222222")
@@ -127,7 +123,7 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
 
     Takes records with `name`, `rate`, `limit` and `unit`.
     """
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     labels = [f"{f['name']}: {f['rate'] / f['limit']:.0%}" for f in results]
     frame = _frame([dict(f) | {"line": label} for f, label in zip(results, labels, strict=True)])
     ends = [min(float(f["rate"]) for f in results), max(float(f["limit"]) for f in results)]
@@ -161,7 +157,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
 def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
     """Line plot of x and y of the records, one line for each value of column `by`."""
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     return (
         _base(_frame(records), x="x", y="y", color=by)
         + p.geom_line(size=0.9)
@@ -186,7 +182,7 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def module_bars(report: Report) -> Any:
     """Bar chart of the time of each module with its submodules, by phase; equal blocks are summed."""
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
         {"module": name or "all", "phase": phase, "milliseconds": 1e3 * seconds}
@@ -206,7 +202,7 @@ def module_bars(report: Report) -> Any:
 
 def memory(log: Allocations, resolution: int = 400) -> Any:
     """Plot of tensor memory over time, by kind, with the peak marked."""
-    p = _plotnine()
+    p = extra("plotnine", "plot")
     events = len(log.live)
     moments = sorted({*range(0, events, max(1, events // resolution)), log.moment})
     records = []
@@ -229,8 +225,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all plots of these measurements: scaling over each axis that varies, and a bar chart of rates."""
-    results = [summarize(group) for group in group_rows(rows).values()]
-    paths = []
+    results, paths = summaries(rows), []
     for axis in AXES:
         if scaling_lines(results, axis):
             for of in ("seconds", "peak_bytes") if results[0].get("peak_bytes") else ("seconds",):

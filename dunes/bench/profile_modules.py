@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dunes import measure
-from dunes.bench.race import Work
+from dunes.bench.subject import Work
 
 MODULE = "module: "
 OUTSIDE = "(outside)"
@@ -118,12 +118,8 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
         if module in names:
             open_ranges.pop().__exit__(None, None, None)
 
-    hooks = [register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True)]
-    try:
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end, always_call=True):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:

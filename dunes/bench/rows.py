@@ -82,6 +82,11 @@ def summarize(rows: Sequence[Row]) -> Row:
     return results | {name: first[name] for name in ("peak_bytes", "machine") if first.get(name) is not None}
 
 
+def summaries(rows: Iterable[Row]) -> list[Row]:
+    """One record per case."""
+    return [summarize(group) for group in group_rows(rows).values()]
+
+
 def source_commit() -> str | None:
     """The commit of the running source tree, with + if it has changes; None outside of a checkout."""
     folder = Path(__file__).parent

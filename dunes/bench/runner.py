@@ -1,8 +1,11 @@
-"""Run a benchmark over settings: estimate the memory first, then append each lap to the file."""
+"""Run a benchmark over settings: estimate the memory first, then append each lap to the file.
+
+Workloads are timed in alternation, so that drift of the machine's speed favours none.
+"""
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +18,7 @@ import tyro
 from dunes import __version__, measure, tree
 from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
-from dunes.bench.race import LEAST, Lap, Work, race
-from dunes.bench.subject import Setting, Subject, of_folder, of_shape
+from dunes.bench.subject import Setting, Subject, Work, of_folder, of_shape
 from dunes.flags import flag
 from dunes.progress import report
 from dunes.runs.memory import Shape, train_allocations
@@ -27,6 +29,8 @@ FRAGMENTS = 1.5
 """Upper bound of process growth over the size of its tensors, due to fragmentation
 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
+LEAST = 0.2
+"""Minimum seconds of a lap; shorter work is repeated within it."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -149,6 +153,58 @@ def _check_memory(results: Sequence[Case]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Lap:
+    """One timing: mean seconds per run over `runs`, and seconds to the first token."""
+
+    name: str
+    round: int
+    seconds: float
+    runs: int
+    first_token: float | None = None
+
+
+def race(
+    works: Mapping[str, Work],
+    rounds: int,
+    *,
+    before: Callable[[str], object] = lambda name: None,
+    least: float = LEAST,
+    clock: Callable[[], float] = perf_counter,
+) -> Iterator[Lap]:
+    """Yield laps of all workloads in turn, `rounds` of each: A B, then B A, then A B.
+
+    Alternating the order cancels a steady drift in the comparison of any two. Each workload first runs twice
+    untimed, to load kernels and set the number of runs per lap. `before(name)` is called before each lap, untimed.
+    """
+    runs = {}
+    for name, work in works.items():
+        before(name)
+        first, _ = [_time(work, 1, clock) for _ in range(2)][1]
+        runs[name] = max(1, round(least / max(first, 1e-9)))
+    for number in range(rounds):
+        for name in works if number % 2 == 0 else reversed(list(works)):
+            before(name)
+            seconds, first_token = _time(works[name], runs[name], clock)
+            yield Lap(name, number, seconds, runs[name], first_token)
+
+
+def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
+    """Seconds per run without the setup, and seconds including `then`, None without it."""
+    total = extended = 0.0
+    for _ in range(runs):
+        state = work.setup()
+        start = clock()
+        result = work.run(state)
+        measure.synchronize(measure.device())
+        total += clock() - start
+        if work.then is not None:
+            work.then(result)
+            measure.synchronize(measure.device())
+            extended += clock() - start
+    return total / runs, None if work.then is None else extended / runs
+
+
 def bench(name: str, request: Request, rounds: int, out: Path, least: float = LEAST) -> list[rows.Row]:
     """Time the cases in turn, and append a row to `out` after each lap.
 
@@ -231,8 +287,3 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
 def default_path(name: str) -> Path:
     """The default file of a benchmark's rows."""
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")
-
-
-def summaries(results: Sequence[Mapping[str, Any]]) -> list[rows.Row]:
-    """One record per case."""
-    return [rows.summarize(group) for group in rows.group_rows(map(dict, results)).values()]

@@ -1,4 +1,4 @@
-"""Models to measure: a model folder, or a shape with random weights."""
+"""Workloads and the models that they run: a model folder, or a shape with random weights."""
 
 import atexit
 import shutil
@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
+from torch import nn
 
 from dunes import checkpoint, measure
 from dunes.checkpoint.loading import is_adapter, tokenizer_folder
@@ -24,6 +26,28 @@ VOCAB = 4096
 """Vocabulary size of a shape, as in `dunes train`."""
 CONTEXT = 256
 """Context length of a shape, as in `dunes train`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A workload to time: `run(setup())`, of which only `run` is timed.
+
+    `then` is called with the result of `run`; its end gives a second time, the time to first token.
+
+    One run processes `amount` of `unit` (tokens, bytes, ...) with `flops` floating-point operations and at least
+    `bytes` bytes read, 0 if unknown; `model` is the model that runs, if any.
+    """
+
+    run: Callable[[Any], object]
+    amount: float
+    unit: str = "tokens"
+    setup: Callable[[], Any] = lambda: None
+    flops: float = 0.0
+    bytes: float = 0.0
+    model: nn.Module | None = None
+    then: Callable[[Any], object] | None = None
+    form: str | None = None
+    """Name of the timed implementation if there are several; a column of the rows."""
 
 
 @dataclass(frozen=True)

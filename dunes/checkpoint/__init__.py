@@ -4,16 +4,14 @@ Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.
 `save_weights` and `load_weights` for any network, `save_state` and `load_state` for a run.
 """
 
-from dunes.checkpoint.architecture import Architecture
+from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.base import base_identity
-from dunes.checkpoint.folder import LoadedModel, save
+from dunes.checkpoint.folder import LoadedModel, save, save_weights
 from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
-from dunes.checkpoint.hf_config_of import hf_config_of
 from dunes.checkpoint.hub import locate_model
-from dunes.checkpoint.loading import describe, load, load_with_tokenizer
-from dunes.checkpoint.network import is_network, load_network, load_weights, save_weights
+from dunes.checkpoint.loading import describe, is_network, load, load_network, load_weights, load_with_tokenizer
 from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
-from dunes.files.trust import cards_trusted, trust_cards
+from dunes.files.model_file import cards_trusted, trust_cards
 
 __all__ = [
     "Architecture",

@@ -1,8 +1,9 @@
 """The architecture of a model: a family with its config, or a function that builds it, and the changes since.
 
-The card of a model that no Hugging Face config describes records its architecture. Loading builds the structure,
-repeats the changes, and compares the result with the saved model before any weight is read. The function is an
-argument of `load`, or one of `dunes.models`; any other is imported only if the caller trusts the card.
+The family and config of a built model follow from its modules alone. The card of a model that no Hugging Face
+config describes records its architecture. Loading builds the structure, repeats the changes, and compares the
+result with the saved model before any weight is read. The function is an argument of `load`, or one of
+`dunes.models`; any other is imported only if the caller trusts the card.
 """
 
 import importlib
@@ -11,9 +12,9 @@ import inspect
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -25,19 +26,19 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment import Change, repeat_structure
 from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
-from dunes.checkpoint.weights.header import quote
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
-from dunes.checkpoint.weights.safetensors_writer import CODES
+from dunes.checkpoint.weights.safetensors_file import CODES, quote
 from dunes.files.atomic import tensor_digests
-from dunes.files.trust import cards_trusted
-from dunes.models import FAMILIES
-from dunes.models.meta import build_on_meta
+from dunes.files.model_file import cards_trusted
+from dunes.models import FAMILIES, build_on_meta
 from dunes.parts import Decoder
-from dunes.tree.summary import module_rows
+from dunes.tree.summary import ModuleRow, module_rows
+from dunes.units import plural
 
 Build: TypeAlias = Callable[..., nn.Module]
 NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
+"""Names of objects of a module in `dunes.models`, which are imported without trust."""
 
 
 @dataclass(frozen=True)
@@ -72,29 +73,28 @@ class Architecture:
                 return cls(family, FAMILIES[family].from_hf(config), changes)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}") from None
-        if isinstance(family, dict) and "class" in family and function is not None:
-            return cls(function_name(function), {}, changes, function)
-        if isinstance(family, dict) and "class" in family:
+        entries = family if isinstance(family, dict) else {}
+        name, arguments = entries.get("function"), entries.get("arguments")
+        if "class" in entries:
+            if function is not None:
+                return cls(function_name(function), {}, changes, function)
             raise ValueError(
-                f"{path.parent}: the weights of {quote(family['class'])} without a function that builds it; build "
-                f"it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
+                f"{path.parent}: the weights of {quote(entries['class'])} without a function that builds it; "
+                f"build it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
             )
-        name, arguments = (
-            family.get(key) if isinstance(family, dict) else None for key in ("function", "arguments")
-        )
         if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
             raise ValueError(
                 f"{path}: family must be a family's name with its config, or a function with its arguments"
             )
-        if function is None and (cards_trusted() or is_ours(name)):
+        if function is not None:
+            return cls(function_name(function), arguments, changes, function)
+        if cards_trusted() or OURS.fullmatch(name):
             return cls(name, arguments, changes, import_build(name, path.parent))
-        if function is None:
-            raise ValueError(
-                f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
-                "pass --trust-code, in Python trust_code=True or the function itself: "
-                f"build={name[:200].rpartition(':')[2]}"
-            )
-        return cls(function_name(function), arguments, changes, function)
+        raise ValueError(
+            f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
+            "pass --trust-code, in Python trust_code=True or the function itself: "
+            f"build={name[:200].rpartition(':')[2]}"
+        )
 
     def record(self) -> dict[str, Any]:
         """The card's entries for this architecture."""
@@ -103,25 +103,24 @@ class Architecture:
             entries = {"family": self.family, "config": FAMILIES[self.family].to_hf(self.config)}
         return entries | {"changes": [change.record() for change in self.changes]}
 
-    def build(self) -> Decoder:
+    def build(self, on_meta: bool = False) -> Decoder:
         """The model with uninitialised weights, on the default device.
 
         A function may build a module that is no Decoder; code that needs one then raises AttributeError.
         """
         if self.function is not None:
-            return self._repeat_changes(call_build(self.function, self.config))
-        return self._repeat_changes(FAMILIES[self.family].build(self.config))
-
-    def outline(self) -> Decoder:
-        """The model on the meta device; a model that a function builds is on the device chosen by the function."""
-        if self.function is not None:
-            return self.build()
-        return self._repeat_changes(build_on_meta(self.family, self.config))
-
-    def _repeat_changes(self, model: nn.Module) -> Decoder:
+            model = call_build(self.function, self.config)
+        else:
+            model = (
+                build_on_meta(self.family, self.config) if on_meta else FAMILIES[self.family].build(self.config)
+            )
         for change in self.changes:
             repeat_structure(model, change)
         return cast(Decoder, model)
+
+    def outline(self) -> Decoder:
+        """The model on the meta device; a model that a function builds is on the device chosen by the function."""
+        return self.build(on_meta=True)
 
 
 def has_own_form(card: Mapping[str, Any]) -> bool:
@@ -129,30 +128,27 @@ def has_own_form(card: Mapping[str, Any]) -> bool:
     return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
 
 
-def describe(model: nn.Module, architecture: Architecture) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+def describe(
+    model: nn.Module, architecture: Architecture | None = None
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Raises ValueError, listing the first differences, if the architecture builds a model that differs in more than
-    the values of parameters and persistent buffers.
+    Without an architecture the card names only the model's class. Raises ValueError, listing the first
+    differences, if the architecture builds a model that differs in more than the values of parameters and
+    persistent buffers.
     """
     _require_values(model)
-    rebuilt, tied, weights = architecture.outline(), tied_names(model), _tensors(model)
-    differences = [
-        *tensor_differences(rebuilt, weights, tied, architecture),
-        *_unsaved_differences(model, rebuilt),
-    ]
-    if differences:
-        more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        listed = "; ".join(" ".join(str(d).split())[:200] for d in differences[:SHOWN])
-        raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
-    return architecture.record() | {"structure": _structure(rebuilt, tied)}, weights
-
-
-def describe_weights(model: nn.Module) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Card entries and tensors of a network without a build function. Raises ValueError as `describe`."""
-    _require_values(model)
-    entries = {"family": {"class": function_name(type(model))}, "structure": _structure(model, tied_names(model))}
-    return entries, _tensors(model)
+    weights, tied = saved_tensors(model)
+    if architecture is None:
+        rebuilt, entries = model, {"family": {"class": function_name(type(model))}}
+    else:
+        rebuilt, entries = architecture.outline(), architecture.record()
+        lost = _unsaved_differences(model, rebuilt)
+        if differences := [*tensor_differences(rebuilt, weights, tied, architecture), *lost]:
+            more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+            listed = "; ".join(" ".join(str(d).split())[:200] for d in differences[:SHOWN])
+            raise ValueError(f"{architecture.family} builds a different model: {listed}{more}")
+    return entries | {"structure": {"modules": _module_digests(rebuilt), "tied": tied}}, weights
 
 
 def _require_values(model: nn.Module) -> None:
@@ -163,10 +159,6 @@ def _require_values(model: nn.Module) -> None:
         raise ValueError(f"{empty} has no values: it is on the meta device")
     if odd := [k for k, t in state if not isinstance(t, Tensor) or t.dtype not in CODES]:
         raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
-
-
-def _structure(model: nn.Module, tied: dict[str, str]) -> dict[str, Any]:
-    return {"modules": _module_digests(model), "tied": tied}
 
 
 def compare_structure(
@@ -222,19 +214,14 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
     return table
 
 
-def _tensors(model: nn.Module) -> dict[str, LazyTensor]:
-    """Tensors to save, by name, without repetitions of tied ones."""
-    tied = tied_names(model)
-    return in_memory({k: t for k, t in model.state_dict().items() if k not in tied})
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied tensors, mapped to each tensor's first name."""
+def saved_tensors(model: nn.Module) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """The tensors to save, by name, and further names of tied ones, mapped to each tensor's first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
     state = model.state_dict()
-    return {key: name for key, name in names.items() if key != name and key in state}
+    tied = {key: name for key, name in names.items() if key != name and key in state}
+    return in_memory({key: tensor for key, tensor in state.items() if key not in tied}), tied
 
 
 def tensor_differences(
@@ -244,10 +231,12 @@ def tensor_differences(
 
     The weights of a family may be stored in any floating-point dtype.
     """
-    expected, expected_ties = _tensors(model), tied_names(model)
+    (expected, expected_ties), any_float = saved_tensors(model), architecture.function is None
     differing = {key for key in {**expected_ties, **tied} if expected_ties.get(key) != tied.get(key)}
     for key in sorted(differing):
-        yield Difference("tied", key, *(_describe_tie(names.get(key)) for names in (expected_ties, tied)))
+        firsts = (expected_ties.get(key), tied.get(key))
+        texts = ("a tensor of its own" if name is None else f"the same tensor as {name}" for name in firsts)
+        yield Difference("tied", key, *texts)
     for key in sorted((expected.keys() | files.keys()) - differing):
         built, actual = expected.get(key), files.get(key)
         if actual is None or built is None:
@@ -255,14 +244,8 @@ def tensor_differences(
             yield Difference(reason, key, *("nothing" if w is None else str(w.shape) for w in (built, actual)))
         elif built.shape != actual.shape:
             yield Difference("shape", key, str(built.shape), str(actual.shape))
-        elif built.dtype != actual.dtype and (
-            architecture.function or not {built.dtype, actual.dtype} <= {*FLOATS}
-        ):
+        elif built.dtype != actual.dtype and not (any_float and {built.dtype, actual.dtype} <= {*FLOATS}):
             yield Difference("dtype", key, str(built.dtype), str(actual.dtype))
-
-
-def _describe_tie(name: str | None) -> str:
-    return "a tensor of its own" if name is None else f"the same tensor as {name}"
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
@@ -280,8 +263,8 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
     actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
-            changed = "has another class or other settings" if {name} <= actual.keys() & digests.keys() else None
-            reason = changed or ("is missing" if name in digests else "is new")
+            single = "is missing" if name in digests else "is new"
+            reason = "has another class or other settings" if name in actual and name in digests else single
             yield Difference("structure", name or "the model", "", reason)
 
 
@@ -304,27 +287,24 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def is_ours(name: str) -> bool:
-    """True if "module:name" names an object of a module in `dunes.models`."""
-    return OURS.fullmatch(name) is not None
-
-
-def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
+def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
     Modules are also searched for in the current folder, files only there. Raises ValueError if the import fails,
     or if an object of `dunes.models` builds no network.
     """
     module_name, _, attributes = name.partition(":")
+    paths = [*sys.path]
     try:
         if NAME.fullmatch(name) is None:
             raise ValueError("expected module:name; functions inside of functions cannot be imported")
+        sys.path.append(str(Path.cwd()))
         value: Any = _import_module(module_name)
         for attribute in attributes.split("."):
             if not hasattr(value, attribute):
                 raise ValueError(f"{module_name} has no {attributes}")
             value = getattr(value, attribute)
-        if not callable(value) or (is_ours(name) and not _builds_network(value, module_name)):
+        if not callable(value) or (OURS.fullmatch(name) and not _builds_network(value, module_name)):
             raise ValueError(f"{attributes} builds no network")
     except Exception as error:  # whatever the module raises when it runs
         reason = " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())
@@ -332,8 +312,9 @@ def import_build(name: str, folder: Path) -> Callable[..., nn.Module]:
             f"{folder}: built by {quote(name)}, which cannot be imported: {reason[:300]}; run in the folder that "
             "has its file, or pass the function in Python: build="
         ) from None
-    build: Callable[..., nn.Module] = value
-    return build
+    finally:
+        sys.path[:] = paths
+    return cast(Build, value)
 
 
 def _builds_network(value: Any, module: str) -> bool:
@@ -345,8 +326,7 @@ def _builds_network(value: Any, module: str) -> bool:
 def _import_module(name: str) -> ModuleType:
     """Import a module by name, or a script of the current folder by file name; it may be the running script."""
     if not name.endswith(".py"):
-        with _current_folder():
-            return importlib.import_module(name)
+        return importlib.import_module(name)
     main = sys.modules["__main__"]
     if Path(getattr(main, "__file__", None) or "").name == name:
         return main
@@ -356,17 +336,67 @@ def _import_module(name: str) -> ModuleType:
     assert specification is not None, "the suffix is Python's"
     assert specification.loader is not None, "the suffix is Python's"
     module = importlib.util.module_from_spec(specification)
-    with _current_folder():
-        specification.loader.exec_module(module)
+    specification.loader.exec_module(module)
     return module
 
 
-@contextmanager
-def _current_folder() -> Iterator[None]:
-    """Append the current folder to the import path in the context."""
-    before = [*sys.path]
-    sys.path.append(str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path[:] = before
+def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
+    """The family and config that build exactly this model, or the first difference from the closest family."""
+    reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
+    for family, module in FAMILIES.items():
+        try:
+            hf = module.to_hf(module.read(model, context_length))
+            config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
+            rebuilt = build_on_meta(family, config)
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            reasons[family] = False, *_first_other_part(model, family, error)
+            continue
+        if (difference := _first_difference(model, rebuilt)) is None:
+            return Architecture(family, config)
+        reasons[family] = True, *difference
+    most = max(reason[:2] for reason in reasons.values())
+    closest = {reason: family for family, (*rank, reason) in reasons.items() if tuple(rank) == most}
+    (reason, families), *_ = Counter(r for *rank, r in reasons.values() if tuple(rank) == most).most_common(1)
+    return reason if families > 1 else f"not {closest[reason]}: {reason}"
+
+
+def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
+    """Number of equal modules before the first difference, and the difference; None if all are equal."""
+    actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
+    for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
+        if a.place != b.place:
+            return i, f"it has a module {a.place} before {b.place}"
+        if a != b:
+            return i, f"{a.place or 'the model'} {_difference(a, b)}"
+    n, m = len(actual), len(expected)
+    return None if n == m else (min(n, m), f"{plural(n, 'module')}, not {m}")
+
+
+def _difference(a: ModuleRow, b: ModuleRow) -> str:
+    """Text on the first difference of two modules: the class, a setting or a tensor."""
+    if a.class_name != b.class_name:
+        return f"is {a.class_name}, not {b.class_name}"
+    actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
+    key = next(key for key in {**actual, **expected} if actual.get(key) != expected.get(key))
+    return f"has {key} {actual.get(key, 'none')}, not {expected.get(key, 'none')}"
+
+
+def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
+    """Number of parts before the first that a family cannot read, and text on that part.
+
+    If all parts have the family's classes, the text is the message of `error`.
+    """
+    config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
+    twin = build_on_meta(
+        family, replace(config, **({"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}))
+    )
+    parts, classes = dict(model.named_modules()), {row.place: row.class_name for row in module_rows(model)}
+    for i, row in enumerate(module_rows(twin)):
+        if row.place not in classes:
+            return i, f"it has no {row.place}"
+        if classes[row.place] != row.class_name:
+            return i, f"{row.place or 'the model'} is {classes[row.place]}, not {row.class_name}"
+        for key, value in vars(twin.get_submodule(row.place)).items() if row.place else ():
+            if type(own := getattr(parts[row.place], key, None)) is not type(value):
+                return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
+    return len(classes), " ".join(str(error).split())

@@ -15,8 +15,8 @@ from torch import nn
 
 from dunes.augment import lora
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.card import CARD
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.model_folder import CARD
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,8 +103,8 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
         weights = BaseWeights(model, adapters=True)
         same = identity == {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
         return None if same else "some part"
-    now = weights_identity(model)
-    differing = {part for part in now.keys() | identity.keys() if now.get(part) != identity.get(part)}
+    parts = weights_identity(model)
+    differing = {part for part in parts.keys() | identity.keys() if parts.get(part) != identity.get(part)}
     return next(
         (part for part in map(_part, model.state_dict()) if part in differing), min(differing, default=None)
     )
@@ -138,16 +138,20 @@ class BaseRecord:
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
         """The record in a card; None without digests of the base. Raises ValueError for a damaged card."""
         base = card.get("base") or {}
-        if isinstance(base, dict) and not base.keys() & {"kind", "sha256", "digests"}:
+        entries: dict[str, Any] = base if isinstance(base, dict) else {"kind": None}
+        if not entries.keys() & {"kind", "sha256", "digests"}:
             return None
-        if not _is_identity(base):
+        digests = entries.get("digests", {})
+        values = digests.values() if isinstance(digests, dict) else [None]
+        texts = (entries.get("kind"), entries.get("sha256"), *values)
+        if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
             )
-        kind, digest, digests = base["kind"], base["sha256"], base.get("digests", {})
+        kind, digest = entries["kind"], entries["sha256"]
         # Older cards have one digest, in the base's own dtype.
-        own = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
-        return cls(kind, digest, own | {d: digests[name] for name, d in DTYPES.items() if name in digests})
+        exact = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
+        return cls(kind, digest, exact | {d: digests[name] for name, d in DTYPES.items() if name in digests})
 
     def is_of(self, weights: BaseWeights) -> bool:
         """True if the adapter was trained on exactly these weights."""
@@ -179,26 +183,16 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     if any(weights.sha256(dtype) == [record.digests[dtype]] for dtype in comparable):
         return
     if weights.kind != record.kind and not comparable:
+        hint = "open it on that base and save it again, which writes digests in other dtypes, too"
+        if not record.digests:
+            hint = "open it by its folder, with the base as it was"
+        elif weights.quantized:
+            hint = "put it on the base before it is quantized"
         raise ValueError(
             f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
-            f"{weights.kind}; {_comparison_hint(weights, record)}, {ANY_BASE_HINT}"
+            f"{weights.kind}; {hint}, {ANY_BASE_HINT}"
         )
     raise ValueError(
         f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "
         f"{weights.sha256(None)[0][:12]!r}; load that base, {ANY_BASE_HINT}"
     )
-
-
-def _comparison_hint(weights: BaseWeights, record: BaseRecord) -> str:
-    """Remedy for an error message if the record has no digest comparable with the base."""
-    if weights.quantized and record.digests:
-        return "put it on the base before it is quantized"
-    if not record.digests:
-        return "open it by its folder, with the base as it was"
-    return "open it on that base and save it again, which writes digests in other dtypes, too"
-
-
-def _is_identity(base: Any) -> bool:
-    if not isinstance(base, dict) or not isinstance(digests := base.get("digests", {}), dict):
-        return False
-    return all(isinstance(text, str) for text in (base.get("kind"), base.get("sha256"), *digests.values()))

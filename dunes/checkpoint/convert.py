@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -10,14 +10,13 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from dunes.checkpoint import folder
-from dunes.checkpoint.card import CARD
-from dunes.checkpoint.model_folder import READY, UNFINISHED, named_folder
+from dunes.checkpoint.model_folder import CARD, READY, UNFINISHED, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
+from dunes.files.atomic import folder_lock
 from dunes.files.model_file import read_file
-from dunes.files.staging import folder_lock
 from dunes.models import FAMILIES
 from dunes.models.names import fields
 from dunes.progress import phase
@@ -59,11 +58,7 @@ def rewrite(
 
 
 def convert(
-    source: Source,
-    out: Path,
-    *,
-    dtype: torch.dtype | None = None,
-    facts: Mapping[str, Any] | None = None,
+    source: Source, out: Path, *, dtype: torch.dtype | None = None, facts: Mapping[str, Any] | None = None
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
@@ -112,12 +107,10 @@ def exclusive_folder(out: Path) -> Iterator[None]:
     created = [p for p in (out, *out.parents) if not p.exists()]
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with folder_lock(out, wait=False):
+        with folder_lock(out, wait=False), ExitStack() as stack:
             shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
-            try:
-                yield
-            finally:
-                shutil.rmtree(out / UNFINISHED, ignore_errors=True)
+            stack.callback(shutil.rmtree, out / UNFINISHED, ignore_errors=True)
+            yield
     except BlockingIOError:
         raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
     except BaseException:

@@ -13,25 +13,16 @@ import torch
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import active_adapter
-from dunes.augment.masked import masked_places
+from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture, has_own_form
-from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import Edit, require_new_folder, rewrite
-from dunes.checkpoint.folder import (
-    LoadedModel,
-    inherited,
-    load_decoder,
-    load_tokenizer,
-    open_verified_source,
-    readable_folder,
-    require_described,
-)
+from dunes.checkpoint.folder import LoadedModel, inherited, load_decoder, load_tokenizer, require_described
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import named_folder
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.model_folder import named_folder, read_card, readable_folder
+from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
 from dunes.files import atomic
@@ -58,31 +49,27 @@ class Report:
     allowed: float | None = None
 
     def lines(self) -> list[str]:
-        lines = [
-            self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base"),
-            str(self.verified),
-        ]
+        lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
         if self.errors:
             place, worst = max(self.errors.items(), key=lambda pair: pair[1])
-            lines[1:1] = [
+            lines.append(
                 f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
                 f"the update: {mean(self.errors.values()):.1e} on average, {worst:.1e} at most ({place})"
-            ]
+            )
+        lines.append(str(self.verified))
         if self.pruned:
             lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
         if self.moved is not None:
             lines.append(
                 "the adapter was trained on the quantized base; on this one its logits differ by "
-                f"{self.moved:.1e} "
-                f"(relative norm; allowed: {self.allowed:.1e}, twice the effect of quantization)"
+                f"{self.moved:.1e} (relative norm; allowed: {self.allowed:.1e}, twice the effect of quantization)"
             )
         return lines
 
     def card(self) -> dict[str, Any]:
-        moved = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
-        if not self.errors:
-            return moved
-        return {"errors": {"largest": max(self.errors.values()), "mean": mean(self.errors.values())}} | moved
+        entries: dict[str, Any] = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
+        values = self.errors.values()
+        return ({"errors": {"largest": max(values), "mean": mean(values)}} if values else {}) | entries
 
 
 def export(
@@ -193,7 +180,7 @@ def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
     request = {"adapter": named_folder(folder).name, "dtype": str(dtype).removeprefix("torch.")}
     change = {"name": "merge", "version": 1, "request": request, "places": places}
-    return change | {"dequantized": quantized, "new": []}
+    return {**change, "dequantized": quantized, "new": []}
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
@@ -203,11 +190,10 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...
     """
     trained_logits, original_logits = (model_logits(m, trained.context_length) for m in (trained.model, original))
     bases = [model_logits(augment.base_model(m), trained.context_length) for m in (trained.model, original)]
-    moved, allowed = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
-    if not moved <= allowed:
+    difference, limit = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
+    if not difference <= limit:
         raise ValueError(
-            f"the logits of the original base with this adapter differ by {moved:.1e} from those it was "
-            "trained with, "
-            f"{allowed:.1e} allowed; use --into dequantized; nothing was written"
+            f"the logits of the original base with this adapter differ by {difference:.1e} from those it was "
+            f"trained with, {limit:.1e} allowed; use --into dequantized; nothing was written"
         )
-    return moved, allowed
+    return difference, limit

@@ -6,39 +6,33 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from dunes import __version__, tree
 from dunes.augment import lora
-from dunes.augment.masked import mask_linears, masked_places
+from dunes.augment.prune import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
-from dunes.checkpoint import card as cards
-from dunes.checkpoint.architecture import Architecture, Build
-from dunes.checkpoint.card import CARD, FORMAT
-from dunes.checkpoint.hf_config_of import hf_config_of
-from dunes.checkpoint.model_folder import CONFIG, READY, UNFINISHED, explain, is_model_folder
-from dunes.checkpoint.source import Source, open_source
+from dunes.checkpoint.architecture import Architecture, hf_config_of
+from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, UNFINISHED, listed_files, read_card, ready_folder
+from dunes.checkpoint.source import Source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
-from dunes.checkpoint.weights.safetensors_writer import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.weights.safetensors_file import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
-from dunes.files.staging import STAGED, folder_lock, staging_folder
+from dunes.files.atomic import STAGED, folder_lock, staging_folder
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
-from dunes.text.gguf_file import SUFFIX
 from dunes.text.special_tokens import configured_ids
 from dunes.units import format_count, plural
 
-MAX_RETRIES = 10
-"""Times that a folder is read again after concurrent saves before it is locked."""
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
 """The card's key for places of pruned layers, whose zeros stay zero in training."""
@@ -47,7 +41,6 @@ NOT_INHERITED = (
     MASKED,
 )
 """Keys that the card of a changed model does not inherit."""
-T = TypeVar("T")
 Check = Callable[[Path], Mapping[str, Any]]
 
 
@@ -104,14 +97,15 @@ def save(
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
         raise ValueError(f"context_length is {context_length}; expected 1 or more tokens")
-    described: Architecture | str = f"{type(model).__name__} has no context length"
-    if context_length is not None:
-        described = hf_config_of(model, context_length)
+    reason = f"{type(model).__name__} has no context length"
+    described = reason if context_length is None else hf_config_of(model, context_length)
     facts = {key: value for key, value in (facts or {}).items() if key != MASKED}
     facts |= {MASKED: masked} if (masked := masked_places(model)) else {}
     if isinstance(described, Architecture):
         known, settings, weights = hf_parts(model, described)
-        _check_rows(tokenizer, described.config.vocab)
+        if tokenizer is not None and tokenizer.vocab > (rows := described.config.vocab):
+            ids = plural(tokenizer.vocab, "id")
+            raise ValueError(f"the tokenizer has {ids}, the embedding {plural(rows, 'row')}; each id needs a row")
         changes = () if architecture is None else architecture.changes
         facts["changes"] = [*facts.get("changes", []), *(change.record() for change in changes)]
     elif architecture is not None:
@@ -129,6 +123,16 @@ def save(
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
+
+
+def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
+    """Write the parameters and persistent buffers of any network, with a card.
+
+    The card has digests of the files and of the network's structure, and `facts`. Raises ValueError for parameters
+    without a shape or values, or of a dtype that safetensors does not support.
+    """
+    known, weights = architectures.describe(tree.uncompiled(model))
+    write_model(Path(folder), weights, None, {**(facts or {}), **known})
 
 
 def write_model(
@@ -169,15 +173,6 @@ def require_described(model: nn.Module, context_length: int, folder: Path, reade
     return described
 
 
-def _check_rows(tokenizer: Tokenizer | None, rows: int) -> None:
-    """Raise ValueError for a tokenizer with more ids than an embedding has rows."""
-    if tokenizer is not None and tokenizer.vocab > rows:
-        raise ValueError(
-            f"the tokenizer has {plural(tokenizer.vocab, 'id')}, the embedding {plural(rows, 'row')}; "
-            "each id needs a row"
-        )
-
-
 def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
@@ -192,7 +187,7 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
     Several processes may save at once; the last to finish wins.
     """
     finish_save(folder)
-    atomic.write_folder(folder / READY, fill, size, _publish)
+    atomic.write_folder(ready_folder(folder), fill, size, _publish)
 
 
 def _publish(staged: Path, ready: Path) -> None:
@@ -218,11 +213,9 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 def finish_save(folder: Path) -> None:
     """Finish a save that was interrupted after its files were written.
 
-    Raises OSError if renaming fails, and ValueError if `.ready` is a link, which would lead to another folder.
+    Raises OSError if renaming fails, and ValueError if `.ready` is a link.
     """
-    if (folder / READY).is_symlink():
-        raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
-    if (folder / READY).is_dir():
+    if ready_folder(folder).is_dir():
         with atomic.add_path_to_errors(folder), folder_lock(folder):
             _move(folder)
 
@@ -232,8 +225,7 @@ def _move(folder: Path) -> None:
 
     Until then `.ready` stays complete, and readers read from it.
     """
-    ready = folder / READY
-    if not ready.is_dir():
+    if not (ready := ready_folder(folder)).is_dir():
         return
     _remove_old(folder, ready)
     with staging_folder(ready) as links:
@@ -259,8 +251,10 @@ def _place(file: Path, link: Path, path: Path) -> None:
 
 def _remove_old(folder: Path, ready: Path) -> None:
     """Remove files of an older save that the new one does not have."""
-    new = {f.name for f in ready.iterdir()} | set(cards.listed_files(ready, cards.read_card(ready)))
-    old = _card_files(folder) if CARD in new else set()
+    new, old = {f.name for f in ready.iterdir()} | set(listed_files(ready, read_card(ready))), set[str]()
+    if CARD in new:
+        with suppress(ValueError):  # the older card is damaged
+            old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
     if SINGLE in new or (INDEX in new and CARD in new):
         old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
     elif INDEX in new:  # without a card, shards that were renamed already are unknown
@@ -269,16 +263,8 @@ def _remove_old(folder: Path, ready: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _card_files(folder: Path) -> set[str]:
-    """Files that the card of an older save lists; empty if it is damaged."""
-    try:
-        return {
-            name
-            for name in cards.listed_files(folder, cards.read_card(folder))
-            if name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
-        }
-    except ValueError:
-        return set()
+def _is_file_in(folder: Path, name: str) -> bool:
+    return name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
@@ -298,57 +284,15 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: i
         return
     tokenizer.save(folder)
     names = tokenizer.special_tokens_map
-    configs = {
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
+    configs: dict[str, dict[str, Any]] = {
         "generation_config.json": {k: v for k, v in special_ids(tokenizer).items() if v is not None},
-        "tokenizer_config.json": names
-        | {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": context_length,
-            "clean_up_tokenization_spaces": False,
-        },
+        "tokenizer_config.json": names | settings | {"clean_up_tokenization_spaces": False},
         "special_tokens_map.json": names,
     }
     for name, content in configs.items():
         if name not in tokenizer.extra_files:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
-    for _ in range(MAX_RETRIES):
-        saved_folder(folder)
-        before = _save_stamp(folder)
-        try:
-            result = read(folder)
-        except (ValueError, FileNotFoundError):
-            if _save_stamp(folder) == before:
-                raise
-        else:
-            if _save_stamp(folder) == before:
-                return result
-    with folder_lock(folder):
-        saved_folder(folder)
-        return read(folder)
-
-
-def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
-    """A value that changes with each save."""
-    stamps = []
-    for path in (folder / CARD, folder / READY):
-        with suppress(OSError):  # renamed by a save, inside a GGUF file's path, or a loop of links
-            stat = path.stat()
-            stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
-    return stamps
-
-
-def load_source(source: Source, device: torch.device | str) -> LoadedModel:
-    """The model of an opened and verified folder, with its tokenizer and card.
-
-    Warns if there is no tokenizer, and about special ids above the vocabulary.
-    """
-    context_length, tokenizer = source.context_length, load_tokenizer(source)
-    model = load_decoder(source).to(device).eval()
-    return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
 
 def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
@@ -357,8 +301,7 @@ def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | No
     Raises ValueError as `check_vocabulary`.
     """
     folder = folder or source.folder
-    tokenizer = None if Tokenizer.find_file(folder) is None else Tokenizer.load(folder)
-    if tokenizer is None:
+    if (tokenizer := Tokenizer.load_if_present(folder)) is None:
         files = "tokenizer.json, tokenizer.model or tekken.json"
         warnings.warn(f"{folder}: no {files}; tokenizer is None", stacklevel=2)
     check_vocabulary(source, tokenizer)
@@ -392,62 +335,6 @@ def _mask(model: nn.Module, source: Source) -> None:
         raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
 
 
-def open_verified_source(
-    folder: Path,
-    renames: Mapping[str, str] | None = None,
-    max_bytes: float = atomic.LARGE,
-    build: Build | None = None,
-) -> Source:
-    """`open_source` after comparing the files with the folder's card, if it has one.
-
-    Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
-    """
-    folder = readable_folder(folder)
-    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
-    return replace(open_source(folder, renames, build), card=card)
-
-
-def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from it."""
-    card = cards.read_card(folder)
-    cards.check_files(folder, card, max_bytes)
-    return card
-
-
-def readable_folder(folder: Path) -> Path:
-    """`saved_folder` for the folder of a model, adapter or network, or the path of a GGUF file.
-
-    Raises ValueError, which says what the path is, for any other path.
-    """
-    if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
-        raise ValueError(explain(folder))
-    return saved_folder(folder)
-
-
-def saved_folder(folder: Path) -> Path:
-    """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
-
-    Waits for a save in progress. Nothing is changed; the next save into the folder finishes the interrupted one.
-    Raises ValueError if `.ready` is a link, which would lead to another folder, or incomplete, as after a crash on
-    a file system without hard links.
-    """
-    ready = folder / READY
-    if ready.is_symlink():
-        raise ValueError(f"{ready}: a link, not the folder of a save of ours; remove it")
-    if not (ready / CARD).is_file():
-        return folder
-    with atomic.add_path_to_errors(folder), folder_lock(folder):
-        if not (ready / CARD).is_file():
-            return folder
-        missing = cards.listed_files(ready, cards.read_card(ready)).keys() - {*os.listdir(ready)}
-    if missing:
-        name = min(missing)[:80]
-        raise ValueError(
-            f"{ready}: has no {name!a}; move what is in it to {folder}, which ends an interrupted save"
-        )
-    return ready
-
-
 def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The weights in one dtype: their own, or if they differ the config's, else the promoted one."""
     dtypes = {w.dtype for w in weights.values()}
@@ -463,17 +350,19 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
 
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
-    rows, special = source.vocab, _special_ids(source)
+    rows, path, keys = source.vocab, source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
+    # -1 means none in old files.
+    special = {key: listed for key in keys if (listed := configured_ids(path, source.hf_config, key, least=-1))}
     if rows is None:
         return
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    marked = () if tokenizer is None else tokenizer.configured_ids
-    largest = max([*marked, *(i for ids in special.values() for i in ids)], default=0)
+    configured = () if tokenizer is None else tokenizer.configured_ids
+    largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)
     if ids > rows or padding >= rows:
-        listed = ", ".join(f"{k} {v}" for k, v in special.items())
+        named = ", ".join(f"{k} {v}" for k, v in special.items())
         raise ValueError(
             f"{source.folder}: the embedding has {rows} rows, the tokenizer {ids} ids, special ids "
-            f"are up to {largest} ({listed}); each id needs a row"
+            f"are up to {largest} ({named}); each id needs a row"
         )
     if largest >= rows:
         warnings.warn(
@@ -481,9 +370,3 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
             f"embedding has {rows} rows; no text begins or ends with them",
             stacklevel=2,
         )
-
-
-def _special_ids(source: Source) -> dict[str, list[int]]:
-    """Special ids in a config, by key. Raises ValueError for invalid ones; -1 means none in old files."""
-    path, keys = source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    return {key: ids for key in keys if (ids := configured_ids(path, source.hf_config, key, least=-1))}

@@ -32,23 +32,20 @@ COMMIT = re.compile("[0-9a-f]{40}")
 DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 SIGN_IN = "set HF_TOKEN to a token that may read it, or run: hf auth login"
 
-BESIDE = re.compile(
+BESIDE = (
     r"(config|generation_config|params|special_tokens_map|tekken|dunes|tokenizer\w*)\.json"
     r"|tokenizer\.model(\.v\w+)?|chat_template\.jinja"
 )
 # Formats of weights, the best first: safetensors before pickles, one file before shards, usual names first.
-FORMS = tuple(
-    (re.compile(weights), index)
-    for weights, index in (
-        (r"model\.safetensors", None),
-        (r"model-[\w-]+\.safetensors", "model.safetensors.index.json"),
-        (r"consolidated\.safetensors", None),
-        (r"consolidated-[\w-]+\.safetensors", "consolidated.safetensors.index.json"),
-        (r"consolidated\.\d+\.pth", None),
-        (r"pytorch_model\.bin", None),
-        (r"pytorch_model-[\w-]+\.bin", "pytorch_model.bin.index.json"),
-    )
-)
+FORMS = {
+    r"model\.safetensors": None,
+    r"model-[\w-]+\.safetensors": "model.safetensors.index.json",
+    r"consolidated\.safetensors": None,
+    r"consolidated-[\w-]+\.safetensors": "consolidated.safetensors.index.json",
+    r"consolidated\.\d+\.pth": None,
+    r"pytorch_model\.bin": None,
+    r"pytorch_model-[\w-]+\.bin": "pytorch_model.bin.index.json",
+}
 
 
 @dataclass(frozen=True)
@@ -68,11 +65,9 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
     nothing is cached, or a digest is wrong; OSError if the disk is full.
     """
     path = Path(model)
-    if path.is_dir():
-        if revision:
-            raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
-        return ModelLocation(path, {})
-    if path.exists() and path.suffix == SUFFIX:
+    if path.is_dir() and revision:
+        raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
+    if path.is_dir() or (path.exists() and path.suffix == SUFFIX):
         return ModelLocation(path, {})
     if path.exists():
         raise ValueError(explain(path))
@@ -114,7 +109,11 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
         _verify(folder, missing, discard=True)
     if verify:
         _verify(folder, files)
-    _write_ref(store / "refs" / revision, commit)
+    ref = store / "refs" / revision
+    if revision != commit and _read_ref(ref) != commit:
+        with suppress(OSError):  # the cache may be read-only
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_file(ref, commit.encode())
     return ModelLocation(folder, {"repository": name, "revision": commit})
 
 
@@ -156,22 +155,16 @@ def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
 
 
 def _read_ref(ref: Path) -> str:
+    """The cached commit of a branch; empty if there is none."""
     return ref.read_text().strip() if ref.is_file() else ""
-
-
-def _write_ref(ref: Path, commit: str) -> None:
-    """Cache the commit of a branch for use without a network."""
-    if ref.name != commit and _read_ref(ref) != commit:
-        with suppress(OSError):  # the cache may be read-only
-            ref.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_file(ref, commit.encode())
 
 
 def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
     """Files to download, with weights in one format only. Raises ValueError if there are no weights."""
-    for weights, index in FORMS:
-        if any(map(weights.fullmatch, files)):
-            return {n: f for n, f in files.items() if BESIDE.fullmatch(n) or weights.fullmatch(n) or n == index}
+    for weights, index in FORMS.items():
+        if any(re.fullmatch(weights, file) for file in files):
+            names = f"{BESIDE}|{weights}"
+            return {file: size for file, size in files.items() if re.fullmatch(names, file) or file == index}
     raise ValueError(
         f"{name}: no weights in a supported format (model*.safetensors, consolidated*.safetensors, "
         f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; name another model"

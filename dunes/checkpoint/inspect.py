@@ -1,8 +1,8 @@
-"""Description of a model folder, and a check that it can be loaded."""
+"""Descriptions of the folders of models and adapters, and checks that they can be loaded."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.checkpoint import card
-from dunes.checkpoint.folder import check_vocabulary
-from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.weights.header import quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights
-from dunes.files.trust import cards_trusted
-from dunes.text import Tokenizer
+from dunes.augment.options import Lora
+from dunes.checkpoint.base import BaseRecord
+from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
+from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
+from dunes.checkpoint.loading import base_folder, load, tokenizer_folder
+from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
+from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
+from dunes.checkpoint.weights.lazy_tensor import Weights
+from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.files.model_file import cards_trusted, find_file
+from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, format_count, plural
 
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "4 bits": 4}
@@ -42,7 +46,7 @@ def open_to_describe(folder: Path) -> Source:
     try:
         return open_source(folder)
     except ValueError as error:
-        family, reason = card.read_card(folder).get("family"), str(error)
+        family, reason = read_card(folder).get("family"), str(error)
         name = next((family[key] for key in ("function", "class") if key in family), None) if family else None
         if not isinstance(name, str) or cards_trusted():
             raise
@@ -60,15 +64,15 @@ def judge(source: Source) -> Verdict:
     tokenizer, reasons, built = None, [], True
     try:
         _ = source.expected  # raises if the model cannot be built
-        if differences := source.comparison[1]:
-            reasons.append(_count_kinds(differences))
+        kinds = Counter("of another shape" if d.kind == "shape" else d.kind for d in source.comparison[1])
+        reasons += [", ".join(f"{n} {kind}" for kind, n in kinds.items())] if kinds else []
     except ValueError as error:
         if not source.architecture.function:
             raise
         built = False
         reasons.append(str(error))
     try:
-        card.check_files(source.folder, card.read_card(source.folder), math.inf)
+        verified_card(source.folder, math.inf)
     except ValueError as error:
         reasons.append(str(error))
     try:
@@ -90,12 +94,17 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     for change in source.architecture.changes:
         settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
-    yield from _parameters(source) if verdict.built else [_describe_size(files.values())]
+    if verdict.built:
+        yield from _parameters(source)
+    else:
+        total = sum(prod(tensor.shape) for tensor in files.values())
+        yield f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
     dtypes = Counter[str]()
     for w in files.values():
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
-    yield f"tokenizer   {_describe_tokenizer(source, verdict.tokenizer)}"
+    missing = "none that can be read" if Tokenizer.find_file(source.folder) else "none"
+    yield f"tokenizer   {f'{verdict.tokenizer.vocab:,} ids' if verdict.tokenizer else missing}"
     for note in source.assumed if verdict.built else source.notes:
         yield f"assumed     {note}"
     differences = source.comparison[1] if verdict.built else []
@@ -104,22 +113,6 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     if len(differences) > SHOWN:
         yield f"            and {len(differences) - SHOWN} more"
     yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
-
-
-def _describe_tokenizer(source: Source, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is not None:
-        return f"{tokenizer.vocab:,} ids"
-    return "none that can be read" if Tokenizer.find_file(source.folder) else "none"
-
-
-def _count_kinds(differences: list[Any]) -> str:
-    kinds = Counter(d.kind for d in differences)
-    return ", ".join(f"{n} {'of another shape' if kind == 'shape' else kind}" for kind, n in kinds.items())
-
-
-def _describe_size(tensors: Iterable[LazyTensor]) -> str:
-    total = sum(prod(tensor.shape) for tensor in tensors)
-    return f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
 
 
 def _parameters(source: Source) -> Iterator[str]:
@@ -155,7 +148,7 @@ def odd_values(weights: Weights) -> Iterator[str]:
     for name, lazy in weights.items():
         counts = _count_odd(lazy.read())
         lazy.release()
-        if listed := ", ".join(f"{what} {n:,}" for what, n in counts.items() if n):
+        if listed := ", ".join(f"{kind} {n:,}" for kind, n in counts.items() if n):
             yield f"{name}: {listed}"
 
 
@@ -170,3 +163,50 @@ def _count_odd(tensor: Tensor) -> Counter[str]:
         counts["denormal"] += int(((size > 0) & (size < torch.finfo(size.dtype).smallest_normal)).sum())
         counts["rows of zeros"] += int((size == 0).all(1).sum()) if tensor.dim() > 1 else 0
     return counts
+
+
+def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
+    """Lines on an adapter's folder, from headers alone, and the reason why `load` would refuse it, or None.
+
+    With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
+    """
+    folder = readable_folder(folder)
+    options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
+    lines = list(_adapter_lines(folder, options, card))
+    try:
+        source = open_verified_source(base_folder(folder), max_bytes=math.inf)
+        load_tokenizer(source, tokenizer_folder(folder))
+        lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
+        check = "done when the adapter is loaded, or with --values"
+        if values:
+            load(folder)
+            check = "its weights match the adapter's digests"
+        if BaseRecord.read(card, folder) is None:
+            check = "not possible: the adapter's card has no digests of the base"
+        lines.append(f"base check  {check}")
+        reason = None
+    except ValueError as error:
+        reason = str(error)
+    return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
+
+
+def _adapter_lines(folder: Path, options: Lora, card: Mapping[str, Any]) -> Iterator[str]:
+    stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
+    method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
+    size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
+    yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
+    modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
+    module_ends = Counter(module.rpartition(".")[2] for module in modules)
+    counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]
+    yield f"modules     {', '.join(counts)}"
+    for note in card.get("changes", []):
+        if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
+            yield f"base dtype  {quote(request['kind'])}"
+    yield f"template    {_template_name(folder, card)}"
+    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'from the base'}"
+
+
+def _template_name(folder: Path, card: Mapping[str, Any]) -> str:
+    if isinstance(name := card.get("template"), str):
+        return name
+    return "in its files" if chat_template.read_template(folder) is not None else "none here"

@@ -1,40 +1,41 @@
-"""Loading a model from its folder, or from the folders of an adapter and its base."""
+"""Loading a model from its folder, or from the folders of an adapter and its base, and networks of any kind."""
 
-import math
-from collections import Counter
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from dunes import tree
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
-from dunes.checkpoint import card as cards
-from dunes.checkpoint.architecture import Build
-from dunes.checkpoint.base import BaseRecord, BaseWeights, check_base, read_base_record
-from dunes.checkpoint.folder import (
-    LoadedModel,
-    load_decoder,
-    load_source,
-    load_tokenizer,
-    open_verified_source,
+from dunes.checkpoint import architecture as architectures
+from dunes.checkpoint.architecture import Architecture, Build, has_own_form
+from dunes.checkpoint.base import BaseWeights, check_base, read_base_record
+from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
+from dunes.checkpoint.formats.adapter import attach_adapter
+from dunes.checkpoint.hub import NAME, locate_model
+from dunes.checkpoint.model_folder import (
+    ADAPTER,
+    CARD,
+    CONFIG,
+    named_folder,
+    read_card,
     read_consistently,
     readable_folder,
     verified_card,
 )
-from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, attach_adapter
-from dunes.checkpoint.hub import NAME, locate_model
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG, named_folder
-from dunes.checkpoint.source import Source, context_length_of, tensors
-from dunes.checkpoint.weights.header import quote
+from dunes.checkpoint.source import Source, context_length_of, open_verified_source, own_weights, tensors
+from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
+from dunes.checkpoint.weights.lazy_tensor import Weights
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
-from dunes.files.model_file import find_file
-from dunes.files.trust import trust_cards
+from dunes.files.model_file import trust_cards
 from dunes.parts import Decoder
-from dunes.text import Tokenizer, chat_template
-from dunes.units import format_bytes, plural
+from dunes.text import Tokenizer
 
 
 def load(
@@ -61,10 +62,12 @@ def load(
     def read(readable: Path) -> LoadedModel:
         if is_adapter(readable):
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
-        loaded = load_source(open_verified_source(readable, build=build), device)
+        source = open_verified_source(readable, build=build)
+        context_length, tokenizer = source.context_length, load_tokenizer(source)
+        model = load_decoder(source).to(device).eval()
         if adapters:
-            prepare_base(loaded.model, adapters, any_base)
-        return loaded
+            prepare_base(model, adapters, any_base)
+        return LoadedModel(model, tokenizer, context_length, dict(source.card), source.architecture)
 
     with trust_cards(trust_code):
         return read_consistently(Path(folder), read)
@@ -90,9 +93,8 @@ def describe(folder: Path | str) -> Source:
     folder = Path(folder)
     if not is_adapter(folder):
         return open_verified_source(folder, max_bytes=0)
-    folder = readable_folder(folder)
     source = open_verified_source(base_folder(folder), max_bytes=0)
-    return replace(source, card=verified_card(folder, max_bytes=0))
+    return replace(source, card=verified_card(readable_folder(folder), max_bytes=0))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -108,7 +110,7 @@ def base_folder(folder: Path) -> Path:
     """
     readable, folder = readable_folder(folder), named_folder(folder)
     peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, card = peft.get("base_model_name_or_path"), cards.read_card(readable).get("base")
+    name, card = peft.get("base_model_name_or_path"), read_card(readable).get("base")
     if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
     relative = card.get("folder") if isinstance(card, dict) else None
@@ -166,21 +168,22 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
     records = {folder: record for folder, record in optional.items() if record is not None}
-    weights, exact = BaseWeights(model), set[Path]()
-    made = any(record.is_of(weights) for record in records.values())
-    changed = [] if made else [(card, folder) for folder, card in cards.items() if any(_changes(card))][:1]
+    weights, exact = BaseWeights(model), list[Path]()
+    changed = next((folder for folder, card in cards.items() if any(_changes(card))), None)
+    if any(record.is_of(weights) for record in records.values()):
+        changed = None
     for folder, record in records.items():
-        if record.digests or not changed:
+        if record.digests or changed is None:
             check_base(weights, record, folder)
         if not record.digests or record.quantized_from(weights):
-            exact.add(folder)
+            exact.append(folder)
     del weights
-    changes: list[Change] = []
-    for card, folder in changed:
-        changes = _make_changes(model, card, folder)
-        weights = BaseWeights(model)
-        for folder in exact:
-            check_base(weights, records[folder], folder)
+    if changed is None:
+        return []
+    changes = _make_changes(model, cards[changed], changed)
+    weights = BaseWeights(model)
+    for folder in exact:
+        check_base(weights, records[folder], folder)
     return changes
 
 
@@ -196,59 +199,86 @@ def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list
         for change in changes:
             make_change(model, change)
     except ValueError as error:
-        raise ValueError(f"{folder / cards.CARD}: {error}") from None
+        raise ValueError(f"{folder / CARD}: {error}") from None
     return changes
 
 
-def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
-    """Lines on an adapter's folder, from headers alone, and the reason why `load` would refuse it, or None.
+def is_network(folder: Path | str) -> bool:
+    """True if a folder has a network that is no language model, by its card."""
+    card = read_card(readable_folder(Path(folder)))
+    return has_own_form(card) and card.get("context_length") is None
 
-    With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
+
+def load_network(
+    folder: Path | str, build: Build | None = None, trust_code: bool = False, device: torch.device | str = "cpu"
+) -> nn.Module:
+    """The network in a folder that `save` wrote, in evaluation mode.
+
+    `build` is the function that was passed to `save`; by default the function in the card is imported, from
+    `dunes.models`, or with `trust_code` from any module. Raises ValueError as `load`.
     """
-    folder = readable_folder(folder)
-    lines = list(_adapter_lines(folder))
-    try:
-        source = open_verified_source(base_folder(folder), max_bytes=math.inf)
-        load_tokenizer(source, tokenizer_folder(folder))
-        lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
-        lines.append(f"base check  {_comparison(folder, values)}")
-        reason = None
-    except ValueError as error:
-        reason = str(error)
-    return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
+
+    def read(readable: Path) -> nn.Module:
+        return load_decoder(open_verified_source(readable, build=build)).to(device).eval()
+
+    with trust_cards(trust_code):
+        return read_consistently(Path(folder), read)
 
 
-def _comparison(folder: Path, values: bool) -> str:
-    """Text on the check of the base's weights; with `values` they are compared, raising ValueError as `load`."""
-    if values:
-        load(folder)
-    if BaseRecord.read(verified_card(folder), folder) is None:
-        return "not possible: the adapter's card has no digests of the base"
-    return (
-        "its weights match the adapter's digests"
-        if values
-        else "done when the adapter is loaded, or with --values"
-    )
+def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
+    """Load weights from a folder of `save_weights` or `save`, or from one file; returns the card, {} for a file.
+
+    Nothing is cast: call `tree.move(model, dtype=...)` first. Files are safetensors or pickles, read without
+    executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from the
+    card's digest, or if names, shapes, dtypes, ties or, with a card, classes and settings of modules differ.
+    """
+    model, path = tree.uncompiled(model), Path(path)
+    tree.require_shapes(model)
+    if not path.is_dir():
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file or folder")
+        _fill(model, tensors(path), {}, path)
+        return {}
+
+    def read(readable: Path) -> dict[str, Any]:
+        folder = readable_folder(readable)
+        card = verified_card(folder)
+        if not has_own_form(card):
+            raise ValueError(f"{folder / CARD}: no card of a network; load its file of weights")
+        _fill(model, own_weights(folder), card, folder / CARD)
+        return card
+
+    return read_consistently(path, read)
 
 
-def _adapter_lines(folder: Path) -> Iterator[str]:
-    peft, card = PeftConfig.read(folder / ADAPTER), verified_card(folder)
-    stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
-    method = "DoRA" if peft.dora else "rsLoRA" if peft.rslora else "LoRA"
-    size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
-    yield f"adapter     {method}, rank {peft.rank}, alpha {peft.alpha:g}: {size}"
-    modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
-    module_ends = Counter(module.rpartition(".")[2] for module in modules)
-    counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]
-    yield f"modules     {', '.join(counts)}"
-    for note in card.get("changes", []):
-        if isinstance(note, dict) and isinstance(request := note.get("request"), dict) and "kind" in request:
-            yield f"base dtype  {quote(request['kind'])}"
-    yield f"template    {_template_name(folder, card)}"
-    yield f"tokenizer   {'its own' if Tokenizer.find_file(folder) else 'from the base'}"
+def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
+    """Compare the files with the network, then load their values."""
+    exact, prefix = Architecture("", None, function=type(model)), Prefix()  # no other dtypes
+    if card:
+        differences = architectures.compare_structure(model, exact, card, files, path)
+    else:
+        prefix = Prefix.of(files, model.state_dict())
+        files, tied = _without_ties(model, prefix.without(files))
+        differences = list(architectures.tensor_differences(model, files, tied, exact))
+        card = {"structure": {"tied": tied}}
+    if differences:
+        intact = all(d.kind == "structure" for d in differences)
+        hint = "; for weights alone, load its model.safetensors" if intact else ""
+        hint += f"; {prefix.note}" if prefix.note else ""
+        raise ValueError(f"{path}: does not fit this {type(model).__name__}: {summarize(differences)}{hint}")
+    state = model.state_dict()
+    if prefix.note:
+        warnings.warn(f"{path}: {prefix.note}", stacklevel=3)
+    if lost := next((name for name, b in model.named_buffers() if b.is_meta and name not in state), None):
+        raise ValueError(f"{lost} has no values, and no file has them: it is a buffer that is not persistent")
+    architectures.fill(model, files, card)
 
 
-def _template_name(folder: Path, card: Mapping[str, Any]) -> str:
-    if isinstance(name := card.get("template"), str):
-        return name
-    return "in its files" if chat_template.read_template(folder) is not None else "none here"
+def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
+    """A file's tensors without copies of tied ones, and the names of ties. Raises ValueError if copies differ."""
+    _, tied = architectures.saved_tensors(model)
+    for name, first in tied.items():
+        if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):
+            raise ValueError(str(Difference("tied", name, f"the same tensor as {first}", "a tensor of its own")))
+    repeated = {name for name, first in tied.items() if first in files}
+    return {name: tensor for name, tensor in files.items() if name not in repeated}, tied

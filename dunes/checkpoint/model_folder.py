@@ -1,19 +1,33 @@
-"""Recognise model folders by file names, and explain, with a remedy, what other paths are."""
+"""The files of a model folder: its card, `dunes.json`, with their digests, and complete or interrupted saves.
+
+Other paths are explained with a remedy.
+"""
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from typing import Any, TypeVar
 
-from dunes.checkpoint.card import CARD
 from dunes.checkpoint.formats.native import PARAMS
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.data.files import CODE_SUFFIXES, DEPENDENCIES, NEVER
-from dunes.files import json_file
+from dunes.files import atomic, json_file
+from dunes.files.atomic import folder_lock
+from dunes.files.model_file import find_file, listed_file
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
+CARD = "dunes.json"
+FORMAT = 3
+MAX_FILES = 20_000
+MAX_CHANGES = 500
+"""Most changes in a card, as repeating the structure of each visits all modules."""
+MAX_RETRIES = 10
+"""Times that a folder is read again after concurrent saves before it is locked."""
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 """Names of unsharded weights; an index of shards has the suffix .index.json."""
@@ -28,11 +42,19 @@ TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".json
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
 MOST = 2000
 """Most files to list in order to describe a folder."""
+T = TypeVar("T")
 
 
 def named_folder(folder: Path) -> Path:
     """The folder as a user names it: the parent of a `.ready` subfolder."""
     return folder.parent if folder.name == READY else folder
+
+
+def ready_folder(folder: Path) -> Path:
+    """The path of its `.ready` subfolder. Raises ValueError for a link, which would lead to another folder."""
+    if (folder / READY).is_symlink():
+        raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
+    return folder / READY
 
 
 def is_model_folder(folder: Path) -> bool:
@@ -49,11 +71,19 @@ def explain(path: Path) -> str:
         return no_such_folder(path)
     if not path.is_dir():
         return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
+    if (path / ADAPTER).is_file():
+        base = quote(json_file.read(path / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path"))
+        return f"{path}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {path} OUT"
     runs = [run for run in (path.parent, path.parent.parent) if _is_run(run)]
     if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
         return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
     if _is_run(path):
-        return _explain_run(path)
+        plan = path / "state" / "plan.json"
+        verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
+        return (
+            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it: "
+            f"dunes {verb} --resume --out {path}"
+        )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
     if any((path / name).exists() for name in (COMPACT, f"{COMPACT}.index.json")):
@@ -82,16 +112,6 @@ def _is_run(folder: Path) -> bool:
     return known or (state.is_dir() and not any(state.iterdir()))
 
 
-def _explain_run(run: Path) -> str:
-    """Message for a run before its first save, with the command that resumes it."""
-    plan = run / "state" / "plan.json"
-    verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
-    return (
-        f"{run}: a run without a model yet, still training, or stopped before its first save; continue it: "
-        f"dunes {verb} --resume --out {run}"
-    )
-
-
 def _remedy_of_file(path: Path) -> str:
     if is_model_folder(path.parent):
         return f"name its folder: {path.parent}"
@@ -116,8 +136,8 @@ def _contents(folder: Path) -> str:
         return "it holds no files"
     counts = Counter(f.suffix or f.name for f in files).most_common(2)
     listed = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
-    text = any(map(_is_text, files))
-    return f"it holds {listed}" + (f"; to train a model on them: dunes train {folder} --out RUN" if text else "")
+    remedy = f"; to train a model on them: dunes train {folder} --out RUN" if any(map(_is_text, files)) else ""
+    return f"it holds {listed}{remedy}"
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -129,3 +149,117 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_text(path: Path) -> bool:
     return path.suffix.lower() in TEXT_SUFFIXES
+
+
+def read_card(folder: Path) -> dict[str, Any]:
+    """The folder's card, or {} without one. Raises ValueError if it is damaged."""
+    if find_file(folder, CARD) is None:
+        return {}
+    card = json_file.read(folder / CARD)
+    for key in ("changes", "history"):
+        if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
+            raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
+        if len(changes) > MAX_CHANGES:
+            raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
+    if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
+        raise ValueError(f"{folder / CARD}: of format {quote(number)}, this version reads {FORMAT}; update dunes")
+    if card.get("format") == 1 and "context" in card:  # the name in format 1
+        card["context_length"] = card.pop("context")
+    return card
+
+
+def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file that a card lists. Raises ValueError for a damaged card."""
+    files = card.get("files", None if card else {})
+    entries = files.values() if isinstance(files, dict) else [None]
+    if any(not isinstance(e, dict) or (type(e.get("size")), type(e.get("sha256"))) != (int, str) for e in entries):
+        raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file, or be {{}}")
+    if len(files) > MAX_FILES:
+        raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
+    return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+
+
+def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
+    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from its entry.
+
+    Each must be a plain file in the folder with the listed size and, if all files have at most `max_bytes` in
+    total, the listed SHA-256.
+    """
+    card = read_card(folder)
+    files = listed_files(folder, card)
+    paths = {name: listed_file(folder, name, folder / CARD) for name in files}
+    for name, (size, _) in files.items():
+        if (actual := paths[name].stat().st_size) != size:
+            raise _file_error(folder, name, f"{plural(actual, 'byte')} instead of {size}")
+    if (total := sum(size for size, _ in files.values())) <= max_bytes:
+        with atomic.progress("hashing", total) as advance:
+            for name, (_, digest) in files.items():
+                if atomic.digest(paths[name], advance) != digest:
+                    raise _file_error(folder, name, "another SHA-256")
+    return card
+
+
+def _file_error(folder: Path, name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
+        f"changed since; if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
+    )
+
+
+def readable_folder(folder: Path) -> Path:
+    """`saved_folder` for the folder of a model, adapter or network, or the path of a GGUF file.
+
+    Raises ValueError, which says what the path is, for any other path.
+    """
+    if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
+        raise ValueError(explain(folder))
+    return saved_folder(folder)
+
+
+def saved_folder(folder: Path) -> Path:
+    """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
+
+    Waits for a save in progress. Nothing is changed; the next save into the folder finishes the interrupted one.
+    Raises ValueError if `.ready` is a link, or incomplete, as after a crash on a file system without hard links.
+    """
+    ready = ready_folder(folder)
+    if not (ready / CARD).is_file():
+        return folder
+    with atomic.add_path_to_errors(folder), folder_lock(folder):
+        if not (ready / CARD).is_file():
+            return folder
+        missing = listed_files(ready, read_card(ready)).keys() - {*os.listdir(ready)}
+    if missing:
+        name = min(missing)[:80]
+        raise ValueError(
+            f"{ready}: has no {name!a}; move what is in it to {folder}, which ends an interrupted save"
+        )
+    return ready
+
+
+def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
+    """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
+    for _ in range(MAX_RETRIES):
+        saved_folder(folder)
+        before = _save_stamp(folder)
+        try:
+            result = read(folder)
+        except (ValueError, FileNotFoundError):
+            if _save_stamp(folder) == before:
+                raise
+        else:
+            if _save_stamp(folder) == before:
+                return result
+    with folder_lock(folder):
+        saved_folder(folder)
+        return read(folder)
+
+
+def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
+    """A value that changes with each save."""
+    stamps = []
+    for path in (folder / CARD, folder / READY):
+        with suppress(OSError):  # renamed by a save, inside a GGUF file's path, or a loop of links
+            stat = path.stat()
+            stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
+    return stamps

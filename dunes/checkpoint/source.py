@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,17 +11,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint import card as cards
 from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
-from dunes.checkpoint.formats import bitsandbytes, compressed_tensors, gguf, native
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG, SINGLE, explain
+from dunes.checkpoint.formats import gguf, native
+from dunes.checkpoint.formats.quantized_weights import dense_weights
+from dunes.checkpoint.model_folder import CARD, CONFIG, SINGLE, explain, read_card, readable_folder, verified_card
 from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
-from dunes.checkpoint.weights import header, pickle_file
+from dunes.checkpoint.weights import pickle_file, safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
-from dunes.files import json_file
+from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.files import atomic, json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
-from dunes.models import FAMILIES, family_of, weight_names
-from dunes.models.meta import build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta, family_of, weight_counts, weight_names
 from dunes.models.names import Names, match_indices, substitute
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX
@@ -94,7 +95,7 @@ class Source:
         """The model on the meta device, or as built by its function."""
         if self.own is None:
             return self.architecture.outline()
-        with _naming_errors(self.folder / cards.CARD):
+        with _naming_errors(self.folder / CARD):
             return self.own.outline()
 
     @cached_property
@@ -114,36 +115,30 @@ class Source:
         try:
             parameters, tensors = weight_counts(self.family, self.config)
         except RuntimeError:  # the bytes of a tensor exceed 64 bits
-            raise ValueError(
-                f"{self.folder}: the config describes a matrix of more than {1 << 63:.2e} bytes, "
-                f"the files have {stored:.2e} parameters; one of them belongs to another model"
-            ) from None
-        if parameters > 2 * stored + slack:
-            raise ValueError(
-                f"{self.folder}: the config describes {parameters:.2e} parameters ({2 * parameters:.2e} bytes in "
-                f"bfloat16), the files have {stored:.2e}; one of them belongs to another model"
-            )
-        if self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
-            raise ValueError(
-                f"{self.folder}: the config describes {self.config.depth:,} blocks and {tensors:,} tensors, the "
-                f"files have {len(sizes):,} ({MAX_TENSORS:,} is the limit); one of them belongs to another model"
-            )
-
-    @property
-    def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference]]:
-        """The files' tensors by the model's names, and their differences from the config's model."""
-        return self._compared[:2]
+            described, actual = f"a matrix of more than {1 << 63:.2e} bytes", f"{stored:.2e} parameters"
+        else:
+            if parameters > 2 * stored + slack:
+                described = f"{parameters:.2e} parameters ({2 * parameters:.2e} bytes in bfloat16)"
+                actual = f"{stored:.2e}"
+            elif self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
+                described = f"{self.config.depth:,} blocks and {tensors:,} tensors"
+                actual = f"{len(sizes):,} ({MAX_TENSORS:,} is the limit)"
+            else:
+                return
+        reason = f"the config describes {described}, the files have {actual}"
+        raise ValueError(f"{self.folder}: {reason}; one of them belongs to another model")
 
     @property
     def assumed(self) -> tuple[str, ...]:
         """Assumptions that were made, including the prefix of the names in the files."""
-        return (*self.notes, *filter(None, self._compared[2:]))
+        return (*self.notes, *filter(None, self.comparison[2:]))
 
     @cached_property
-    def _compared(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
+    def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
+        """The files' tensors by the model's names, their differences from it, and a note on a `Prefix`."""
         if self.own is not None:
             _ = self.expected  # raises for a far too large model before it is built
-            outline, path = self.outline(), self.folder / cards.CARD
+            outline, path = self.outline(), self.folder / CARD
             prefix = Prefix.of(self.files, self.expected)
             files = prefix.without(self.files)
             return files, compare_structure(outline, self.own, self.card, files, path), prefix.note
@@ -154,16 +149,15 @@ class Source:
 
         Raises ValueError, listing all differences, if they do not fit the model.
         """
-        weights, differences, prefix = self._compared
+        weights, differences, prefix = self.comparison
+        note = f"; {prefix}" if prefix else ""
         if differences and self.own is not None:
             listed, intact = "; ".join(map(str, differences)), all(d.kind == "structure" for d in differences)
             remedy = "; if this is intended, load model.safetensors with load_state_dict" if intact else ""
-            raise ValueError(
-                f"{self.folder}: {self.own.family} builds a different model from the saved one: {listed}{remedy}"
-                f"{'; ' * bool(prefix)}{prefix}"
-            )
+            built = f"{self.own.family} builds a different model from the saved one"
+            raise ValueError(f"{self.folder}: {built}: {listed}{remedy}{note}")
         if differences:
-            raise ValueError(f"{self.folder}: {summarize(differences)}{'; ' * bool(prefix)}{prefix}")
+            raise ValueError(f"{self.folder}: {summarize(differences)}{note}")
         if prefix:
             warnings.warn(f"{self.folder}: {prefix}", stacklevel=2)
         return weights
@@ -189,29 +183,39 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
-    if has_own_form(card := cards.read_card(folder)):
+    if has_own_form(card := read_card(folder)):
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
         return _open_own(folder, card, build)
-    config = find_file(folder, CONFIG)
-    if config and (files := _find_weights(folder, *SINGLE)) is not None:
+    if find_file(folder, CONFIG) and (files := _find_weights(folder, *SINGLE)) is not None:
         return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
         if renames:
             raise ValueError(f"{folder}: a native folder, whose names are known; leave out the table of names")
         return _open_native(folder)
-    if (folder / ADAPTER).is_file():
-        raise ValueError(_adapter_hint(folder))
     raise ValueError(explain(folder) + unfinished_downloads(folder))
 
 
+def open_verified_source(
+    folder: Path,
+    renames: Mapping[str, str] | None = None,
+    max_bytes: float = atomic.LARGE,
+    build: Build | None = None,
+) -> Source:
+    """`open_source` after comparing the files with the folder's card, if it has one.
+
+    Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
+    """
+    folder = readable_folder(folder)
+    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
+    return replace(open_source(folder, renames, build), card=card)
+
+
 def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source:
-    architecture = Architecture.of_card(card, folder / cards.CARD, build)
+    architecture = Architecture.of_card(card, folder / CARD, build)
     adapters = [change.request.get("adapter") for change in architecture.changes]
     if (active := card.get("adapter")) is not None and active not in adapters:
-        raise ValueError(
-            f"{folder / cards.CARD}: adapter is {header.quote(active)}; expected one of its adapters, or null"
-        )
+        raise ValueError(f"{folder / CARD}: adapter is {quote(active)}; expected one of its adapters, or null")
     config = json_file.read_if_present(folder / CONFIG)
     return Source(folder, "dunes", config, own_weights(folder), [], (), (), card, architecture)
 
@@ -235,17 +239,8 @@ def context_length_of(
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
     if type(context_length) is not int or not 1 <= context_length <= limit:
         expected = "a number of tokens" if limit == math.inf else f"1 to {limit}, the learned positions"
-        raise ValueError(
-            f"{folder / cards.CARD}: context_length is {header.quote(context_length)}; expected {expected}"
-        )
+        raise ValueError(f"{folder / CARD}: context_length is {quote(context_length)}; expected {expected}")
     return context_length
-
-
-def _adapter_hint(folder: Path) -> str:
-    base = header.quote(
-        json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path")
-    )
-    return f"{folder}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {folder} OUT"
 
 
 def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
@@ -253,24 +248,11 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     notes: tuple[str, ...] = ()
     if (quantized := hf_config.get("quantization_config")) is not None:
         hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
-        files, notes = _dequantized(files, quantized, folder), ("quantized weights, dequantized",)
+        files, notes = dense_weights(files, quantized, folder / CONFIG), ("quantized weights, dequantized",)
     with _naming_errors(folder / CONFIG):
         family = family_of(hf_config)
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
     return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
-
-
-def _dequantized(files: dict[str, LazyTensor], quantization: Any, folder: Path) -> dict[str, LazyTensor]:
-    """The tensors, with quantized ones dequantized on reading. Raises ValueError for an unknown quantization."""
-    if bitsandbytes.is_four_bits(quantization):
-        return bitsandbytes.dense_weights(files)
-    if compressed_tensors.is_packed(quantization):
-        return compressed_tensors.dense_weights(files)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    raise ValueError(
-        f"{folder / CONFIG}: quantized with {header.quote(method)}; only plain weights and bitsandbytes' of four "
-        "bits and compressed-tensors' packed ones are read, get those"
-    )
 
 
 def _apply_renames(
@@ -303,7 +285,7 @@ def _open_gguf(path: Path) -> Source:
 
 def _open_native(folder: Path) -> Source:
     params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
-    shards, prefix = _without_prefix(_consolidated(folder))
+    shards, renaming = _without_prefix(_consolidated(folder))
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]
     if not rows or any(len(shape) != 2 for shape in rows):
@@ -313,9 +295,7 @@ def _open_native(folder: Path) -> Source:
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
-    unnamed = Source(
-        folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *filter(None, [prefix]))
-    )
+    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *renaming))
     unnamed._check_size(w for s in shards for w in s.values())
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
@@ -323,15 +303,14 @@ def _open_native(folder: Path) -> Source:
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
 
 
-def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], str]:
-    """The tensors of native files without the common prefix of their names, and a note on it or ""."""
-    leading = next(
-        (name.removesuffix(native.EMBEDDING) for s in shards for name in s if name.endswith(native.EMBEDDING)), ""
-    )
-    if not leading.endswith(".") or not all(name.startswith(leading) for s in shards for name in s):
-        return shards, ""
+def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], list[str]]:
+    """The tensors of native files without the common prefix of their names, if any, and a note on it."""
+    names = [name for shard in shards for name in shard]
+    leading = next((n.removesuffix(native.EMBEDDING) for n in names if n.endswith(native.EMBEDDING)), "")
+    if not leading.endswith(".") or not all(name.startswith(leading) for name in names):
+        return shards, []
     plain = [{name.removeprefix(leading): tensor for name, tensor in s.items()} for s in shards]
-    return plain, f"tensors are read without {leading!a} in their names"
+    return plain, [f"tensors are read without {leading!a} in their names"]
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
@@ -362,16 +341,11 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     Raises ValueError, before any value is read, for a path outside of the folder, for anything but a plain file,
     and if the index and the headers differ.
     """
-    weight_map = json_file.read(index).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(f, str) for f in weight_map.values())
-    ):
+    weight_map, listed = json_file.read(index).get("weight_map") or None, defaultdict[str, set[str]](set)
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
-    listed: dict[str, set[str]] = {}
     for key, name in weight_map.items():
-        listed.setdefault(name, set()).add(key)
+        listed[name].add(key)
     if len(listed) > MAX_SHARDS:
         raise ValueError(f"{index}: names {len(listed):,} files; {MAX_SHARDS:,} are the limit")
     paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}
@@ -382,11 +356,11 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
             owner = weight_map.get(key, "no file")
             missing = f"is missing, although {index.name} lists it"
             reason = missing if key in listed[name] else f"belongs to {owner} according to {index.name}"
-            raise ValueError(f"{path}: {header.quote(key)} {reason}; fetch both again")
+            raise ValueError(f"{path}: {quote(key)} {reason}; fetch both again")
         files |= shard
     return files
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of one file: safetensors, or for any other suffix a pickle of `torch.save`."""
-    return header.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)
+    return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

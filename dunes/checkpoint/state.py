@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dunes.checkpoint.weights import safetensors_writer
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.files import atomic, json_file
-from dunes.files.staging import folder_lock
+from dunes.files.atomic import folder_lock
 from dunes.measure import ranks
 from dunes.progress import Line
 
@@ -48,7 +49,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
 
     def write_files(staged: Path) -> None:
-        safetensors_writer.write_file(staged / TENSORS, in_memory(copied.tensors))
+        safetensors_file.write_file(staged / TENSORS, in_memory(copied.tensors))
         (staged / STATE).write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
         write_manifest(staged)
 
@@ -114,11 +115,10 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    try:
+    with suppress(ValueError):
         _verify(folder)
         return True
-    except ValueError:
-        return False
+    return False
 
 
 def load_state(folder: Path) -> dict[str, Any]:

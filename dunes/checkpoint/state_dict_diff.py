@@ -18,8 +18,18 @@ WRAPPERS = {
 """Attribute names of the wrapped module in torch.compile, DDP, FSDP, activation checkpointing and Lightning."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 8
-KINDS = ("shape", "dtype", "missing", "unexpected", "duplicate", "head", "tied", "structure")
-"""Kinds of differences, in the order of listing."""
+OTHER = "{name} is {actual}, not {expected}"
+KINDS = {
+    "shape": OTHER,
+    "dtype": OTHER,
+    "missing": "{name} {expected} is missing",
+    "unexpected": "{name} {actual} is not a weight of this model",
+    "duplicate": OTHER,
+    "head": OTHER,
+    "tied": OTHER,
+    "structure": "{name} {actual}",
+}
+"""Kinds of differences, in the order of listing, and their texts."""
 
 
 class Difference(NamedTuple):
@@ -31,13 +41,7 @@ class Difference(NamedTuple):
     actual: str
 
     def __str__(self) -> str:
-        if self.kind == "missing":
-            return f"{self.name} {self.expected} is missing"
-        if self.kind == "unexpected":
-            return f"{self.name} {self.actual} is not a weight of this model"
-        if self.kind == "structure":
-            return f"{self.name} {self.actual}"
-        return f"{self.name} is {self.actual}, not {self.expected}"
+        return KINDS[self.kind].format(**self._asdict())
 
 
 class _FileTensor(NamedTuple):
@@ -67,7 +71,7 @@ def compare(
     weights = renamed(conversions, fitting)
     differences += _missing(file_tensors, [key for key in expected if key not in sources])
     differences += [d for k, w in heads.items() if (d := _head_difference(k, w, weights.get(EMBEDDING)))]
-    return weights, sorted(differences, key=lambda d: KINDS.index(d.kind)), prefix.note
+    return weights, sorted(differences, key=lambda d: [*KINDS].index(d.kind)), prefix.note
 
 
 @dataclass(frozen=True)
@@ -100,15 +104,13 @@ class Prefix:
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
             if fitting > most:
                 parts = [f"{part}." for part in removed] + [leading] * bool(leading)
-                what = [f"without {' and '.join(map(ascii, parts))}"] * bool(parts) + [f"with {added!a}"] * bool(
-                    added
-                )
-                best, note, most = renames, f"tensors are read {' and '.join(what)} in their names", fitting
+                edits = [f"without {' and '.join(map(ascii, parts))}"] * bool(parts)
+                edits += [f"with {added!a}"] * bool(added)
+                best, note, most = renames, f"tensors are read {' and '.join(edits)} in their names", fitting
         unchanged = {*files} - best.keys()
         if len({*best.values(), *unchanged}) < len(best) + len(unchanged):
-            return cls(
-                note=f"{note.replace('are', 'would be')}, but then two have the same name; keep one of each"
-            )
+            would = note.replace("are", "would be")
+            return cls(note=f"{would}, but then two have the same name; keep one of each")
         return cls(best, note)
 
     def without(self, files: Weights) -> dict[str, LazyTensor]:
@@ -142,8 +144,8 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
 def _separate(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
     """Tensors by name for a rule that maps one tensor for each block or expert."""
     conversions, _ = to_theirs([rule], expected)
-    shapes = {name: tensor.shape for name, tensor in renamed(conversions, expected).items()}
-    return {c.target: _FileTensor(shapes[c.target], c.sources) for c in conversions}
+    tensors = renamed(conversions, expected)
+    return {c.target: _FileTensor(tensors[c.target].shape, c.sources) for c in conversions}
 
 
 def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
@@ -153,12 +155,11 @@ def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
         for indices in (match_indices(part, key) for part in rule.ours):
             if indices is not None:
                 stacks.setdefault(substitute(rule.theirs, indices), []).append(key)
-    parts = len(rule.ours)
-    shapes = {k: expected[keys[0]].shape for k, keys in stacks.items()}
-    return {
-        k: _FileTensor((len(keys) // parts, parts * shapes[k][0], *shapes[k][1:]), tuple(keys))
-        for k, keys in stacks.items()
-    }
+    parts, file_tensors = len(rule.ours), dict[str, _FileTensor]()
+    for name, keys in stacks.items():
+        rows, *columns = expected[keys[0]].shape
+        file_tensors[name] = _FileTensor((len(keys) // parts, parts * rows, *columns), tuple(keys))
+    return file_tensors
 
 
 def _difference(
@@ -178,12 +179,9 @@ def _difference(
     return None
 
 
-def _missing(file_tensors: Mapping[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
+def _missing(file_tensors: dict[str, _FileTensor], keys: Sequence[str]) -> Iterator[Difference]:
     """Differences for missing tensors, each under the first of its possible names."""
-    names: dict[str, str] = {}
-    for name, expected in file_tensors.items():
-        for key in expected.names:
-            names.setdefault(key, name)
+    names = {key: name for name, expected in reversed(file_tensors.items()) for key in expected.names}
     for name in dict.fromkeys(names[key] for key in keys):
         yield Difference("missing", name, str(file_tensors[name].shape), "nothing")
 
@@ -205,8 +203,7 @@ def summarize(differences: Sequence[Difference]) -> str:
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)
-    listed = "; ".join(
-        [*map(str, shown), *([f"and {more} more, which `dunes inspect` lists"] if more > 0 else [])]
-    )
+    rest = [f"and {more} more, which `dunes inspect` lists"] * (more > 0)
+    listed = "; ".join([*map(str, shown), *rest])
     adapter = any(".lora_" in d.name for d in differences if d.kind == "unexpected")
     return f"{listed}; some are an adapter's: merge it first, in PEFT by merge_and_unload" if adapter else listed

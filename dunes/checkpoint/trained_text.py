@@ -16,7 +16,7 @@ from typing import Any
 from dunes.checkpoint import cards_trusted
 from dunes.data import Corpus, collect_corpus, hold_out_test
 from dunes.data.sources import without_files
-from dunes.files.staging import cache_home
+from dunes.files.atomic import cache_home
 from dunes.flags import STDLIB
 
 _trusted = ContextVar("trusted_sources", default=False)

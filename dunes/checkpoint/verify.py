@@ -19,7 +19,7 @@ from dunes.checkpoint.formats import native
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
-from dunes.models.meta import build_on_meta
+from dunes.models import build_on_meta
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.progress import advance
 from dunes.units import plural
@@ -162,16 +162,18 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
     assert isinstance(copy, Decoder)
     dtype, vocab = merged or torch.float32, sides(copy.embed.token)[0]
     tick = advance(tree.count(model) * dtype.itemsize)
+
+    def make_lazy(module: nn.Module) -> nn.Module:
+        lazy = _LazyEmbedding if is_embedding(tree.innermost(module)) else _LazyLinear
+        return lazy(track_reads(_parameters_of(module, dtype), tick))
+
     if copy.head is None:
         copy.head = _LazyLinear(_parameters_of(copy.embed.token, dtype))
     for place in list(tree.places(copy)):
-        inner = tree.innermost(place.module)
         if merged is not None and isinstance(place.module, Adapted):
-            lazy = _LazyEmbedding if is_embedding(inner) else _LazyLinear
-            setattr(place.parent, place.key, lazy(track_reads(_parameters_of(place.module, dtype), tick)))
-        elif isinstance(inner, Quantized):
-            replacement = partial(_LazyLinear, track_reads(_parameters_of(inner, dtype), tick))
-            tree.replace(copy, {place.name}, lambda m, make=replacement: make(), reach="inner")  # type: ignore[misc]
+            setattr(place.parent, place.key, make_lazy(place.module))
+        elif isinstance(tree.innermost(place.module), Quantized):
+            tree.replace(copy, {place.name}, make_lazy, reach="inner")
     weights = track_reads(cast(in_memory(copy.state_dict()), dtype), tick)
     return _lazy_logits(copy, weights, prompts(vocab, context_length))
 

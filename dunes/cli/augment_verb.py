@@ -3,20 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import Parameter, Signature
+from inspect import Parameter
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
 from dunes.augment.options import COMMANDS as CHANGES
 from dunes.augment.options import OPTIONS, Options
+from dunes.cli.main import keyword, with_parameters
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.flags import Dtype, flag
-
-if TYPE_CHECKING:
-    pass
 
 Into = Literal["dequantized", "original"]
 VALIDATION = Annotated[
@@ -57,10 +55,6 @@ def merge(
         print(f'next: dunes {verb} {quote(str(out))} "..."')
 
 
-def _option(name: str, default: Any, annotation: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
 def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
     """The command of a change, with flags for its offered options."""
     group = name.replace("-", "_")
@@ -77,19 +71,17 @@ def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
     parameters = [
         Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, annotation=Model),
         Parameter("out", Parameter.POSITIONAL_OR_KEYWORD, annotation=Out),
-        _option(group, options_type(), Annotated[options_type, tyro.conf.arg(help="Options of the change.")]),
+        keyword(group, options_type(), Annotated[options_type, tyro.conf.arg(help="Options of the change.")]),
     ]
     if options_type.TEXT:
         calibration = flag("SOURCE", "the text of the model's training", options_type.TEXT)
-        parameters.append(_option("calibration", (), Annotated[tuple[str, ...], calibration]))
+        parameters.append(keyword("calibration", (), Annotated[tuple[str, ...], calibration]))
     if options_type.SCORED:
-        parameters.append(_option("validation", (), VALIDATION))
+        parameters.append(keyword("validation", (), VALIDATION))
     if options_type.UNDO:
-        parameters.append(_option("undo", False, Annotated[bool, tyro.conf.arg(help=options_type.UNDO)]))
+        parameters.append(keyword("undo", False, Annotated[bool, tyro.conf.arg(help=options_type.UNDO)]))
     command.__doc__, command.__name__ = options_type.__doc__, name
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
+    return with_parameters(command, parameters)
 
 
 def _augment(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import tyro
 
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
-from dunes.cli.trust_code import with_trust
+from dunes.cli.main import with_trust
 from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
@@ -87,7 +87,7 @@ def _race(name: str, request: Any, rounds: int, out: Path | None, as_json: bool)
             raise
         laps = rows.read_rows(file)
         print("interrupted; results so far:", file=sys.stderr)
-    results = runner.summaries(laps)
+    results = rows.summaries(laps)
 
     def print_text() -> None:
         table.print_summary(results)
@@ -220,11 +220,3 @@ def memory(
         plots.save_plot(plots.memory(estimates[0].log), picture)
     _print(print_text, {"results": [e.record(m) for e, m in zip(estimates, measurements, strict=True)]}, as_json)
     return 0
-
-
-def prepare() -> None:
-    """Set memory and denormals as `dunes train` does."""
-    from dunes import measure
-
-    measure.keep_freed_memory()
-    measure.flush_denormals()

@@ -1,4 +1,4 @@
-"""The command line. Verbs import torch themselves, so that help is fast."""
+"""The command line, also of recipes. Verbs import torch themselves, so that help is fast."""
 
 import gc
 import os
@@ -6,12 +6,16 @@ import platform
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import wraps
 from importlib import metadata
-from typing import Any, NoReturn
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, NoReturn
+
+import tyro
 
 from dunes import __version__
-from dunes.cli.trust_code import with_trust
 from dunes.cores import share_cores
 
 VERBS = (
@@ -20,6 +24,11 @@ VERBS = (
 )  # fmt: skip
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
 """Functions of verbs whose names are taken by Python's builtins."""
+TRUST = {
+    "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
+    "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
+}
+"""Options of every command that opens a model folder."""
 ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
@@ -40,9 +49,11 @@ def _main() -> int:
         print(version())
         return 0
     if sys.argv[1:2] == ["bench"]:
+        from dunes import measure
         from dunes.cli import bench
 
-        bench.prepare()
+        measure.keep_freed_memory()
+        measure.flush_denormals()
         return run("dunes bench", bench.ABOUT, bench.commands(), sys.argv[2:])
     if sys.argv[1:2] == ["augment"]:
         from dunes.cli import augment_verb
@@ -87,10 +98,63 @@ def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
 
 def run(program: str, about: str, commands: dict[str, Callable[..., Any]], arguments: list[str]) -> int:
     """Parse the arguments and call the command they name."""
-    import tyro
-
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     status = tyro.extras.subcommand_cli_from_dict(
         commands, args=arguments, prog=program, description=about, config=config
     )
     return int(status or 0)
+
+
+def with_trust(commands: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Add the options of TRUST to the commands."""
+    return {name: _with_options(command) for name, command in commands.items()}
+
+
+def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    trust = [keyword(name, False, Annotated[bool, tyro.conf.arg(help=text)]) for name, text in TRUST.items()]
+
+    @wraps(command)
+    def run(*args: Any, trust_code: bool = False, trust_sources: bool = False, **options: Any) -> Any:
+        with ExitStack() as trusted:
+            if trust_code:
+                from dunes import checkpoint
+
+                trusted.enter_context(checkpoint.trust_cards())
+            if trust_sources:
+                from dunes.checkpoint import trained_text
+
+                trusted.enter_context(trained_text.trust_sources())
+            return command(*args, **options)
+
+    del run.__wrapped__  # tyro would follow it to the inner function
+    return with_parameters(run, [*signature(command).parameters.values(), *trust])
+
+
+def keyword(name: str, default: Any, annotation: Any) -> Parameter:
+    """A keyword-only parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
+    """The command, whose flags follow from these parameters."""
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
+    """Call `main` with the command-line arguments, and exit with the status it returns (None: 0).
+
+    The line of `doc` that starts with "python" names the arguments; names in brackets are optional. A wrong number
+    of arguments prints that line and exits with 2; -h prints `doc`.
+    """
+    usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
+    arguments, (_, program, *names) = sys.argv[1:], usage.split()
+    if {"-h", "--help"} & {*arguments}:
+        print(doc.strip())
+        sys.exit(0)
+    needed = [name for name in names if not name.startswith("[")]
+    if not len(needed) <= len(arguments) <= len(names):
+        print(f"usage: {usage}", file=sys.stderr)
+        sys.exit(2)
+    exit_with(lambda: main(*arguments), program)

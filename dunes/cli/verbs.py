@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -279,12 +278,10 @@ def compile_(
     from dunes import checkpoint
     from dunes.generate.packages import compile_step
 
-    start = time.perf_counter()
+    start = perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
     package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
-    print(
-        f"compiled: {time.perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}"
-    )
+    print(f"compiled: {perf_counter() - start:.0f} s, {str(choice).removeprefix('torch.')} weights, {package}")
     print(f'next: dunes generate {quote(str(model))} "..."')
 
 
@@ -437,8 +434,9 @@ def inspect(
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
-    from dunes.checkpoint.folder import readable_folder
-    from dunes.checkpoint.loading import describe_adapter, is_adapter
+    from dunes.checkpoint.inspect import describe_adapter
+    from dunes.checkpoint.loading import is_adapter
+    from dunes.checkpoint.model_folder import readable_folder
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
@@ -599,7 +597,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.export import export, is_plain
-    from dunes.checkpoint.folder import open_verified_source
+    from dunes.checkpoint.source import open_verified_source
     from dunes.progress import Display, shown_by
 
     location = checkpoint.locate_model(model, verify=True)

@@ -12,9 +12,7 @@ import numpy as np
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.card import read_card
-from dunes.checkpoint.folder import saved_folder
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG, read_card, saved_folder
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion import Cancelled, Suggestion
 from dunes.completion.copy_gate import read_gate

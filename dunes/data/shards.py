@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dunes.data.document import BLOCK, Document
 from dunes.data.fim import FILE
-from dunes.files.staging import cache_home, folder_lock, staging_folder
+from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.progress import advance, phase
 from dunes.text import Tokenizer
 from dunes.text.lines import line_parts

@@ -1,18 +1,22 @@
 """Atomic writes: after a crash either the old or the new version exists, complete.
 
-Data is fsynced before it is renamed into place, and the rename before the call returns.
+Data is fsynced before it is renamed into place, and the rename before the call returns. Each writer has a staging
+folder, which it locks (flock); the lock ends with the process, and folders of dead writers are removed. On a disk
+shared by several machines, the lock is visible only to processes of the same machine.
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, TypeVar
 
-from dunes.files.staging import staging_folder
 from dunes.progress import advance, is_shown
 from dunes.units import format_bytes
 
@@ -20,20 +24,89 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+STAGED = ".dunes-{}.new"
 LARGE = 1e9
 """Bytes above which hashing takes seconds and gets a progress bar."""
 DIGEST_BLOCK = 1 << 18
 """Elements of a tensor that are hashed at a time."""
+_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_local = threading.local()
+
+
+def cache_home() -> Path:
+    """$DUNES_HOME, or a folder in the user's cache folder. Raises ValueError for a user without a home."""
+    if home := os.environ.get("DUNES_HOME"):
+        return Path(home)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        return cache.expanduser() / "dunes"
+    except RuntimeError:
+        raise ValueError("this user has no home folder for caches; set DUNES_HOME to a folder") from None
+
+
+@contextmanager
+def open_handle(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    """Open a file or a folder in the context, as a number for the system's calls."""
+    handle = os.open(path, flags, 0o666)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Lock a folder or a file; the system releases the lock when the process ends.
+
+    The lock is reentrant. Raises BlockingIOError if another thread or process has it and `wait` is False.
+    """
+    with open_handle(folder) as handle:
+        status, locked = os.fstat(handle), _local.__dict__.setdefault("locked", set())
+        key = os.getpid(), status.st_dev, status.st_ino
+        if key in locked and wait:
+            yield
+            return
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        locked.add(key)
+        try:
+            yield
+        finally:
+            locked.discard(key)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile has the handle, too
+
+
+@contextmanager
+def staging_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, on the same disk, removed at the end.
+
+    Folders of dead writers beside `path` are removed first.
+    """
+    with folder_lock(path.parent):
+        _clear(path.parent)
+        folder = path.with_name(STAGED.format(token_hex(8)))
+        folder.mkdir()
+        handle = os.open(folder, _OPEN)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _clear(parent: Path) -> None:
+    """Remove the staging folders of dead writers."""
+    for folder in parent.glob(STAGED.format("*")):
+        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
 
 
 def fsync_path(path: Path) -> None:
     """fsync a file or a folder."""
-    with add_path_to_errors(path):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with add_path_to_errors(path), open_handle(path) as handle:
+        os.fsync(handle)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from dunes.files.atomic import add_path_to_errors
+from dunes.files.atomic import add_path_to_errors, open_handle
 from dunes.files.model_file import read_file
 from dunes.progress import Line
 
@@ -72,24 +72,17 @@ def append_text(path: Path, text: str) -> None:
     If a crash truncated the last line, a newline is added first. Raises OSError that names the file if writing
     fails, and leaves the file unchanged.
     """
-    with add_path_to_errors(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    with add_path_to_errors(path), open_handle(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        data = b"\n" * torn + text.encode()
         try:
-            size = os.fstat(file).st_size
-            torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-            try:
-                _write(file, b"\n" * torn + text.encode())
-            except BaseException:
-                with suppress(OSError):
-                    os.ftruncate(file, size)
-                raise
-        finally:
-            os.close(file)
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
+            while data:
+                data = data[os.write(file, data) :]
+        except BaseException:
+            with suppress(OSError):
+                os.ftruncate(file, size)
+            raise
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Find and open the files of an untrusted model folder.
+"""Find and open the files of an untrusted model folder, and the permission to run code that its card names.
 
 Each must be a regular file in that folder, of a limited size, whose first bytes match its name.
 """
@@ -6,6 +6,9 @@ Each must be a regular file in that folder, of a limited size, whose first bytes
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,6 +40,25 @@ _TORCH = (b"PK\3\4", b"\x80\2")
 _BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
 """Suffixes of unfinished downloads."""
+_trusted = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def trust_cards(trust: bool = True) -> Iterator[None]:
+    """Inside this context, in this thread, functions named by cards are imported, which runs third-party code.
+
+    The command's `--trust-code` does the same. `trust=False` leaves the permission unchanged.
+    """
+    token = _trusted.set(trust or cards_trusted())
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def cards_trusted() -> bool:
+    """True inside `trust_cards`. Child processes do not inherit it."""
+    return _trusted.get()
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -113,10 +135,8 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 def stand_in(head: bytes) -> str:
     """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
-    reasons = (
-        f"{name}, not the file itself; {remedy}" for start, name, remedy in _STAND_INS if re.match(start, head)
-    )
-    return next(reasons, "")
+    matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
+    return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
 
 
 def _other_content(suffix: str, head: bytes) -> str:

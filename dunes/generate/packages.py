@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import dunes
 from dunes import measure, tree
 from dunes.files import atomic, json_file
-from dunes.files.staging import cache_home, folder_lock, staging_folder
+from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import (

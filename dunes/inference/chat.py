@@ -18,12 +18,12 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
-from dunes.checkpoint.card import read_card
-from dunes.checkpoint.folder import LoadedModel, readable_folder
+from dunes.checkpoint.folder import LoadedModel
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
+from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.extra import python_command
 from dunes.files.atomic import write_file
-from dunes.files.trust import cards_trusted
+from dunes.files.model_file import cards_trusted
 from dunes.generate import Sampler
 from dunes.generate.packages import step_source
 from dunes.generate.sampling import greedy

@@ -4,31 +4,28 @@ Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `all
 """
 
 from dunes.measure import ranks
-from dunes.measure.allocations import KINDS, Allocation, Allocations, allocations
+from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
 from dunes.measure.machine import (
     DEVICES,
+    choose_dtype,
+    choose_threads,
     device,
     fingerprint,
     flush_denormals,
     free_memory,
+    has_fast_bfloat16,
     keep_freed_memory,
+    matmul_rate,
     out_of_memory,
+    peak_matmul_rate,
     peak_memory,
+    peak_read_rate,
     processor,
+    read_rate,
     reset_peak_memory,
     resident_memory,
     set_device,
     synchronize,
-)
-from dunes.measure.module_tracker import ModuleTracker
-from dunes.measure.rates import (
-    choose_dtype,
-    choose_threads,
-    has_fast_bfloat16,
-    matmul_rate,
-    peak_matmul_rate,
-    peak_read_rate,
-    read_rate,
     use_best_threads,
 )
 

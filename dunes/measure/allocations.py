@@ -7,26 +7,87 @@ an operation allocates and frees internally is not recorded.
 import gc
 import sys
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dunes.measure.module_tracker import ModuleTracker, in_backward
-
 Kind = Literal["parameters", "gradients", "optimizer", "cache", "activations", "temporaries"]
 KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activations", "temporaries")
 """The kinds of memory that `allocations` tells apart."""
+
+
+class ModuleTracker:
+    """`with ModuleTracker(model) as tracker:`, then `tracker.now()` is the dotted name of the running module.
+
+    In a forward pass it is the innermost module whose `forward` runs. In a backward pass it is the module whose
+    forward created the running graph node: nodes are numbered in order of creation, so recording the numbers at
+    which modules begin and end suffices. The model has hooks only inside the `with`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.stack: list[str] = []
+        self.calls = 0
+        self._numbers: list[int] = []
+        self._names: list[str] = []
+        self._hooks = ExitStack()
+        self._owners: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            if not isinstance(module, torch.jit.ScriptModule):  # has no hooks
+                self._hooks.enter_context(module.register_forward_pre_hook(partial(self._begin, name)))
+                self._hooks.enter_context(module.register_forward_hook(self._end, always_call=True))
+            self._owners |= {id(p): name for p in module.parameters(recurse=False)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def now(self) -> str | None:
+        """The running module, or the one whose parameter's own graph node runs; None outside all modules."""
+        if self.stack:
+            return self.stack[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        if (parameter := getattr(node, "variable", None)) is not None:
+            return self._owners.get(id(parameter))
+        index = bisect_right(self._numbers, node._sequence_nr()) - 1
+        return (self._names[index] or None) if index >= 0 else None
+
+    def _begin(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self.stack.append(name)
+        self.calls += 1
+        self._note()
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        """Record the innermost module as the creator of the next nodes, unless they are created in backward."""
+        if not in_backward():
+            self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+            self._names.append(self.stack[-1] if self.stack else "")
+
+
+def in_backward() -> bool:
+    """True if a backward pass runs in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(slots=True)
@@ -94,20 +155,17 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     """
     log = Allocations([])
     gc.collect()  # otherwise earlier garbage would be freed inside
-    with ModuleTracker(model) as places:
+    with ModuleTracker(model) as places, ExitStack() as hooks:
         recorder = _Recorder(places, log.made)
         recorder.record_model(model)
+        hooks.callback(recorder.finish)
         trainable: list[Any] = [p for p in model.parameters() if p.requires_grad]
-        marks: list[Any] = [p.register_post_accumulate_grad_hook(recorder.gradient) for p in trainable]
-        marks.append(register_optimizer_step_pre_hook(recorder.begin_step))
-        marks.append(register_optimizer_step_post_hook(recorder.end_step))
-        try:
-            with recorder:
-                yield log
-        finally:
-            for mark in marks:
-                mark.remove()
-            recorder.finish()
+        for parameter in trainable:
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(recorder.gradient))
+        hooks.enter_context(register_optimizer_step_pre_hook(recorder.begin_step))
+        hooks.enter_context(register_optimizer_step_post_hook(recorder.end_step))
+        with recorder:
+            yield log
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,7 +1,15 @@
-"""Validated values of a config.json: unsupported and out-of-range values are refused."""
+"""Validated values of a config.json: unsupported and out-of-range values are refused.
 
-from collections.abc import Mapping
+Rotary positions are `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+"""
+
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from dunes.parts.position import UNSCALED, Linear, Llama3, Scaling, Unscaled, Yarn
+
+Json = Mapping[str, Any]
 
 MAX_SIZE = 1 << 24
 """Largest size in a model; a file with a larger one is broken or malicious."""
@@ -48,11 +56,11 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     return value
 
 
-def quotient(hf: Mapping[str, Any], whole: str, parts: str) -> int:
-    """`whole` / `parts`, both sizes. Raises ValueError if not divisible."""
-    a, b = size(hf, whole), size(hf, parts)
+def quotient(hf: Mapping[str, Any], dividend: str, divisor: str) -> int:
+    """`dividend` / `divisor`, both sizes. Raises ValueError if not divisible."""
+    a, b = size(hf, dividend), size(hf, divisor)
     if a % b:
-        raise ValueError(f"config.json: {whole} is {a}, which is not divisible by {parts}, {b}")
+        raise ValueError(f"config.json: {dividend} is {a}, which is not divisible by {divisor}, {b}")
     return a // b
 
 
@@ -73,3 +81,87 @@ def _short(value: Any) -> str:
     """The repr in at most 60 characters, on one line."""
     text = repr(value)
     return text if len(text) < 60 else text[:57] + "..."
+
+
+def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
+    """`rope_base` and `scaling` of a Config, from either dialect; `default` is the base if none is given.
+
+    Raises ValueError for unsupported scaling. Of both dialects, `rope_scaling` counts, as in transformers.
+    """
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
+    values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
+    check_supported(values, required={"partial_rotary_factor": 1.0, "mrope_section": None})
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
+        raise ValueError(
+            f"config.json: rotary scaling {rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}"
+        )
+    base = number(rope, "rope_theta", number(hf, "rope_theta", default, above=1.0), above=1.0)
+    return {"rope_base": base, "scaling": ROPE_TYPES[rope_type][1](rope, hf)}
+
+
+def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
+    """The rotary keys of a config.json, in both dialects."""
+    rope = scaling_to_hf(scaling)
+    legacy = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
+    return {"rope_theta": base, **legacy, "rope_parameters": {**rope, "rope_theta": base}}
+
+
+def _original_length(rope: Json, hf: Json) -> int:
+    """The context length, in tokens, that the model was trained with before it was extended."""
+    length = size(rope, "original_max_position_embeddings", size(hf, "max_position_embeddings"))
+    return size(hf, "original_max_position_embeddings", length)
+
+
+def _yarn(rope: Json, hf: Json) -> Yarn:
+    length = _original_length(rope, hf)
+    factor = number(rope, "factor", size(hf, "max_position_embeddings") / length)
+    return Yarn(
+        factor,
+        length,
+        number(rope, "attention_factor", _attention_factor(rope, factor)),
+        number(rope, "beta_fast", 32.0),
+        number(rope, "beta_slow", 1.0),
+        flag(rope, "truncate", True),
+    )
+
+
+def _attention_factor(rope: Json, factor: float) -> float:
+    """Attention factor of YaRN (for cosines and sines) if the file does not give it."""
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return yarn_scale(factor, number(rope, "mscale")) / yarn_scale(factor, number(rope, "mscale_all_dim"))
+    return yarn_scale(factor)
+
+
+def yarn_scale(factor: float, weight: float = 1.0) -> float:
+    """Conventional attention factor of YaRN for a context extended by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _llama3(rope: Json, hf: Json) -> Llama3:
+    low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+    if not low < high:
+        raise ValueError(f"config.json: high_freq_factor is {high}; it must be above low_freq_factor, {low}")
+    return Llama3(number(rope, "factor"), low, high, _original_length(rope, hf))
+
+
+ROPE_TYPES: dict[str, tuple[type, Callable[[Json, Json], Scaling]]] = {
+    "default": (Unscaled, lambda rope, hf: UNSCALED),
+    "linear": (Linear, lambda rope, hf: Linear(number(rope, "factor"))),
+    "yarn": (Yarn, _yarn),
+    "llama3": (Llama3, _llama3),
+}
+"""The class of each type of scaling, and its values from a config.json."""
+
+
+def scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
+    """The `rope_scaling` of a config.json."""
+    rope_type = next((name for name, (cls, _) in ROPE_TYPES.items() if type(scaling) is cls), None)
+    if rope_type is None:
+        raise ValueError(f"config.json cannot express rotary scaling of class {type(scaling).__name__}")
+    implied = () if rope_type == "yarn" else ("attention_factor",)
+    keys = {"length": "original_max_position_embeddings"}
+    values = {keys.get(field, field): value for field, value in vars(scaling).items() if field not in implied}
+    return {"rope_type": rope_type, **values}

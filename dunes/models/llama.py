@@ -9,9 +9,8 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from dunes.models.config_values import check_supported, flag, number, quotient, size
+from dunes.models.config_values import check_supported, flag, number, quotient, rope_fields, rope_to_hf, size
 from dunes.models.names import Names, name, weight_and_bias
-from dunes.models.rope import rope_fields, rope_to_hf
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
 from dunes.parts.position import UNSCALED, Scaling
 
@@ -127,11 +126,7 @@ def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0)
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
     kv_heads = size(hf, "num_key_value_heads", heads)
-    quotient(
-        {"num_attention_heads": heads, "num_key_value_heads": kv_heads},
-        "num_attention_heads",
-        "num_key_value_heads",
-    )
+    quotient(hf | {"num_key_value_heads": kv_heads}, "num_attention_heads", "num_key_value_heads")
     return {
         "vocab": size(hf, "vocab_size"),
         "dim": size(hf, "hidden_size"),

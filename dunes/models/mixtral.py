@@ -1,16 +1,24 @@
-"""Mixtral 8x7B: Mistral whose MLP is a mixture of experts. https://arxiv.org/abs/2401.04088"""
+"""Mixtral 8x7B: Mistral whose MLP is a mixture of experts. https://arxiv.org/abs/2401.04088
 
+Other families with experts reuse `mixture`, the fields of their configs and `EXPERTS`.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from torch import nn
+
 from dunes.models import llama, mistral
-from dunes.models.config_values import check_supported
+from dunes.models.config_values import check_supported, number, size
 from dunes.models.llama import IGNORED_NAMES
-from dunes.models.mixture import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
 from dunes.models.names import Names, name
 from dunes.parts import Decoder, MoE
 
 __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+
+MAX_EXPERTS = 4096
+"""Maximum number of experts, above all known models; building them takes time even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +39,40 @@ class Config(mistral.Config):
         return replace(config, hidden=expert_width(dim, config.experts))
 
 
-def moe(config: Config) -> MoE:
+def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) -> MoE:
+    """Experts with a linear router; `options` are MoE's."""
+    return MoE(nn.Linear(dim, len(experts), bias=False), experts, top_k, **options)
+
+
+def expert_width(dim: int, experts: int) -> int:
+    """Width of an expert such that all experts together are about as large as a LLaMA's MLP."""
+    return max(32, round(dim * 8 / 3 / experts / 32) * 32)
+
+
+def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
+    """`experts`, `top_k` and `balance` of a Config. Raises ValueError if top_k exceeds the experts."""
+    # transformers 5 writes num_local_experts where Qwen writes num_experts.
+    key = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
+    experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")
+    if top_k > experts:
+        raise ValueError(f"config.json: num_experts_per_tok is {top_k}, more than {key}, {experts}")
+    zero = hf.get("router_aux_loss_coef") == 0
+    return {
+        "experts": experts,
+        "top_k": top_k,
+        "balance": 0.0 if zero else number(hf, "router_aux_loss_coef", balance),
+    }
+
+
+def read_moe_fields(moe: MoE) -> dict[str, Any]:
+    """`experts`, `top_k` and `balance` of a built layer."""
+    return {"experts": len(moe.experts), "top_k": moe.top_k, "balance": moe.balance}
+
+
+def moe(config: Any, **options: Any) -> MoE:
+    """The mixture of a Config with `experts`, `top_k` and `balance`."""
     experts = [llama.mlp(config) for _ in range(config.experts)]
-    return mixture(config.dim, experts, config.top_k, balance=config.balance)
+    return mixture(config.dim, experts, config.top_k, balance=config.balance, **options)
 
 
 def build(config: Config) -> Decoder:
@@ -77,5 +116,13 @@ NAMES: Names = [
     name(f"{_MOE}.experts.{{e}}.w3.weight", "blocks.{i}.mlp.experts.{e}.up.weight"),
     name(f"{_MOE}.experts.{{e}}.w2.weight", "blocks.{i}.mlp.experts.{e}.down.weight"),
 ]
+
+_EXPERTS = "blocks.{i}.mlp.experts.{e}"
+
+EXPERTS: Names = [
+    name("model.layers.{i}.mlp.experts.gate_up_proj", f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
+    name("model.layers.{i}.mlp.experts.down_proj", f"{_EXPERTS}.down.weight"),
+]
+"""Stacked weights of all experts, as in transformers 5."""
 
 ALIASES: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dunes.models import llama, qwen3
+from dunes.models import llama, mixtral, qwen3
 from dunes.models.config_values import check_supported, flag, size
 from dunes.models.llama import IGNORED_NAMES
-from dunes.models.mixture import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
+from dunes.models.mixtral import EXPERTS, expert_width, moe_fields, read_moe_fields
 from dunes.models.names import Names, name
 from dunes.parts import Decoder, MoE
 
@@ -33,8 +33,7 @@ class Config(llama.Config):
 
 
 def moe(config: Config) -> MoE:
-    experts = [llama.mlp(config) for _ in range(config.experts)]
-    return mixture(config.dim, experts, config.top_k, renormalise=config.renormalise, balance=config.balance)
+    return mixtral.moe(config, renormalise=config.renormalise)
 
 
 def build(config: Config) -> Decoder:

@@ -149,17 +149,13 @@ def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[1], b.shape[1])
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     rows, weight, ends = ctx.saved_tensors
     grad = grad.contiguous()
     return product(grad, weight.mT, ends), outer(grad, rows, ends), None
 
 
-product.register_autograd(_backward, setup_context=_setup_context)
+product.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def _setup_context_each(ctx: Any, inputs: tuple[Tensor, Sequence[Tensor], Tensor, bool], output: Tensor) -> None:

@@ -2,10 +2,17 @@
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s); converting a matrix takes less than that. Results are at least as exact.
+
+The Gram matrix of inputs is the sum of x xT in float32. Only the upper triangle is computed, in panels of rows.
+Products of bfloat16 numbers are exact in float32, and AMX accumulates in float32, so that bfloat16 products give
+the same matrix to 1e-6 at a multiple of the rate (4,096 tokens, 5,632 inputs, two threads: 0.82 s plain, 0.47 s by
+panels, 0.24 s by panels in bfloat16).
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+# Shapes: N tokens, I inputs.
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +24,7 @@ from dunes import measure
 
 MIN_TOKENS = 128
 """Fewest tokens for which it pays; with 64, converting weights costs what is gained (10M and 124M parameters)."""
+PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
@@ -73,3 +81,47 @@ class Float32Products(TorchFunctionMode):
 
 def _widen(argument: Any) -> Any:
     return argument.float() if isinstance(argument, Tensor) and argument.is_floating_point() else argument
+
+
+def plain_gram(x: Tensor) -> Tensor:
+    """Gram matrix (I, I) of inputs (N, I), in float32 also under autocast."""
+    with torch.autocast(x.device.type, enabled=False):
+        return x.float().T @ x.float()
+
+
+def add_gram(matrix: Tensor, x: Tensor) -> None:
+    """Add the Gram matrix of inputs (N, I) to the upper triangle of a matrix (I, I) in float32.
+
+    Entries below the diagonal are undefined until `mirror`.
+    """
+    wide = x.float()
+    with _exact_products(x):
+        for start, stop in _panels(len(matrix)):
+            matrix[start:stop, start:].addmm_(wide[:, start:stop].T, wide[:, start:])
+
+
+def mirror(matrix: Tensor) -> None:
+    """Copy the upper triangle of a matrix (I, I) to the lower one."""
+    for start, stop in _panels(len(matrix)):
+        matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+
+
+def _panels(inputs: int) -> Iterator[tuple[int, int]]:
+    width = max(NARROWEST, -(-inputs // PANELS))
+    for start in range(0, inputs, width):
+        yield start, min(start + width, inputs)
+
+
+@contextmanager
+def _exact_products(x: Tensor) -> Iterator[None]:
+    """Let float32 products be computed in bfloat16 if the inputs are bfloat16 on a CPU and it is faster."""
+    cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if not cpu or float32_is_faster():
+        yield
+        return
+    setting: Any = torch.backends.mkldnn
+    before, setting.matmul.fp32_precision = setting.matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        setting.matmul.fp32_precision = before

@@ -54,9 +54,9 @@ class _Fused(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
-        low = _product(flat, a.T, dtype)
-        y = _linear(flat, dense, bias, dtype)
         with _without_autocast(x):
+            low = flat @ a.T.to(dtype)
+            y = _linear(flat, dense, bias, dtype)
             y.addmm_(low, b.T.to(dtype), alpha=scale)
         ctx.save_for_backward(flat, a, b, low)
         ctx.dense, ctx.scale, ctx.input_shape_dtype = dense, scale, (x.shape, x.dtype)
@@ -67,7 +67,8 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, a, b, low = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
-        grad_low = _product(grad, b, grad.dtype).mul_(ctx.scale)
+        with _without_autocast(grad):
+            grad_low = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
         da, db = grad_low.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # oneDNN is faster with the few rows first
         dx = None
         if ctx.needs_input_grad[0]:
@@ -91,11 +92,6 @@ class _Frozen(torch.autograd.Function):
 def _linear(x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     with _without_autocast(x):
         return F.linear(x, dense().to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    with _without_autocast(x):
-        return x @ y.to(dtype)
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:

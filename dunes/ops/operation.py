@@ -30,45 +30,43 @@ Autocast = Literal["low", "float32"]
 Compiled = Literal["operation", "reference"]
 """The form that torch.compile puts into its graph."""
 
-Getter = Callable[[Any, Any, Any, Any], Any]
+SPECIAL = ("grad", "grads", "output", "outputs", "kept", "needs_grad")
+"""Names of a backward's parameters besides those of the forward."""
 
-GRADS, OUTPUTS, KEPT, NEEDED = ("grad", "grads"), ("output", "outputs"), "kept", "needs_grad"
 
-
+@dataclass(eq=False, repr=False)
 class Operation:
     """The result of `operation`: called like the forward, and differentiable by the backward."""
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        reference: Callable[..., Any],
-        backward: "Callable[..., Any] | None" = None,
-        fake: Callable[..., Any] | None = None,
-        kernels: Kernels | None = None,
-        autocast: Autocast | None = None,
-        compiled: Compiled = "operation",
-    ) -> None:
-        self.name, self.forward, self.reference, self.backward = name, forward, reference, backward
-        self.kernels, self.autocast, self.compiled = kernels, autocast, compiled
-        self.signature = inspect.signature(forward)
+    name: str
+    forward: Callable[..., Any]
+    reference: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+    fake: Callable[..., Any] | None = None
+    kernels: Kernels | None = None
+    autocast: Autocast | None = None
+    compiled: Compiled = "operation"
+
+    def __post_init__(self) -> None:
+        self.signature = inspect.signature(self.forward)
         self.parameters = list(self.signature.parameters)
-        self.tensors = _tensor_parameters(name, forward)
-        self.saved = Saved.of(self) if backward else None
-        self.keeps = self.saved is not None and KEPT in self.saved.parameters
-        self.operator: Any = None if compiled == "reference" else _register(self, fake)
-        self._function = _eager_function(self) if backward else None
+        self.tensors = _tensor_parameters(self.name, self.forward)
+        self.saved = Saved.of(self) if self.backward else None
+        self.keeps = self.saved is not None and "kept" in self.saved.parameters
+        self.operator: Any = None if self.compiled == "reference" else _register(self)
+        self._function = _eager_function(self) if self.backward else None
         self._announced: set[str] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != len(self.parameters):
-            args = self._bind(*args, **kwargs)
-        if not isinstance(args[self.tensors[0]], Tensor):
-            first = self.parameters[self.tensors[0]]
-            raise ValueError(
-                f"{self.name}: {first!r} is a {type(args[self.tensors[0]]).__name__}; expected a tensor"
-            )
-        device = args[self.tensors[0]].device.type
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        first = args[self.tensors[0]]
+        if not isinstance(first, Tensor):
+            parameter = self.parameters[self.tensors[0]]
+            raise ValueError(f"{self.name}: {parameter!r} is a {type(first).__name__}; expected a tensor")
+        device = first.device.type
         if device != "meta" and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._call(self._cast(args, torch.get_autocast_dtype(device)), device)
@@ -93,7 +91,9 @@ class Operation:
             if not _plain_tensors(args, self.tensors):
                 return self._call_operator(args)  # kernels cannot read fake tensors or tensor subclasses
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return self._differentiable()(*args)
+            if self._function is None:
+                raise ValueError(f"{self.name} has no backward: call it under torch.no_grad(), or give it one")
+            return self._function.apply(*args)  # type: ignore[no-untyped-call]
         result = self.forward(*args)
         return result[0] if self.keeps else result
 
@@ -101,22 +101,12 @@ class Operation:
         result = self.operator(*args)
         return result[0] if self.keeps else result
 
-    def _differentiable(self) -> Callable[..., Any]:
-        if self._function is None:
-            raise ValueError(f"{self.name} has no backward: call it under torch.no_grad(), or give it one")
-        apply: Callable[..., Any] = self._function.apply
-        return apply
-
-    def _bind(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return bound.args
-
     def _cast(self, args: Sequence[Any], low: torch.dtype) -> Sequence[Any]:
         if self.autocast is None:
             return args
         dtype = torch.float32 if self.autocast == "float32" else low
-        return [a.to(dtype) if _castable(a) else a for a in args]
+        floats = [isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64 for a in args]
+        return [a.to(dtype) if is_float else a for a, is_float in zip(args, floats, strict=True)]
 
     def fallback_reason(self, device: str) -> str | None:
         """The reason why eager calls use the reference on this type of device; None if they do not."""
@@ -158,12 +148,14 @@ class Saved:
     """The arguments of a backward, and how they are saved from the forward."""
 
     parameters: list[str]
+    inputs: list[str]
+    """The parameters that are the forward's: tensors first, then values."""
     tensors: list[int]
     """Positions of the saved tensors among the forward's arguments."""
     values: list[int]
     outputs: slice
-    getters: list[Getter]
-    """Functions of context, incoming gradients, saved inputs and saved outputs, one for each argument."""
+    differentiable: list[int]
+    """Positions of all tensors among the forward's arguments."""
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
@@ -171,41 +163,35 @@ class Saved:
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         parameters = list(inspect.signature(backward).parameters)
-        names = [*GRADS, *OUTPUTS, KEPT, NEEDED, *op.parameters]
+        names = [*SPECIAL, *op.parameters]
         unknown = [name for name in parameters if name not in names]
         if unknown:
             raise ValueError(f"{op.name}: the backward's {unknown[0]!r} is none of {', '.join(names)}")
-        inputs = [op.parameters.index(name) for name in parameters if name in op.parameters]
-        tensors, values = [i for i in inputs if i in op.tensors], [i for i in inputs if i not in op.tensors]
-        several = KEPT in parameters or OUTPUTS[1] in parameters
-        first = 0 if OUTPUTS[0] in parameters or OUTPUTS[1] in parameters else 1
-        outputs = slice(first, None if several else 1)
-
-        def getter(name: str) -> Getter:
-            if name in op.parameters:
-                i = op.parameters.index(name)
-                place = tensors.index(i) if i in tensors else values.index(i)
-                return (lambda ctx, _, ins, __: ins[place]) if i in tensors else lambda ctx, *_: ctx.values[place]
-            return {
-                GRADS[0]: lambda ctx, grads, *_: grads[0],
-                GRADS[1]: lambda ctx, grads, *_: grads,
-                OUTPUTS[0]: lambda ctx, _, ins, outs: outs[0],
-                OUTPUTS[1]: lambda ctx, _, ins, outs: outs,
-                KEPT: lambda ctx, _, ins, outs: outs[1 - first :],
-                NEEDED: lambda ctx, *_: tuple(ctx.needs_input_grad[i] for i in op.tensors),
-            }[name]
-
-        return cls(parameters, tensors, values, outputs, [getter(name) for name in parameters])
+        positions = [op.parameters.index(name) for name in parameters if name in op.parameters]
+        tensors, values = [i for i in positions if i in op.tensors], [i for i in positions if i not in op.tensors]
+        first = 0 if {"output", "outputs"} & {*parameters} else 1
+        outputs = slice(first, None if {"kept", "outputs"} & {*parameters} else 1)
+        inputs = [op.parameters[i] for i in tensors + values]
+        return cls(parameters, inputs, tensors, values, outputs, op.tensors)
 
     def store(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         ctx.save_for_backward(*(inputs[i] for i in self.tensors), *outputs[self.outputs])
-        if self.values:
-            ctx.values = [inputs[i] for i in self.values]
+        ctx.values = [inputs[i] for i in self.values]
 
     def restore(self, ctx: Any, grads: Sequence[Tensor]) -> list[Any]:
         """Arguments of the backward."""
         saved, n = ctx.saved_tensors, len(self.tensors)
-        return [get(ctx, grads, saved[:n], saved[n:]) for get in self.getters]
+        outputs = saved[n:]
+        arguments = {
+            "grad": grads[0],
+            "grads": grads,
+            "output": outputs[0] if outputs else None,
+            "outputs": outputs,
+            "kept": outputs[1 - self.outputs.start :],
+            "needs_grad": tuple(ctx.needs_input_grad[i] for i in self.differentiable),
+            **dict(zip(self.inputs, (*saved[:n], *ctx.values), strict=True)),
+        }
+        return [arguments[name] for name in self.parameters]
 
 
 def operation(
@@ -237,10 +223,7 @@ def operation(
     Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """
 
-    def make(forward: Callable[..., Any]) -> Operation:
-        return Operation(name, forward, reference, backward, fake, kernels, autocast, compiled)
-
-    return make
+    return lambda forward: Operation(name, forward, reference, backward, fake, kernels, autocast, compiled)
 
 
 def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
@@ -299,20 +282,20 @@ class _NoSecondDerivative(torch.autograd.Function):
         raise ValueError(f"{ctx.name} has no second derivative; differentiate its reference")
 
 
-def _register(op: Operation, fake: Callable[..., Any] | None) -> Any:
+def _register(op: Operation) -> Any:
     """The torch operator for compiled graphs, exports and tensor subclasses."""
-    if op.keeps and fake is None:
+    if op.keeps and op.fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
     try:
         if isinstance(op.kernels, Triton):  # compiled graphs trace into it, so that outputs keep their strides
             operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
         else:
             schema = torch.library.infer_schema(op.forward, mutates_args=())
-            form = _contiguous(op.forward) if fake is None else op.forward
+            form = _contiguous(op.forward) if op.fake is None else op.forward
             operator = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
-    operator.register_fake(fake or _contiguous(op.reference))
+    operator.register_fake(op.fake or _contiguous(op.reference))
     if op.saved is not None:
         operator.register_autograd(once_differentiable(op.name, op.gradients), setup_context=_setup_context(op))
     return operator
@@ -353,10 +336,6 @@ def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     """True if all are plain tensors or None, outside of any dispatch mode."""
     plain_types = (Tensor, torch.nn.Parameter, type(None))
     return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in plain_types for i in tensors)
-
-
-def _castable(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

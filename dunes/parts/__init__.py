@@ -8,10 +8,8 @@ from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.context import ForwardContext
 from dunes.parts.decoder import Block, Checkpointed, Decoder, cache_for, document_losses, vocabulary_size
-from dunes.parts.embedding import Embedding
-from dunes.parts.mlp import MLP, GatedMLP, squared_relu
+from dunes.parts.layers import MLP, Embedding, GatedMLP, RMSNorm, squared_relu
 from dunes.parts.moe import MoE
-from dunes.parts.norm import RMSNorm
 from dunes.parts.position import Rotary
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 

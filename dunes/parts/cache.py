@@ -28,6 +28,10 @@ class Cache:
     """Number of positions a layer may attend to; None: all."""
     row_state: tuple[str, ...] = ("length",)
     """Names of the per-row attributes (B,)."""
+    stored: tuple[str, ...] = ("keys", "values")
+    """Names of the lists of tensors (B, K, slots, ...)."""
+    growing: tuple[str, ...] = ("keys", "values")
+    """Those of them that have a slot for each position, or group of positions, of the capacity."""
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
@@ -35,7 +39,7 @@ class Cache:
         # An upper bound on the length of every row, known without a device read; `equal_rows` is True if it is
         # exact and all rows are equally long.
         self.max_length, self.equal_rows = 0, True
-        self._in_order = False
+        self._in_order, self._empty = False, True
         self._slot_numbers = torch.arange(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -60,12 +64,22 @@ class Cache:
         """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
         padding.
 
-        Raises ValueError if they do not fit into the capacity.
+        Raises ValueError if they do not fit into the capacity; they always fit into a rolling cache.
         """
         self._count(new)
-        return self._positions(new)
+        if isinstance(new, int):
+            first = self.length[:1] if self._in_order else self.length
+            positions = first[:, None] + torch.arange(new, device=first.device)
+        else:
+            positions = torch.where(new, self.length[:, None] + new.long().cumsum(1) - 1, -1)
+        self._plan(positions)
+        return positions
+
+    def _plan(self, positions: Tensor) -> None:
+        """Prepare for the new tokens, once for all layers."""
 
     def _count(self, new: int | Tensor) -> None:
+        self._empty = self.max_length == 0
         self._in_order, self.equal_rows = self.equal_rows and isinstance(new, int), False
         self.max_length += new if isinstance(new, int) else new.shape[1]
         if self.max_length > self.capacity:  # the bound may be too high
@@ -90,14 +104,11 @@ class Cache:
     def allocate_like(self, other: "Cache") -> None:
         """Allocate layers with the heads and dtypes of the other cache, as its first forward would."""
         for layers, tensors in ((self.keys, other.keys), (self.values, other.values)):
-            layers[:] = [t.new_zeros(self.batch, t.shape[1], self.capacity + 1, t.shape[3]) for t in tensors]
+            layers[:] = [self._allocate(t, self.capacity) for t in tensors]
 
-    def _positions(self, new: int | Tensor) -> Tensor:
-        if isinstance(new, int):
-            first = self.length[:1] if self._in_order else self.length
-            return first[:, None] + torch.arange(new, device=first.device)
-        positions = self.length[:, None] + new.long().cumsum(1) - 1
-        return torch.where(new, positions, -1)
+    def _allocate(self, x: Tensor, slots: int) -> Tensor:
+        """Slots for new keys or values like x (B, K, T, D), and one for padding."""
+        return x.new_zeros(self.batch, x.shape[1], slots + 1, x.shape[3])
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D) at `positions`; return all readable ones (B, K, S, D)."""
@@ -106,8 +117,8 @@ class Cache:
 
     def _write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         if layer == len(self.keys):
-            for layers, x in ((self.keys, k), (self.values, v)):
-                layers.append(x.new_zeros(self.batch, x.shape[1], self.capacity + 1, x.shape[3]))
+            self.keys.append(self._allocate(k, self.capacity))
+            self.values.append(self._allocate(v, self.capacity))
         if self.in_order and self.max_length <= self.capacity:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
@@ -134,7 +145,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys and values."""
-        return sum(t.nbytes for t in self.keys + self.values)
+        return sum(t.nbytes for name in self.stored for t in getattr(self, name))
 
     def advance(self, n: Tensor) -> None:
         """End the forward: each row grows by `n` (B or 1,) tokens."""
@@ -145,9 +156,16 @@ class Cache:
         """Enlarge the cache to `capacity` positions per row, if it is smaller; a rolling cache needs no more."""
         if self.window is not None or capacity <= self.capacity:
             return
-        extra, self.capacity = capacity - self.capacity, capacity
-        for tensors in (self.keys, self.values):
-            tensors[:] = [F.pad(t, (0, 0, 0, extra)) for t in tensors]
+        before, self.capacity = self._slot_count, capacity
+        extra = self._slot_count - before
+        for name in self.growing:
+            padded = [F.pad(t, (*[0] * (2 * (t.dim() - 3)), 0, extra)) for t in getattr(self, name)]
+            setattr(self, name, padded)
+
+    @property
+    def _slot_count(self) -> int:
+        """Number of slots of the growing tensors, without the one for padding."""
+        return self.capacity
 
     def truncate(self, n: Tensor) -> Tensor:
         """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain."""
@@ -165,8 +183,8 @@ class Cache:
         cache.batch = len(rows)
         for name in self.row_state:
             setattr(cache, name, getattr(self, name)[rows])
-        cache.keys = [k[rows] for k in self.keys]
-        cache.values = [v[rows] for v in self.values]
+        for name in self.stored:
+            setattr(cache, name, [t[rows] for t in getattr(self, name)])
         cache._measure()
         return cache
 
@@ -175,8 +193,9 @@ class Cache:
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
-        for tensor, rows_of_other in zip(self.keys + self.values, other.keys + other.values, strict=True):
-            tensor[rows] = rows_of_other
+        for name in self.stored:
+            for tensor, rows_of_other in zip(getattr(self, name), getattr(other, name), strict=True):
+                tensor[rows] = rows_of_other
 
 
 class RollingCache(Cache):
@@ -194,20 +213,13 @@ class RollingCache(Cache):
         # One past the highest position ever written in each row: rolled-back tokens still occupy their slots.
         self.high_water = torch.zeros_like(self.length)
         self._new_positions: Tensor | None = None
-        self._empty = True
         # True if slots may contain positions of the capacity or above, which `truncate` leaves in them.
         self._wrapped = False
 
-    def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of the real tokens in a mask; -1 for padding.
-
-        They always fit.
-        """
-        positions = super().start(new)
+    def _plan(self, positions: Tensor) -> None:
         # A single token overwrites one that is out of every window. Of several, the first would still attend to
         # slots that the last overwrites, so new tokens are read next to the slots.
         self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
-        return positions
 
     def _count(self, new: int | Tensor) -> None:
         self._new_positions = None
@@ -240,16 +252,9 @@ class RollingCache(Cache):
         -1 if empty. New tokens that are read next to the slots come last.
         """
         if self._new_positions is None:
-            return self._stored_positions(last)
-        return (
-            self._new_positions
-            if self._empty
-            else torch.cat([self._stored_positions(self.length - 1), self._new_positions], 1)
-        )
-
-    def _stored_positions(self, last: Tensor) -> Tensor:
-        slots = torch.arange(self.readable_slots, device=last.device)
-        return (last[:, None] - (last[:, None] - slots) % self.capacity).clamp(min=-1)
+            return ring_positions(last, self.readable_slots, self.capacity)
+        stored = [] if self._empty else [ring_positions(self.length - 1, self.readable_slots, self.capacity)]
+        return torch.cat([*stored, self._new_positions], 1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Start one token of a single row: the slot to write, and the positions (S,) of the slots to read."""
@@ -273,3 +278,12 @@ class RollingCache(Cache):
         remaining = super().truncate(torch.where(possible, n, 0))
         self.high_water = torch.where(remaining == 0, 0, self.high_water)
         return remaining
+
+
+def ring_positions(last: Tensor, slots: int, size: int) -> Tensor:
+    """The position (B, S) in the first slots of a ring of this size, given each row's newest position `last` (B,).
+
+    -1 if empty.
+    """
+    age = (last[:, None] - torch.arange(slots, device=last.device)) % size
+    return (last[:, None] - age).clamp(min=-1)

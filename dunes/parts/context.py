@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.scaled_dot_product import QueryBlocks, attend, causal_attention, query_blocks, varlen_attention
+from dunes.ops.scaled_dot_product import attend, causal_attention, query_blocks, varlen_attention
 from dunes.parts.cache import Cache
 from dunes.units import plural
 
@@ -64,8 +64,9 @@ class ForwardContext:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
         """Attention (B, H, T, D) of queries over keys and values from `put`; `window` as in `mask`."""
-        if self.document_starts is not None:
-            return varlen_attention(q, k, v, self.query_blocks(q.dtype, window))
+        if (starts := self.document_starts) is not None:
+            blocks = self.once(("query blocks", q.dtype, window), lambda: query_blocks(starts, q.dtype, window))
+            return varlen_attention(q, k, v, blocks)
         if self.consecutive and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             self._check_window(window)
             return causal_attention(q, k, v, window)
@@ -104,15 +105,6 @@ class ForwardContext:
             visible &= document[:, :, None] == document[:, None, :]
         # Padding attends to everything: a softmax over no key would be NaN.
         return visible | (query < 0)
-
-    def query_blocks(self, dtype: torch.dtype, window: int | None) -> list[QueryBlocks]:
-        """Replacement of the mask if `document_starts` is given."""
-        starts = self.document_starts
-        assert starts is not None
-        blocks: list[QueryBlocks] = self.once(
-            ("query blocks", dtype, window), lambda: query_blocks(starts, dtype, window)
-        )
-        return blocks
 
     def close(self) -> None:
         """End the forward: the cache, if any, counts the new tokens."""

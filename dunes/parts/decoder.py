@@ -297,8 +297,14 @@ def auxiliary_losses(
     for part, tensors in recorded.items():
         for name, value in part.auxiliary_losses(tensors, real).items() if tensors else ():
             values.setdefault(name, []).append((type(part).auxiliary_losses, value))
-    losses = {name: _sum_of_means(pairs) for name, pairs in values.items() if isinstance(pairs[0][1], Tensor)}
-    metrics = {name: _stack([pair for _, pair in pairs]) for name, pairs in values.items() if name not in losses}
+    losses: dict[str, Tensor] = {}
+    metrics: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, pairs in values.items():
+        if isinstance(pairs[0][1], Tensor):
+            losses[name] = _sum_of_means(pairs)
+        else:
+            sums = pad_sequence([total for _, (total, _) in pairs], batch_first=True, padding_value=-1.0)
+            metrics[name] = sums, pairs[0][1][1]
     return losses, metrics
 
 
@@ -309,11 +315,6 @@ def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
         by_method.setdefault(method, []).append(loss)
     means = [torch.stack(losses).mean() for losses in by_method.values()]
     return sum(means[1:], start=means[0])
-
-
-def _stack(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    sums = pad_sequence([total for total, _ in pairs], batch_first=True, padding_value=-1.0)
-    return sums, pairs[0][1]
 
 
 class Checkpointed(nn.Module):

@@ -13,15 +13,14 @@ rollback is exact.
 # Shapes: B batch, T new tokens, S readable slots, K key/value heads, N groups, G tokens in a group, D head dim,
 # W tokens in the ring, P words of codes.
 
-import copy
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.parts.cache import Cache
+from dunes.parts.cache import Cache, ring_positions
 
 Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
@@ -83,67 +82,6 @@ class CacheFormat:
         return 1 if head_dim % self.group else head_dim // self.group
 
 
-class QuantizedGroups:
-    """Groups (B, K, N, G, D) of keys or values as codes, written from and read as float32."""
-
-    def __init__(self, like: Tensor, groups: int, format: CacheFormat, axis: Axis) -> None:
-        batch, heads, _, self.dim = like.shape
-        self.bits, self.size, self.axis = format.bits, format.group, axis
-        self.parts = format.parts(self.dim)
-        grid = (1, self.dim) if axis == "channel" else (format.group, self.parts, 1)
-        words = _words(format.group * self.dim, format.bits)
-        self.codes = like.new_zeros(batch, heads, groups, words, dtype=torch.int64)
-        self.scale = like.new_zeros(batch, heads, groups, *grid, dtype=torch.float16)
-        self.zero = torch.zeros_like(self.scale)
-
-    def write(self, numbers: Tensor, x: Tensor) -> None:
-        """Store groups x (B, K, n, G, D) under these numbers (B, n)."""
-        codes, scale, zero = quantize(self._divide(x.float()), -2 if self.axis == "channel" else -1, self.bits)
-        rows = torch.arange(len(numbers), device=numbers.device)[:, None]
-        packed = pack(codes.reshape(*x.shape[:3], -1), self.bits), scale, zero
-        for tensor, values in zip(self._tensors(), packed, strict=True):
-            tensor.transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
-
-    def read(self, n: int, out: Tensor) -> None:
-        """Write the tokens of the first n groups into `out` (B, K, n * G, D)."""
-        codes = unpack(self.codes[:, :, :n], self.bits, self.size * self.dim)
-        x = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        groups = x.view(*x.shape[:2], n, self.size, self.dim)
-        groups.copy_(codes.view(groups.shape))
-        groups = self._divide(groups)
-        groups.mul_(self.scale[:, :, :n].float()).add_(self.zero[:, :, :n].float())
-        if x is not out:
-            out.copy_(x)
-
-    def _divide(self, x: Tensor) -> Tensor:
-        return x if self.axis == "channel" else torch.unflatten(x, -1, (self.parts, -1))
-
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.codes, self.scale, self.zero
-
-    def grow(self, count: int) -> None:
-        """Make room for more groups."""
-        self.codes, self.scale, self.zero = (
-            F.pad(t, (*[0] * (2 * (t.dim() - 3)), 0, count)) for t in self._tensors()
-        )
-
-    def select_rows(self, rows: Tensor) -> Self:
-        """A copy of these rows (N,)."""
-        groups = copy.copy(self)
-        groups.codes, groups.scale, groups.zero = (t[rows] for t in self._tensors())
-        return groups
-
-    def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,)."""
-        for tensor, rows_of_other in zip(self._tensors(), other._tensors(), strict=True):
-            tensor[rows] = rows_of_other
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and grids."""
-        return sum(t.nbytes for t in self._tensors())
-
-
 def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (uint8, like x), scales and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
 
@@ -202,11 +140,14 @@ class _Writes:
 class QuantizedCache(Cache):
     """A quantized cache of `capacity` positions in each row, in the given format.
 
-    `keys` and `values` are each layer's rings of full-precision tokens (B, K, W + 1, D). It serves layers with and
-    without windows; tokens out of all windows are kept.
+    `keys` and `values` are each layer's rings of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1, P),
+    `scales` and `minima` are the groups of keys and of values, in turn; the last one stands for incomplete groups.
+    It serves layers with and without windows; tokens out of all windows are kept.
     """
 
     row_state = ("length", "first_whole")
+    growing = ("codes", "scales", "minima")
+    stored = ("keys", "values", *growing)
 
     def __init__(
         self, batch: int, capacity: int, device: torch.device | str = "cpu", format: CacheFormat = CacheFormat(4)
@@ -215,8 +156,9 @@ class QuantizedCache(Cache):
         self.format = format
         # Tokens from this position on, a multiple of G, are in full precision in the ring.
         self.first_whole = torch.zeros_like(self.length)
-        self.groups: list[tuple[QuantizedGroups, QuantizedGroups]] = []
-        self._empty = True
+        self.codes: list[Tensor] = []
+        self.scales: list[Tensor] = []
+        self.minima: list[Tensor] = []
         self._new_positions = torch.zeros(0)
         self._writes: _Writes | None = None
 
@@ -226,27 +168,11 @@ class QuantizedCache(Cache):
         return False
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes, grids and full-precision tokens."""
-        return super().nbytes + sum(g.nbytes for pair in self.groups for g in pair)
-
-    @property
     def _readable_groups(self) -> int:
         return self.max_length // self.format.group
 
-    def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
-        padding.
-
-        Raises ValueError if they do not fit into the capacity.
-        """
-        self._empty = self.max_length == 0
-        positions = super().start(new)
-        self._new_positions = positions.expand(self.batch, -1)
-        self._writes = self._plan(self._new_positions)
-        return positions
-
-    def _plan(self, positions: Tensor) -> _Writes:
+    def _plan(self, positions: Tensor) -> None:
+        self._new_positions = positions = positions.expand(self.batch, -1)
         size, ring = self.format.group, self.format.ring
         real, open_group = positions >= 0, self.length // size
         # Each slot is written once: a GPU does not define which of several values stays.
@@ -256,9 +182,9 @@ class QuantizedCache(Cache):
         groups = open_group[:, None] + numbers[:count]
         complete = (groups + 1) * size <= (self.length + real.sum(1))[:, None]
         index = positions - open_group[:, None] * size
-        return _Writes(
+        self._writes = _Writes(
             torch.where(in_ring, positions % ring, ring),
-            torch.where(complete, groups, self._group_count),
+            torch.where(complete, groups, self._slot_count),
             torch.where(real & (index < count * size), index, count * size),
             (open_group[:, None] * size + numbers[:size]) % ring,
         )
@@ -275,37 +201,66 @@ class QuantizedCache(Cache):
         return last // self.format.group * self.format.group + self.format.group - self.format.ring
 
     @property
-    def _group_count(self) -> int:
+    def _slot_count(self) -> int:
         return -(-self.capacity // self.format.group)
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D); return all readable ones (B, K, S, D): codes, ring, new tokens."""
         if layer == len(self.keys):
-            self._allocate(k, v)
-        keys, values = self.groups[layer]
-        return self._put(self.keys[layer], keys, k), self._put(self.values[layer], values, v)
+            for rings, x, axis in ((self.keys, k, self.format.keys), (self.values, v, self.format.values)):
+                rings.append(self._allocate(x, self.format.ring))
+                self._allocate_groups(x, axis)
+        i = 2 * layer
+        return self._put(i, self.keys[layer], k), self._put(i + 1, self.values[layer], v)
 
-    def _allocate(self, k: Tensor, v: Tensor) -> None:
-        format, count = self.format, self._group_count + 1
-        for rings, x in ((self.keys, k), (self.values, v)):
-            rings.append(x.new_zeros(self.batch, x.shape[1], format.ring + 1, x.shape[3]))
-        pair = (k, format.keys), (v, format.values)
-        keys, values = (QuantizedGroups(x, count, format, axis) for x, axis in pair)
-        self.groups.append((keys, values))
+    def _allocate_groups(self, x: Tensor, axis: Axis) -> None:
+        format, dim = self.format, x.shape[3]
+        shape = self.batch, x.shape[1], self._slot_count + 1
+        grid = (1, dim) if axis == "channel" else (format.group, format.parts(dim), 1)
+        self.codes.append(x.new_zeros(*shape, _words(format.group * dim, format.bits), dtype=torch.int64))
+        self.scales.append(x.new_zeros(*shape, *grid, dtype=torch.float16))
+        self.minima.append(torch.zeros_like(self.scales[-1]))
 
-    def _put(self, ring: Tensor, groups: QuantizedGroups, x: Tensor) -> Tensor:
+    def _put(self, i: int, ring: Tensor, x: Tensor) -> Tensor:
         writes = self._writes
         assert writes is not None, "start comes first"
         if writes.groups.shape[1]:
-            groups.write(writes.groups, self._complete_groups(ring, x, writes))
+            self._write_groups(i, writes.groups, self._complete_groups(ring, x, writes))
         count = self._readable_groups * self.format.group
         parts = [x] if self._empty else [ring[:, :, :-1], x]
         slots = count + sum(x.shape[2] for x in parts)
         readable = x.new_empty(*x.shape[:2], slots, x.shape[3])
-        groups.read(self._readable_groups, readable[:, :, :count])
+        self._read_groups(i, self._readable_groups, readable[:, :, :count])
         torch.cat(parts, 2, out=readable[:, :, count:])
         ring.scatter_(2, writes.ring[:, None, :, None].expand_as(x), x)
         return readable
+
+    def _write_groups(self, i: int, numbers: Tensor, x: Tensor) -> None:
+        """Store groups x (B, K, n, G, D) of keys or values under these numbers (B, n)."""
+        dim, bits = -2 if self._by_channel(i) else -1, self.format.bits
+        codes, scale, minimum = quantize(self._divide(i, x.float()), dim, bits)
+        rows = torch.arange(len(numbers), device=numbers.device)[:, None]
+        packed = pack(codes.reshape(*x.shape[:3], -1), bits), scale, minimum
+        for tensors, values in zip((self.codes, self.scales, self.minima), packed, strict=True):
+            tensors[i].transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
+
+    def _read_groups(self, i: int, n: int, out: Tensor) -> None:
+        """Write the tokens of the first n groups of keys or values into `out` (B, K, n * G, D)."""
+        size, dim = self.format.group, out.shape[3]
+        x = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        groups = x.view(*x.shape[:2], n, size, dim)
+        groups.copy_(unpack(self.codes[i][:, :, :n], self.format.bits, size * dim).view(groups.shape))
+        scale, minimum = self.scales[i][:, :, :n].float(), self.minima[i][:, :, :n].float()
+        self._divide(i, groups).mul_(scale).add_(minimum)
+        if x is not out:
+            out.copy_(x)
+
+    def _by_channel(self, i: int) -> bool:
+        return (self.format.keys, self.format.values)[i % 2] == "channel"
+
+    def _divide(self, i: int, x: Tensor) -> Tensor:
+        """Groups with one grid in the last dimension, or in the last but one."""
+        return x if self._by_channel(i) else torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1))
 
     def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
         """Tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
@@ -317,10 +272,9 @@ class QuantizedCache(Cache):
 
     def slot_positions(self, last: Tensor) -> Tensor:
         """The position (B, S) in each readable slot: of codes, of the ring, and of new tokens; -1 if empty."""
-        ring, newest = self.format.ring, self.length[:, None] - 1
         codes = torch.arange(self._readable_groups * self.format.group, device=last.device)
-        slots = newest - (newest - torch.arange(ring, device=last.device)) % ring
-        parts = [codes.expand(self.batch, -1), slots.clamp(min=-1), self._new_positions]
+        ring = ring_positions(self.length - 1, self.format.ring, self.format.ring)
+        parts = [codes.expand(self.batch, -1), ring, self._new_positions]
         return torch.cat(parts[::2] if self._empty else parts, 1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
@@ -351,23 +305,3 @@ class QuantizedCache(Cache):
         )
         self.first_whole = torch.minimum(self.first_whole, remaining)
         return remaining
-
-    def grow(self, capacity: int) -> None:
-        """Enlarge the cache to `capacity` positions per row, if it is smaller."""
-        before = self._group_count
-        self.capacity = max(self.capacity, capacity)
-        for group in (g for pair in self.groups for g in pair):
-            group.grow(self._group_count - before)
-
-    def select_rows(self, rows: Tensor) -> Self:
-        """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
-        cache = super().select_rows(rows)
-        cache.groups = [(k.select_rows(rows), v.select_rows(rows)) for k, v in self.groups]
-        return cache
-
-    def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
-        super().write_rows(rows, other)
-        for pair, other_pair in zip(self.groups, other.groups, strict=True):
-            for groups, other_groups in zip(pair, other_pair, strict=True):
-                groups.write_rows(rows, other_groups)

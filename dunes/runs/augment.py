@@ -15,19 +15,18 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
-from dunes.augment.quantization import BY_GROUP, all_kinds, require_method
+from dunes.augment.quantization import BY_GROUP, check_kinds
+from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
-from dunes.checkpoint.card import read_card
 from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import LoadedModel, inherited, readable_folder
-from dunes.checkpoint.hf_config_of import hf_config_of
+from dunes.checkpoint.folder import LoadedModel, inherited
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import UNFINISHED
+from dunes.checkpoint.model_folder import UNFINISHED, read_card, readable_folder
 from dunes.checkpoint.trained_text import trained_text
 from dunes.checkpoint.verify import check_written, distance, model_logits
-from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.checkpoint.weights.safetensors_writer import write_file
+from dunes.checkpoint.weights.safetensors_file import write_file
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens, missing_source, require_separate
@@ -81,7 +80,7 @@ def _spill_into(folder: Path) -> Spill:
         folder.mkdir(exist_ok=True)
         file = folder / f"{next(numbers)}.safetensors"
         write_file(file, in_memory(tensors))
-        return {name: tensor.read() for name, tensor in header.tensors(file).items()}
+        return {name: tensor.read() for name, tensor in safetensors_file.tensors(file).items()}
 
     return spill
 
@@ -92,13 +91,6 @@ def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
     return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino) for path, stat in stamps.items()}
-
-
-def _require_source(source: Path, stamp: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ValueError if a file of the source was written to since this stamp; files may have been removed."""
-    now = _source_stamp(source)
-    if changed := [path for path in now if path in stamp and now[path] != stamp[path]]:
-        raise ValueError(f"{changed[0]}: changed while it was being read; try again when nothing writes to it")
 
 
 def _changed(
@@ -127,33 +119,33 @@ def _changed(
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with phase(name, *CHANGING):
         change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
-        _require_source(folder, stamp)
+        for path, file_stamp in _source_stamp(folder).items():  # files may have been removed
+            if stamp.get(path, file_stamp) != file_stamp:
+                raise ValueError(f"{path}: changed while it was being read; try again when nothing writes to it")
     with phase("measuring", CHANGING[1], WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     agreement = float((before.argmax(-1) == after.argmax(-1)).float().mean())
     effect = {"logits_moved": distance(before, after), "top1_agree": agreement}
     facts = {"change": name, **effect} | ({} if calibration is None else {"calibration": [*calibration]})
-    describe = getattr(CHANGES[name], "describe", None)
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        compared: Comparison | str = ""
-        if compare:
-            with phase("measuring before and after", MEASURING, 1.0):
-                compared = compare(staged)
         lines = [
-            *([] if describe is None else [describe(change)]),
+            *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
             f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
             f"{format_bytes(_size(loaded))}",
             f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
-            f"{effect['top1_agree']:.0%} of positions; the written folder is equal",
+            f"{agreement:.0%} of positions; the written folder is equal",
             f"written as {describe_form(loaded)}",
         ]
+        if compare is None:
+            return lines, entries
+        with phase("measuring before and after", MEASURING, 1.0):
+            compared: Comparison | str = compare(staged)
         if isinstance(compared, str):
-            return [*lines, *filter(None, [compared])], entries
+            return [*lines, compared], entries
         comparison_picture(compared, staged / "comparison.png")
-        lines = [*compared.warnings(), *lines, *compared.lines()]
-        return lines, entries | {"comparison": asdict(compared)}
+        return [*compared.warnings(), *lines, *compared.lines()], entries | {"comparison": asdict(compared)}
 
     return partial(save_changed, loaded, (replace(change, before=identity),)), check
 
@@ -176,7 +168,7 @@ def quantize_folder(
     folder: Path,
     out: Path,
     *,
-    kind: str | None = None,
+    kind: str = "nf4",
     method: str | None = None,
     calibration: Sequence[str] = (),
     validation: Sequence[str] | None = None,
@@ -188,12 +180,11 @@ def quantize_folder(
     the model's training, else rtn. Raises ValueError as `augment_folder`, and for sources with a method that reads
     none.
     """
-    kind = kind or "nf4"
     card = read_card(readable_folder(folder))
     missing = missing_source(card)
     text = bool(calibration) or (bool(trained_text(card)) and not missing)
     chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
-    require_method(all_kinds(kind, request.get("override", ())), chosen)
+    check_kinds(kind, request.get("override", ()), chosen)
     if calibration and chosen != "gptq":
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
     sources = calibration if chosen == "gptq" else None
@@ -216,8 +207,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
     is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
-    edit = partial(_restored, folder, out, name)
-    line = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
+    line = rewrite(folder, out, partial(_restored, folder, out, name), phase("writing", WRITING, COMPARING))
     report("written", 1.0)
     return line
 
@@ -226,11 +216,11 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     """The model in a folder before its last change."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
-    changes = records(loaded)
-    if (names := [str(record.get("name")) for record in changes])[-1:] != [name]:
+    recorded = records(loaded)
+    if (names := [str(record.get("name")) for record in recorded])[-1:] != [name]:
         reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
-    change, earlier = Change.of(changes[-1]), loaded.architecture.changes[:-1]
+    change, earlier = Change.of(recorded[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
     # Training casts weights to float32 and saves them in it.
@@ -242,7 +232,7 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
             f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
             "train with --trainable new to keep it"
         )
-    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": changes[: -1 - len(earlier)]}
+    card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": recorded[: -1 - len(earlier)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=earlier))
     with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
@@ -273,7 +263,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
     Raises ValueError for `new` if it added none.
     """
-    new = Change.of(changes[-1]).new if "new" in globs and (changes := records(loaded)) else ()
+    new = Change.of(recorded[-1]).new if "new" in globs and (recorded := records(loaded)) else ()
     if "new" in globs and not new:
         raise ValueError("new: the model's last change added no parameters; name them, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))

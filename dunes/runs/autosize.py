@@ -21,7 +21,7 @@ from dunes.checkpoint import Architecture
 from dunes.flags import Dtype
 from dunes.measure import ranks
 from dunes.models import FAMILIES
-from dunes.models.mixture import expert_width
+from dunes.models.mixtral import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
 from dunes.runs.config import RunConfig, T

@@ -21,9 +21,8 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
-from dunes.files.atomic import write_file
+from dunes.files.atomic import folder_lock, write_file
 from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
-from dunes.files.staging import folder_lock
 from dunes.measure import ranks
 from dunes.parts import Decoder
 from dunes.progress import Line

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dunes.files.staging import cache_home
+from dunes.files.atomic import cache_home
 
 TIMEOUT = 10.0
 """Timeout of a request in seconds."""

@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file for llama.cpp, from a tokenizer.
+"""The vocabulary of a GGUF file for llama.cpp, from a tokenizer, and llama.cpp's tokenization by it alone.
 
 Two of llama.cpp's algorithms serve here. `gpt2` is byte-level BPE on words that a pattern splits off, known by the
 pattern's name. `llama` is sentencepiece's: neighbours whose merged text has the highest score are merged, without
@@ -9,16 +9,16 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import tokenizers
 from tokenizers import normalizers
 
-from dunes.text import chat_template, library, llama_cpp
-from dunes.text.byte_pairs import SPACE
-from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS
+from dunes.text import chat_template, library
+from dunes.text.byte_pairs import SPACE, merge_pairs
+from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS, byte_level
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
 from dunes.text.tokenizer import Tokenizer
 
@@ -101,6 +101,8 @@ TEXTS = (
     *("a" * 200, "\u2581a \u2581", "<s> </s>a", "##a a</w>"),
 )
 """Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
+RAW = "surrogateescape"
+"""Error handler for tokens that are not UTF-8."""
 SAMPLES = 400
 """Tokens of the vocabulary whose own texts are compared."""
 SPECIAL = 40
@@ -109,7 +111,7 @@ SPECIAL = 40
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
-    encode, inner = llama_cpp.encoder(fields), library.parse(tokenizer.json())
+    encode, inner = encoder(fields), library.parse(tokenizer.json())
     begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
     special = [token.decode() for token, type in tokens if type in (USER, CONTROL, UNKNOWN)]
@@ -240,3 +242,60 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     template = chat_template.template_from_files(tokenizer.extra_files, tokenizer.config_path.parent)
     fields |= {} if template is None else {"chat_template": template}
     return fields | {"ggml.add_bos_token": bool(begin), "ggml.add_eos_token": bool(end)}
+
+
+# --- llama.cpp's tokenization: https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp
+
+
+def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
+    """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text that returns its ids.
+
+    Its flag parses special tokens in the text, and adds BOS and EOS. There is no normalizer. Special tokens are
+    searched in the raw text by their type (lstrip and rstrip are set by name for a few models, not from the file).
+    """
+    tokens, types = [token.decode(errors=RAW) for token in fields["ggml.tokens"]], fields["ggml.token_type"]
+    encode: Callable[[str], list[int]]
+    if by_score := fields["ggml.model"] == "llama":
+        scores = dict(zip(tokens, fields["ggml.scores"], strict=True))
+        encode = partial(_by_score, scores, {token: i for i, token in enumerate(tokens)})
+    else:
+        inner = byte_level(tokens, types, fields["ggml.merges"], fields["ggml.pre"])
+        encode = lambda text: inner.encode(text, add_special_tokens=False).ids
+    special_ids = [i for i, type in enumerate(types) if type in (USER, CONTROL, UNKNOWN) and tokens[i]]
+    special_ids.sort(key=lambda i: -len(fields["ggml.tokens"][i]))
+    searched = {flag: {tokens[i]: i for i in special_ids if flag or types[i] == USER} for flag in (False, True)}
+    prefix = " " if by_score and fields["ggml.add_space_prefix"] else ""
+
+    def ids(text: str, special: bool) -> list[int]:
+        parts, before = _split(text, searched[special]), True
+        encoded = []
+        for part in parts:  # a text after a special token starts like the first
+            encoded += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
+            before = isinstance(part, int)
+        begin = [fields["ggml.bos_token_id"]] if special and fields["ggml.add_bos_token"] else []
+        end = [fields["ggml.eos_token_id"]] if special and fields["ggml.add_eos_token"] else []
+        return [*begin, *encoded, *end]
+
+    return ids
+
+
+def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
+    """The text around special tokens, and their ids; each token in turn is searched in the remaining text."""
+    parts: list[str | int] = [text]
+    for token, i in special.items():
+        if token in text:
+            parts = [piece for part in parts for piece in _split_at(part, token, i)]
+    return [part for part in parts if part != ""]
+
+
+def _split_at(part: str | int, token: str, i: int) -> list[str | int]:
+    return [part] if isinstance(part, int) else [x for text in part.split(token) for x in (i, text)][1:]
+
+
+def _by_score(scores: Mapping[str, float], vocab: Mapping[str, int], text: str) -> list[int]:
+    parts, _ = merge_pairs(list(text.replace(" ", SPACE)), scores.get)
+    return [i for part in parts for i in ([vocab[part]] if part in vocab else _byte_ids(part, vocab))]
+
+
+def _byte_ids(text: str, vocab: Mapping[str, int]) -> list[int]:
+    return [vocab.get(f"<0x{b:02X}>", vocab.get(chr(b), -1)) for b in text.encode(errors=RAW)]

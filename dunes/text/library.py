@@ -102,9 +102,9 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
                 raise ValueError(f"{place}[{i}] is {abbreviate(pair)}: {abbreviate(token)} is {state}")
 
 
-def parse(text: str, subject: str = "tokenizer.json") -> tokenizers.Tokenizer:
+def parse(text: str) -> tokenizers.Tokenizer:
     """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if it was damaged since."""
-    return call(subject, lambda: tokenizers.Tokenizer.from_str(text))
+    return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 
 def pipeline(inner: tokenizers.Tokenizer) -> dict[str, Any]:

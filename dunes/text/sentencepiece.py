@@ -19,10 +19,9 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from dunes.text import library
-from dunes.text.byte_pairs import add_special, merge_pairs, split_lookalikes
+from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
-SPACE = "▁"
 MAX_BYTES = 1 << 26
 """Maximum bytes of a file."""
 MAX_PIECES = 1 << 20
@@ -118,8 +117,7 @@ def read(data: bytes) -> Model:
         "treat_whitespace_as_suffix=true": trainer.get(24, 0),
         "a denormalizer": dict(_fields(messages[5])).get(2),
     }
-    if any(unusual.values()):
-        name = next(k for k, v in unusual.items() if v)
+    if name := next((name for name, value in unusual.items() if value), None):
         raise ValueError(f"a sentencepiece model with {name}, which is not supported; use a tokenizer.json")
     return model
 

@@ -136,11 +136,10 @@ def replace(
     weights. A module at several selected places is replaced by one module. Raises ValueError if nothing is
     selected, and for parts of a ScriptModule.
     """
-
-    def resolve(p: Place) -> Place:
-        return p if reach == "outer" else Place(p.name, *_innermost(p.module, p.parent, p.key))
-
-    targets = [r for p in find(model, where) if kind((r := resolve(p)).module)]
+    targets = find(model, where)
+    if reach == "inner":
+        targets = [Place(p.name, *_innermost(p.module, p.parent, p.key)) for p in targets]
+    targets = [place for place in targets if kind(place.module)]
     if not targets:
         raise ValueError(f"{where!r} selects places, but none of the requested kind")
     replacements: dict[int, nn.Module] = {}
@@ -208,7 +207,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
     """
     parameters = {name: p for name, p in model.named_parameters() if matches(where, name)}
     if not parameters:
-        first = {id(p): name for name, p in reversed([*model.named_parameters()])}
+        first = {id(p): name for name, p in model.named_parameters()}
         all_names = model.named_parameters(remove_duplicate=False)
         tied = next((f"; {n} is {first[id(p)]}" for n, p in all_names if matches(where, n)), "")
         raise ValueError(f"{where!r} selects no parameter{tied}")

@@ -2,15 +2,17 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dunes import measure
 from dunes.progress import print_table
@@ -101,15 +103,13 @@ def _forward(
 ) -> dict[str, _Run]:
     device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
 
-    def convert(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return (leaf if fake is None else fake.from_tensor(leaf)).to(device or leaf.device)
+    def convert(tensor: Tensor) -> Tensor:
+        return (tensor if fake is None else fake.from_tensor(tensor)).to(device or tensor.device)
 
-    args, keywords = tree_map(convert, (tuple(example), dict(keyword_example)))
+    args, keywords = tree_map_only(Tensor, convert, (tuple(example), dict(keyword_example)))
     record = _Recorder(model)
     try:
-        with mode(model, False), torch.random.fork_rng(devices=[]), _without_kernels(fake), fake or nullcontext():
+        with record.hooks, mode(model, False), torch.random.fork_rng(devices=[]), _without_values(fake):
             with measure.allocations(model) as log, record.counter:
                 output = model(*args, **keywords)
             record.keep(log.live_at(len(log.live)))
@@ -118,19 +118,16 @@ def _forward(
         reason = " ".join(str(error).split())[:300]
         place = (record.stack or [("", 0)])[-1][0] or "the network"  # the innermost whose forward has not ended
         raise ValueError(f"the example does not fit at {place}: {reason}") from error
-    finally:
-        for handle in record.handles:
-            handle.remove()
     return record.runs
 
 
 @contextmanager
-def _without_kernels(fake: object) -> Iterator[None]:
-    """Disable fused LSTM kernels, whose FLOPs are not counted, for a copy without values."""
+def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
+    """Run a copy without values, if `fake` is given, without fused LSTM kernels, whose FLOPs are not counted."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False):
+        with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False), fake or nullcontext():
             yield
 
 
@@ -141,7 +138,7 @@ class _Recorder:
         from torch.utils.flop_counter import FlopCounterMode
 
         self.counter = FlopCounterMode(display=False)
-        self.handles: list[Any] = []
+        self.hooks = ExitStack()
         self.stack: list[tuple[str, int]] = []
         modules = {id(model): ("", model)}
         for place in places(model):
@@ -152,24 +149,19 @@ class _Recorder:
         for name, module in modules.values():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            self.handles.append(module.register_forward_pre_hook(self._begin(name), with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._end(name)))
+            begin, end = partial(self._begin, name), partial(self._end, name)
+            self.hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+            self.hooks.enter_context(module.register_forward_hook(end))
 
-    def _begin(self, name: str) -> Callable[..., None]:
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.stack.append((name, self.counter.get_total_flops()))
-            self.runs[name].inputs = self.runs[name].inputs or _shapes((args, kwargs))
-            self.runs[name].calls += 1
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.stack.append((name, self.counter.get_total_flops()))
+        self.runs[name].inputs = self.runs[name].inputs or _shapes((args, kwargs))
+        self.runs[name].calls += 1
 
-        return begin
-
-    def _end(self, name: str) -> Callable[..., None]:
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            _, before = self.stack.pop()
-            self.runs[name].flops += self.counter.get_total_flops() - before
-            self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
-
-        return end
+    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        _, before = self.stack.pop()
+        self.runs[name].flops += self.counter.get_total_flops() - before
+        self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
         """Add live allocations to `kept` of the module that allocated them and of its parents."""
@@ -194,11 +186,16 @@ class _Node:
     layer: Layer
     inside: list["_Node"] = field(default_factory=list)
 
+    @property
+    def key(self) -> str:
+        """The last part of its name."""
+        return self.layer.name.rpartition(".")[2]
+
     def signature(self) -> tuple[Any, ...]:
         """Key of equal modules, which share a line; `kept` may be larger in the first of a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
-        return (*figures, *((n.layer.name.rpartition(".")[2], n.signature()) for n in self.inside))
+        return (*figures, *((n.key, n.signature()) for n in self.inside))
 
 
 def print_layers(rows: Sequence[Layer]) -> None:
@@ -209,25 +206,20 @@ def print_layers(rows: Sequence[Layer]) -> None:
             nodes[name.rpartition(".")[0]].inside.append(node)
     has_run = rows[0].calls is not None
     columns = ["", "type"] + (["input", "output"] if has_run else []) + ["parameters", "memory"]
-    lines = _lines(nodes[""], "all", "")
-    print_table("", columns + (["FLOPs", "kept for backward"] if has_run else []), lines)
+    columns += ["FLOPs", "kept for backward"] if has_run else []
+    print_table("", columns, _lines(nodes[""], "all", ""))
 
 
 def _lines(node: _Node, label: str, indent: str) -> list[list[str]]:
     own = node.layer
-    cells = [indent + label, own.type]
-    figures = [
-        format_count(own.parameters) if own.parameters else "",
-        format_bytes(own.bytes) if own.bytes else "",
-    ]
-    if own.calls is not None:
-        cells += [_calls(own), own.outputs]
-        figures += [format_count(own.flops) if own.flops else "", format_bytes(own.kept) if own.kept else ""]
-    lines = [cells + figures]
-    for group in _groups(node.inside):
-        key = group[0].layer.name.rpartition(".")[2]
-        last = group[-1].layer.name.rpartition(".")[2]
-        lines += _lines(group[-1], key if len(group) == 1 else f"{key} to {last}, each", indent + "  ")
+    shapes = [] if own.calls is None else [_calls(own), own.outputs]
+    figures = [(own.parameters, format_count), (own.bytes, format_bytes)]
+    figures += [] if own.calls is None else [(own.flops or 0, format_count), (own.kept or 0, format_bytes)]
+    lines = [[indent + label, own.type, *shapes, *(form(number) if number else "" for number, form in figures)]]
+    for _, group in groupby(node.inside, lambda n: n.signature() if n.key.isdigit() else n.key):
+        equal = [*group]
+        label = equal[0].key if len(equal) == 1 else f"{equal[0].key} to {equal[-1].key}, each"
+        lines += _lines(equal[-1], label, indent + "  ")
     return lines
 
 
@@ -235,18 +227,6 @@ def _calls(layer: Layer) -> str:
     if not layer.calls:
         return "" if layer.container else "not called"
     return layer.inputs if layer.calls == 1 else f"{layer.inputs}, {layer.calls} times"
-
-
-def _groups(nodes: Sequence[_Node]) -> list[list[_Node]]:
-    """Groups of equal neighbours whose names are numbers."""
-    groups: list[list[_Node]] = []
-    for node in nodes:
-        key = node.layer.name.rpartition(".")[2]
-        if key.isdigit() and groups and groups[-1][0].signature() == node.signature():
-            groups[-1].append(node)
-        else:
-            groups.append([node])
-    return groups
 
 
 def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:

@@ -6,8 +6,10 @@ while watched.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from math import nan, sqrt
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dunes.measure.module_tracker import in_backward
+from dunes.measure.allocations import in_backward
 from dunes.tree.places import Where, find
 
 Forward = Callable[[str, Any], object]
@@ -36,66 +38,35 @@ def hooks(
     tensors are removed afterwards, even if the body raises. The results of `torch.compile` run uncompiled inside.
     Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
-    watched, handles = _Hooks(forward, backward), list[RemovableHandle]()
+    active, handles = True, list[RemovableHandle]()
+    tensor_handles: Any = WeakTensorKeyDictionary()
+
+    def see(place: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if active and forward is not None and not in_backward():
+            forward(place, output)
+        for path, tensor in tensors_of(output) if active and backward is not None else ():
+            if tensor.requires_grad:
+                handle = tensor.register_hook(partial(see_gradient, place, path))  # type: ignore[no-untyped-call]
+                tensor_handles.setdefault(tensor, []).append(handle)
+
+    def see_gradient(place: str, path: str, gradient: Tensor) -> None:
+        if active and backward is not None:
+            backward(place, path, gradient)
+
     try:
         for place in find(model, where):
             if isinstance(place.module, torch.jit.ScriptModule):
                 raise ValueError(
                     f"{place.name}: a ScriptModule, whose parts call no hooks; watch the module it was made from"
                 )
-            handles.append(place.module.register_forward_hook(watched.of(place.name)))
-        with _uncompiled():
+            handles.append(place.module.register_forward_hook(partial(see, place.name)))
+        # Importing the compiler takes seconds.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             yield
     finally:
-        for handle in handles:
+        active = False
+        for handle in (*handles, *chain.from_iterable(tensor_handles.values())):
             handle.remove()
-        watched.end()
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Context in which compiled functions run as written; importing the compiler takes seconds."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
-class _Hooks:
-    """The hooks on modules, and the hooks that they add to tensors."""
-
-    def __init__(self, forward: Forward | None, backward: Backward | None) -> None:
-        self.forward, self.backward = forward, backward
-        self.tensors: Any = WeakTensorKeyDictionary()
-        self.active = True
-
-    def of(self, place: str) -> Callable[..., None]:
-        return lambda module, inputs, output: self.see(place, output)
-
-    def see(self, place: str, output: Any) -> None:
-        if not self.active:
-            return
-        if self.forward is not None and not in_backward():
-            self.forward(place, output)
-        if self.backward is not None:
-            for path, tensor in tensors_of(output):
-                if tensor.requires_grad:
-                    handle = tensor.register_hook(self.gradient_of(place, path))  # type: ignore[no-untyped-call]
-                    self.tensors.setdefault(tensor, []).append(handle)
-
-    def gradient_of(self, place: str, path: str) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            if self.active and self.backward is not None:
-                self.backward(place, path, gradient)
-
-        return hook
-
-    def end(self) -> None:
-        """Remove the hooks of tensors that still exist."""
-        self.active = False
-        for handles in self.tensors.values():
-            for handle in handles:
-                handle.remove()
-        self.tensors.clear()
 
 
 def tensors_of(output: Any) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapted, dense, is_embedding, sides
+from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
+from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
     BaseRecord,
@@ -29,30 +31,22 @@ from dunes.checkpoint.base import (
     check_base,
     read_base_record,
 )
-from dunes.checkpoint.card import listed_files, read_card
-from dunes.checkpoint.folder import (
+from dunes.checkpoint.folder import write_card, write_files, write_tokenizer
+from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factors, peft_targets, split_factors
+from dunes.checkpoint.model_folder import (
+    ADAPTER,
+    CONFIG,
+    listed_files,
+    read_card,
     read_consistently,
     saved_folder,
     verified_card,
-    write_card,
-    write_files,
-    write_tokenizer,
 )
-from dunes.checkpoint.formats.adapter_layout import (
-    Factors,
-    Target,
-    join_factors,
-    limit_rank,
-    peft_targets,
-    split_factors,
-)
-from dunes.checkpoint.hf_config_of import hf_config_of
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG
 from dunes.checkpoint.source import tensors
 from dunes.checkpoint.state_dict_diff import Prefix
-from dunes.checkpoint.weights import safetensors_writer
-from dunes.checkpoint.weights.header import quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
+from dunes.checkpoint.weights import safetensors_file
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
+from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import weight_names
@@ -62,28 +56,19 @@ from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-ANY_CONTEXT_LENGTH = 2048
-"""Any context length, as names of weights do not depend on it."""
 
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The base of a model's adapters. `modules` are its linear layers and embeddings by name.
+    """The base of a model's adapters: its linear layers and embeddings, and PEFT's targets by the weight's name.
 
     `plain` is the model without adapters, with quantized layers replaced by linear layers on the meta device.
     """
 
     family: str
     modules: Mapping[str, nn.Module]
+    targets: Mapping[str, Target]
     plain: nn.Module
-
-    @property
-    def targets(self) -> dict[str, Target]:
-        return peft_targets(weight_names(self.family), self.modules)
-
-    @property
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        return {name: sides(module) for name, module in self.modules.items()}
 
 
 def adapter_base_of(model: nn.Module) -> AdapterBase:
@@ -92,13 +77,13 @@ def adapter_base_of(model: nn.Module) -> AdapterBase:
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
         setattr(p.parent, p.key, _dense_module(tree.innermost(p.module)))
-    config = hf_config_of(plain, ANY_CONTEXT_LENGTH)
+    config = hf_config_of(plain, 2048)  # any context length, as names of weights do not depend on it
     if isinstance(config, str):
         raise ValueError(
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
             "as dunes finetune --method full and lora-experts do"
         )
-    return AdapterBase(config.family, modules, plain)
+    return AdapterBase(config.family, modules, peft_targets(weight_names(config.family), modules), plain)
 
 
 def _dense_module(module: nn.Module) -> nn.Module:
@@ -109,7 +94,7 @@ def _dense_module(module: nn.Module) -> nn.Module:
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
 
 
-def structure_digest(base: "AdapterBase", change: Change) -> str:
+def structure_digest(base: AdapterBase, change: Change) -> str:
     """SHA-256 of the structure, without weights and dtypes, of the dense base with this adapter alone.
 
     It differs for adapters of equal shapes but different alpha, and for bases with different rotary settings.
@@ -143,25 +128,26 @@ def save_adapter(
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
     read_consistently(folder, _refuse_foreign_model)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
-    config = _peft_config([t for t, _ in factors], adapter_base) | _rank_settings(factors, lora_config.rslora)
-    config |= {"use_rslora": lora_config.rslora, "use_dora": lora_config.dora}
+    config = _peft_config(factors, adapter_base, lora_config)
     config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
-    card: dict[str, Any] = {
+    card = {
         "adapter": name,
         "family": adapter_base.family,
         "base": {**(identity or base_identity(model)), **relative_base},
+        "structure": structure_digest(adapter_base, change),
+        "changes": [],
+        **({} if context_length is None else {"context_length": context_length}),
+        **(facts or {}),
     }
-    card |= {"structure": structure_digest(adapter_base, change), "changes": []}
-    card |= {} if context_length is None else {"context_length": context_length}
 
     def fill(staged: Path) -> None:
-        safetensors_writer.write_file(staged / WEIGHTS[0], weights)
+        safetensors_file.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
-        write_card(staged, {**card, **(facts or {})})
+        write_card(staged, card)
 
     write_files(folder, fill, sum(w.nbytes for w in weights.values()))
 
@@ -183,8 +169,8 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
         raise ValueError(
             f"{name!r} is a mixture of LoRA experts, which PEFT has no layout for; save the whole model"
         )
-    factors = {module: _factors(outer, name) for module, outer in modules.items()}
-    return [(target, join_factors(target, factors, base.sizes)) for target in _peft_targets(base, factors)]
+    factors = {module: _factors(outer[name]) for module, outer in modules.items()}
+    return [(target, join_factors(target, factors, base.modules)) for target in _peft_targets(base, factors)]
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
@@ -198,13 +184,11 @@ def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dic
 
 def _loading_change(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> Change:
     """The LoRA change that loading the written files will make."""
-    scaled = {t: replace(f, scale=peft.of(t)[1]) for t, f in factors}
-    by_module = {m: limit_rank(part) for t, f in scaled.items() for m, part in split_factors(t, f).items()}
-    return peft.change(by_module, name)
+    scaled = ((t, replace(f, scale=peft.of(t)[1])) for t, f in factors)
+    return peft.change({m: part for t, f in scaled for m, part in split_factors(t, f).items()}, name)
 
 
-def _factors(outer: Adapted, name: str) -> Factors:
-    adapter = outer[name]
+def _factors(adapter: Adapter) -> Factors:
     a, b = (t.detach() for t in adapter.factors())
     return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
 
@@ -239,20 +223,38 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
         yield from ((f"{path}.{part}", tensor) for part, tensor in parts.items())
 
 
-def _peft_config(targets: list[Target], base: AdapterBase) -> dict[str, Any]:
-    """The adapter_config.json, with modules listed by the last part of their names if all such are adapted."""
-    paths = {t.path for t in targets if not t.stacked}
+def _peft_config(
+    factors: Sequence[tuple[Target, Factors]], base: AdapterBase, settings: LoraConfig
+) -> dict[str, Any]:
+    """The adapter_config.json, with modules listed by the last part of their names if all such are adapted.
+
+    Rank and alpha are the most common ones, with patterns for modules with others.
+    """
+    paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
+    ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
+    # Rounding restores the alpha that the scale was computed from.
+    alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
+    usual = Counter((ranks[path], alphas[path]) for path in ranks).most_common(1)[0][0]
+    others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
+    # Older versions match a pattern only after a dot.
+    patterns = {path: re.escape(path.partition(".")[2] or path) for path in others}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
-        "target_parameters": sorted(t.path for t in targets if t.stacked) or None,
-        "fan_in_fan_out": any(t.transposed for t in targets),
+        "target_parameters": sorted(t.path for t, _ in factors if t.stacked) or None,
+        "fan_in_fan_out": any(t.transposed for t, _ in factors),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
+        "r": usual[0],
+        "lora_alpha": usual[1],
+        "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
+        "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
+        "use_rslora": settings.rslora,
+        "use_dora": settings.dora,
     }
 
 
@@ -260,24 +262,9 @@ def _leaf(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _rank_settings(factors: Iterable[tuple[Target, Factors]], rslora: bool) -> dict[str, Any]:
-    """The most common rank and alpha, and patterns for modules with others."""
-    settings: dict[str, tuple[int, float]] = {}
-    for target, f in factors:
-        rank = f.rank // len(target.rows)
-        # Rounding restores the alpha that the scale was computed from.
-        settings[target.path] = rank, round(f.scale * (rank**0.5 if rslora else rank), 10)
-    most_common = Counter(settings.values()).most_common(1)[0][0]
-    # Older versions match a pattern only after a dot.
-    others = {
-        re.escape(path.partition(".")[2] or path): pair for path, pair in settings.items() if pair != most_common
-    }
-    return {
-        "r": most_common[0],
-        "lora_alpha": most_common[1],
-        "rank_pattern": {path: rank for path, (rank, _) in others.items()},
-        "alpha_pattern": {path: alpha for path, (_, alpha) in others.items()},
-    }
+def _divisor(rank: int, rslora: bool) -> float:
+    """The quotient of alpha and scale."""
+    return rank**0.5 if rslora else rank
 
 
 def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, any_base: bool = False) -> Change:
@@ -311,16 +298,12 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Settings from the adapter_config.json at `path`."""
+    """Settings from the adapter_config.json at `path`; `ranks` and `alphas` are by patterns of targets."""
 
     path: Path
-    rank: int
-    alpha: float
+    options: Lora
     ranks: Mapping[str, int]
     alphas: Mapping[str, float]
-    rslora: bool
-    dora: bool
-    dropout: float
     modules: tuple[str, ...]
 
     @classmethod
@@ -331,104 +314,95 @@ class PeftConfig:
     @classmethod
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
         """The settings from the file's contents. Raises ValueError as `read`."""
-        _refuse_unsupported(path, config)
         dropout = config.get("lora_dropout") or 0.0
         is_rate = type(dropout) is float and 0 <= dropout < 1
-        return cls(
-            path,
-            _positive_number(path, "r", config.get("r", 8), int),
-            _positive_number(path, "lora_alpha", config.get("lora_alpha", 8), int, float),
-            _read_patterns(path, "rank_pattern", config, int),
-            _read_patterns(path, "alpha_pattern", config, int, float),
-            _read_flag(path, "use_rslora", config),
-            _read_flag(path, "use_dora", config),
-            _require(is_rate, path, "lora_dropout", dropout, "a number from 0 to below 1"),
-            _target_modules(config),
-        )
+        try:
+            _refuse_unsupported(config)
+            options = Lora(
+                rank=_positive_number("r", config.get("r", 8), int),
+                alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), int, float),
+                rslora=_read_flag("use_rslora", config),
+                dora=_read_flag("use_dora", config),
+                dropout=_require(is_rate, "lora_dropout", dropout, "a number from 0 to below 1"),
+            )
+            ranks = _read_patterns("rank_pattern", config, int)
+            alphas = _read_patterns("alpha_pattern", config, int, float)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        return cls(path, options, ranks, alphas, _target_modules(config))
 
     def of(self, target: Target) -> tuple[int, float]:
         """Rank and scale of a target."""
-        rank = next((r for key, r in self.ranks.items() if _matches(key, target.path)), self.rank)
-        alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.alpha)
-        return rank, alpha / (rank**0.5 if self.rslora else rank)
+        rank = next((r for key, r in self.ranks.items() if _matches(key, target.path)), self.options.rank)
+        alpha = next((a for key, a in self.alphas.items() if _matches(key, target.path)), self.options.alpha)
+        return rank, alpha / _divisor(rank, self.options.rslora)
 
     def change(self, factors: Mapping[str, Factors], name: str) -> Change:
         """The change that `augment.lora.decide` returns for these modules."""
-        alpha_scale = {p: f.rank**0.5 if self.rslora else f.rank for p, f in factors.items()}
-        places = {p: {"rank": f.rank, "alpha": f.scale * alpha_scale[p]} for p, f in factors.items()}
-        request = {"where": list(factors), "rank": self.rank, "alpha": self.alpha, "ranks": [], "init": "lora"}
-        request |= {"rslora": self.rslora, "dora": self.dora, "dropout": self.dropout}
-        request |= {"adapter": name, "seed": 0, "dtype": "float32"}
+        alphas = {place: f.scale * _divisor(f.rank, self.options.rslora) for place, f in factors.items()}
+        places = {place: {"rank": f.rank, "alpha": alphas[place]} for place, f in factors.items()}
+        request = replace(self.options, where=tuple(factors), adapter=name).request()
         return Change("lora", lora.VERSION, request, places, (f"**.adapters.{name}.*",))
 
 
-IGNORED_SETTINGS = {
+KNOWN_SETTINGS = {
+    *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
+    *("use_rslora", "use_dora", "lora_dropout"),
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "target_modules", "target_parameters", "task_type"),
 }
-"""Settings of training, and settings that names and shapes of the tensors imply."""
-MAX_NUMBER = 1e9
-"""Limit of rank and alpha, as numbers in JSON may be infinite or have a thousand digits."""
-READ_SETTINGS = {
-    *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "use_dora", "lora_dropout"),
-}
+"""Settings that are read, settings of training, and settings that names and shapes of the tensors imply."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of `init_lora_weights` that do not change the base."""
 
 
-def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Raise ValueError for the first unsupported setting that affects the adapter's outputs."""
     if (peft_type := config.get("peft_type")) != "LORA":
         raise ValueError(
-            f"{path}: peft_type is {quote(peft_type)}; only 'LORA' is supported; merge this adapter with PEFT"
+            f"peft_type is {quote(peft_type)}; only 'LORA' is supported; merge this adapter with PEFT"
         )
     if (init := config.get("init_lora_weights", True)) not in PLAIN_INITS:
         raise ValueError(
-            f"{path}: init_lora_weights is {quote(init)}, which also changes the base; "
+            f"init_lora_weights is {quote(init)}, which also changes the base; "
             "convert it to plain LoRA with PEFT (save_pretrained(path_initial_model_for_weight_conversion=...))"
         )
-    known = IGNORED_SETTINGS | READ_SETTINGS
     for key, value in config.items():
-        if key not in known and value and (key, value) != ("bias", "none"):
-            raise ValueError(
-                f"{path}: {quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT"
-            )
+        if key not in KNOWN_SETTINGS and value and (key, value) != ("bias", "none"):
+            raise ValueError(f"{quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT")
 
 
-def _require(valid: bool, path: Path, key: str, value: Any, expected: str) -> Any:
+def _require(valid: bool, key: str, value: Any, expected: str) -> Any:
     """The value of a setting, unchanged. Raises ValueError unless `valid`."""
     if not valid:
-        raise ValueError(f"{path}: {key} is {quote(value)}; expected {expected}")
+        raise ValueError(f"{key} is {quote(value)}; expected {expected}")
     return value
 
 
-def _positive_number(path: Path, key: str, value: Any, *types: type) -> Any:
-    valid = type(value) in types and 0 < value < MAX_NUMBER
-    return _require(valid, path, key, value, "a positive number; download the file again")
+def _positive_number(key: str, value: Any, *types: type) -> Any:
+    valid = type(value) in types and 0 < value < 1e9  # in JSON, it may be infinite or have a thousand digits
+    return _require(valid, key, value, "a positive number; download the file again")
 
 
-def _read_flag(path: Path, key: str, config: Mapping[str, Any]) -> bool:
+def _read_flag(key: str, config: Mapping[str, Any]) -> bool:
     value = config.get(key) or False
-    return bool(_require(value in (True, False), path, key, value, "true or false"))
+    return bool(_require(value in (True, False), key, value, "true or false"))
 
 
-def _read_patterns(path: Path, key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
+def _read_patterns(key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
     patterns: dict[str, Any] = config.get(key) or {}
-    _require(isinstance(patterns, dict), path, key, patterns, "an object")
+    _require(isinstance(patterns, dict), key, patterns, "an object")
     for pattern, value in patterns.items():
-        _positive_number(path, f"{key} of {quote(pattern)}", value, *types)
+        _positive_number(f"{key} of {quote(pattern)}", value, *types)
         # An untrusted expression must not take exponential time.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
-            raise ValueError(f"{path}: {key} has {quote(pattern)}, which is too complex; list the module names")
+            raise ValueError(f"{key} has {quote(pattern)}, which is too complex; list the module names")
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(
-                f"{path}: {key} has {quote(pattern)}, not a valid regular expression: {error}"
-            ) from None
+            raise ValueError(f"{key} has {quote(pattern)}, not a valid regular expression: {error}") from None
     return patterns
 
 
@@ -499,87 +473,79 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """Factors of each module. Raises ValueError, naming the tensor, if one does not fit."""
-    targets, factors, adapted = base.targets, dict[str, Factors](), set[str]()
-    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in targets]
+    factors, adapted = dict[str, Factors](), set[str]()
+    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in base.targets]
     prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
     if prefix.renames:
         warnings.warn(f"{folder}: {prefix.note}", stacklevel=2)
     for module, group in groups.items():
-        target = _find_target(folder, prefix.renames.get(module, module), group, targets, base)
+        target = _find_target(folder, prefix.renames.get(module, module), group, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
                 continue
-        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.dora else set()):
+        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.options.dora else set()):
             raise ValueError(
                 f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
-                f"use_dora, which is {peft.dora}, a magnitude; download the files again"
+                f"use_dora, which is {peft.options.dora}, a magnitude; download the files again"
             )
         adapted.update(target.modules)
         for name, part in split_factors(target, _read_target(module, group, target, peft, base)).items():
             if name in factors:
                 raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
-            factors[name] = limit_rank(part)
-    _check_complete(folder, peft, adapted, targets)
+            factors[name] = part
+    _check_complete(folder, peft, adapted, base.targets.values())
     if not factors:
         raise ValueError(f"{folder}: this adapter has no effect: B is zero or missing everywhere; was it trained?")
     return factors
 
 
-def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], named: Mapping[str, Target]) -> None:
+def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: Collection[Target]) -> None:
     """Raise ValueError if the file has no tensors for modules that the config names."""
-    experts = {m for t in named.values() if t.stacked for m in t.modules}  # stacked or separate
-    named_targets = [t for t in named.values() if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
-    if missing := [
-        t for t in named_targets if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)
-    ]:
+    experts = {m for t in targets if t.stacked for m in t.modules}  # stacked or separate
+    named = [t for t in targets if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
+    missing = [t for t in named if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)]
+    if missing:
         raise ValueError(
-            f"{folder}: {ADAPTER} names {plural(len(named_targets), 'module')}, and the file has no tensors for "
+            f"{folder}: {ADAPTER} names {plural(len(named), 'module')}, and the file has no tensors for "
             f"{len(missing)} of them, such as {missing[0].path}; download the files again"
         )
 
 
-def _find_target(
-    folder: Path, module: str, group: Mapping[str, LazyTensor], named: Mapping[str, Target], base: AdapterBase
-) -> Target:
+def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
     """The target of a module in the file; for stacked experts by shape, as their nesting varies by writer."""
     path = module.removeprefix(PREFIX)
-    if (plain := named.get(f"{path}.weight")) is not None:
+    if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain
     path = re.sub(r"(\.base_layer)+$", "", path)
-    stacks = [t for t in named.values() if t.stacked and t.parent == path]
-    for target in stacks:
-        if {part: w.shape for part, w in group.items()} == _expected_shapes(target, group, base):
+    for target in base.targets.values():
+        if target.stacked and target.parent == path and not _misfits(target, group, base):
             return target
-    names = ", ".join(list(named)[:3])
+    names = ", ".join(list(base.targets)[:3])
     raise ValueError(
         f"{folder}: {module} with {', '.join(f'{p} {tuple(w.shape)}' for p, w in group.items())} does not exist "
         f"in this {base.family} model, whose weights are {names}, ...; was it made for another model?"
     )
 
 
-def _expected_shapes(
-    target: Target, group: Mapping[str, LazyTensor], base: AdapterBase
-) -> dict[str, tuple[int, ...]]:
-    """Expected shapes of the parts, given the rank of A."""
-    inputs = base.sizes[target.modules[0]][0]
-    outputs = sum(base.sizes[module][1] for module in target.rows[0])
-    ranks = group["A"].shape[0] if "A" in group and group["A"].shape else 0
-    shapes = {"A": (ranks, inputs), "B": (outputs, ranks), "magnitude": (outputs,)}
-    return {part: shapes[part] for part in group if part in shapes}
+def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
+    """Parts of another shape than the target's, given the rank of A, each with both shapes."""
+    inputs = sides(base.modules[target.modules[0]])[0]
+    outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
+    rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0
+    expected = {"A": (rank, inputs), "B": (outputs, rank), "magnitude": (outputs,)}
+    return [
+        f"{part} is {w.shape}, expected {expected.get(part)}"
+        for part, w in group.items()
+        if w.shape != expected.get(part)
+    ]
 
 
-def _read_target(
-    module: str, group: Mapping[str, LazyTensor], target: Target, peft: PeftConfig, base: AdapterBase
-) -> Factors:
+def _read_target(module: str, group: Weights, target: Target, peft: PeftConfig, base: AdapterBase) -> Factors:
     """Factors of a target, in float32. Raises ValueError for a wrong shape or rank, and for non-finite values."""
     rank, scale = peft.of(target)
-    expected = _expected_shapes(target, group, base)
-    if wrong := [p for p, w in group.items() if tuple(w.shape) != expected[p]]:
-        part = wrong[0]
-        raise ValueError(
-            f"{module}: {part} is {tuple(group[part].shape)}, expected {expected[part]}; is it for another base?"
-        )
+    if misfits := _misfits(target, group, base):
+        raise ValueError(f"{module}: {misfits[0]}; is it for another base?")
     if group["A"].shape[0] != rank * len(target.rows):
         raise ValueError(
             f"{peft.path}: rank {rank} for {target.path}, whose A has {plural(group['A'].shape[0], 'row')} for "
@@ -594,7 +560,7 @@ def _read_target(
 def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
     """Raise ValueError if the embedding that PEFT saves beside its adapter differs from the base's."""
     table = dense(base)
-    if tuple(stored.shape) != tuple(table.shape) or not torch.equal(stored.read().to(table), table):
+    if stored.shape != table.shape or not torch.equal(stored.read().to(table), table):
         raise ValueError(
             f"{folder}: {module} has weights that differ from this base's; merge the adapter with PEFT"
         )

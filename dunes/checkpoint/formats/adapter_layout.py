@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from dunes.augment.adapted import sides
 from dunes.models.names import Names, fields, match_indices, substitute
 
 
@@ -69,24 +71,24 @@ def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
     return targets
 
 
-def join_factors(target: Target, factors: Mapping[str, Factors], sizes: Mapping[str, tuple[int, int]]) -> Factors:
+def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mapping[str, nn.Module]) -> Factors:
     """Factors of a target, joined from its modules' factors; modules without an adapter get rank 0.
 
-    `sizes` are (I, O) of each module. Raises ValueError for DoRA that PEFT does not support.
+    Raises ValueError for DoRA that PEFT does not support.
     """
     adapted = [factors[m] for m in target.modules if m in factors]
     if len(target.modules) == 1:
         return adapted[0]
     _check_dora(target, factors)
-    scale = max(f.scale for f in adapted)
-    empty = adapted[0].A.new_zeros(0)
-    rows = [
-        _stack_row([factors.get(m) or _zero_factors(empty, sizes[m], scale) for m in row], scale)
-        for row in target.rows
-    ]
+    scale, like = max(f.scale for f in adapted), adapted[0].A
+    rows = []
+    for row in target.rows:
+        sizes = [sides(modules[m]) for m in row]
+        empty = [Factors(like.new_zeros(0, i), like.new_zeros(o, 0), scale) for i, o in sizes]
+        rows.append(_stack_row([factors.get(m, e) for m, e in zip(row, empty, strict=True)], scale))
     rank = max(len(a) for a, _ in rows)
-    a = torch.stack([_pad_columns(a.T, rank).T for a, _ in rows])
-    b = torch.stack([_pad_columns(b, rank) for _, b in rows], 2)
+    a = torch.stack([F.pad(a, (0, 0, 0, rank - len(a))) for a, _ in rows])
+    b = torch.stack([F.pad(b, (0, rank - b.shape[1])) for _, b in rows], 2)
     magnitudes = [f.magnitude for f in adapted if f.magnitude is not None]
     return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(magnitudes) if magnitudes else None)
 
@@ -105,11 +107,6 @@ def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
         )
 
 
-def _zero_factors(like: Tensor, size: tuple[int, int], scale: float) -> Factors:
-    """Factors of rank 0 for a module of `size` (I, O)."""
-    return Factors(like.new_zeros(0, size[0]), like.new_zeros(size[1], 0), scale)
-
-
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     """A and B for concatenated modules: the shared A if all are equal, else a block-diagonal B."""
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
@@ -118,33 +115,28 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     return torch.cat([p.A for p in parts]), torch.block_diag(*b)  # type: ignore[no-untyped-call]
 
 
-def _pad_columns(matrix: Tensor, columns: int) -> Tensor:
-    return torch.nn.functional.pad(matrix, (0, columns - matrix.shape[1]))
-
-
 def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
-    """Factors of each module of a target, without zero columns of B and their rows of A.
+    """Factors of each module of a target, without zero columns of B and their rows of A, and of limited rank.
 
     Modules without any nonzero column are omitted.
     """
     if len(target.modules) == 1:
-        return {target.modules[0]: joined}
+        return {target.modules[0]: _limit_rank(joined)}
     a = joined.A.view(len(target.rows), -1, joined.A.shape[1])
     b = joined.B.view(len(joined.B), -1, len(target.rows))
     factors = {}
     for e, row in enumerate(target.rows):
-        parts = b[..., e].tensor_split(len(row))
-        m = joined.magnitude
+        parts, m = b[..., e].tensor_split(len(row)), joined.magnitude
         magnitudes = [None] * len(row) if m is None else m.tensor_split(len(row))
         for module, part, magnitude in zip(row, parts, magnitudes, strict=True):
             used = (part != 0).any(0)
             if used.any() or magnitude is not None:
                 used[0] |= ~used.any()
-                factors[module] = Factors(a[e][used], part[:, used], joined.scale, magnitude)
+                factors[module] = _limit_rank(Factors(a[e][used], part[:, used], joined.scale, magnitude))
     return factors
 
 
-def limit_rank(f: Factors) -> Factors:
+def _limit_rank(f: Factors) -> Factors:
     """The same update with a rank of at most min(I, O); a router of 8 experts may have an adapter of rank 16."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):

@@ -25,24 +25,11 @@ from torch import Tensor, nn
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.convert import exclusive_folder
-from dunes.checkpoint.weights import header
+from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.checkpoint.weights.safetensors_writer import CODES, write_file
+from dunes.checkpoint.weights.safetensors_file import CODES, write_file
 from dunes.files import atomic
-from dunes.generate.packages import (
-    FILES,
-    PACKAGE,
-    bind_step,
-    buffers_unchanged,
-    check_step,
-    compile_graph,
-    compile_step,
-    export_graph,
-    has_hooks,
-    load_step,
-    native_files,
-    require_close,
-)
+from dunes.generate import packages
 from dunes.generate.step import FEW, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import why_not_compiled
 from dunes.parts import cache_for, vocabulary_size
@@ -63,17 +50,12 @@ INSTRUCTIONS = re.compile(
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
 """Of what Linux lists of an x86 processor, that for which compilers write instructions; all of it on others."""
-Tables = Mapping[str, NDArray[np.int64] | NDArray[np.uint8]]
-NO_CHARACTER = -1
-"""Stands for all characters without an id."""
-_PLAIN_BPE = {
-    "dropout": None,
-    "unk_token": None,
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "byte_fallback": False,
-    "ignore_merges": False,
-}
+UNSUPPORTED = (
+    *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
+    *("byte_fallback", "ignore_merges"),
+)
+"""Settings of byte pairs that the program does not have."""
+NO_TOKENIZER = "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
 def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
@@ -108,26 +90,27 @@ def export_native(
 ) -> str:
     """Write the folder `out` with the model's compiled decoding; returns a line on what was written.
 
-    `dtype` and the time are those of `compile_step`; `show` is told before it begins. Raises ValueError, before
-    any work, if `out` exists, without a C++ compiler, and for models that are no decoders, that need their whole
+    `dtype` and the time are those of `compile_step`; `show` gets a line before it. Raises ValueError, before
+    any work, if `out` exists, without a C++ compiler, and for models that are no decoders, that need their entire
     text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled, and,
     with nothing written, if code and weights of the folder compute something else.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
-    check_step(model, dtype)
+    packages.check_step(model, dtype)
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: one to three minutes")
-    package, chosen = compile_step(model, loaded.context_length, dtype)
-    names, step = native_files(package), load_step(model, chosen)
+    package, chosen = packages.compile_step(model, loaded.context_length, dtype)
+    names, step = packages.native_files(package), packages.load_step(model, chosen)
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
     if "native-text.so" in names:
         weights |= _differing(weights, step_weights(model, next(model.parameters()).dtype))
     tables = None if tokenizer is None else encoding_tables(tokenizer)
-    card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else _no_tokenizer(tokenizer)}
+    reason = "the model has no tokenizer" if tokenizer is None else NO_TOKENIZER
+    card = _decoder_card(loaded, step) | {"no_tokenizer": "" if tables else reason}
 
     def fill(folder: Path) -> None:
         for name in names:
@@ -140,8 +123,9 @@ def export_native(
     def verify(folder: Path, written: Mapping[str, Tensor]) -> None:
         own = {name: tensor for name, tensor in written.items() if not name.startswith(OF_TEXTS)}
         of_text = own | {n.removeprefix(OF_TEXTS): t for n, t in written.items() if n not in own}
-        code = {n: (folder / name, of_text if n == TEXT else own) for n, name in FILES.items() if name in names}
-        bind_step(model, code, chosen)
+        files = {n: name for n, name in packages.FILES.items() if name in names}
+        code = {n: (folder / name, of_text if n == TEXT else own) for n, name in files.items()}
+        packages.bind_step(model, code, chosen)
 
     return _write(out, "decoder", weights, card, fill, verify)
 
@@ -158,15 +142,15 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     expected = _check_network(model, example)
     with tree.mode(model, False), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own deprecations
-        graph = export_graph(lambda: torch.export.export(model, (example,), strict=False))
+        graph = packages.export_graph(lambda: torch.export.export(model, (example,), strict=False))
         card = {"input": list(example.shape), "output": list(expected.shape)}
 
         def fill(folder: Path) -> None:
-            compile_graph(graph, folder / PACKAGE)
+            packages.compile_graph(graph, folder / packages.PACKAGE)
 
         def verify(staged: Path, written: Mapping[str, Tensor]) -> None:
-            result = load_native(staged / PACKAGE, written)([example])[0]
-            require_close("compiled, its numbers", result - expected, expected, torch.float32)
+            result = load_native(staged / packages.PACKAGE, written)([example])[0]
+            packages.require_close("compiled, its numbers", result - expected, expected, torch.float32)
 
         return _write(out, "network", named_tensors(model), card, fill, verify)
 
@@ -182,12 +166,12 @@ def check_target(out: Path) -> None:
 
 
 def _check_network(model: nn.Module, example: Tensor) -> Tensor:
-    """What the network computes from the example. Raises ValueError for one that cannot be exported."""
-    if has_hooks(model):
+    """The network's output for the example. Raises ValueError for one that cannot be exported."""
+    if packages.has_hooks(model):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
     if elsewhere := [n for n, t in named_tensors(model).items() if t.device.type != "cpu"]:
         raise ValueError(f"--to cpp: code is compiled for the CPU, and {elsewhere[0]} is on another device")
-    with torch.no_grad(), tree.mode(model, False), buffers_unchanged(model):
+    with torch.no_grad(), tree.mode(model, False), packages.buffers_unchanged(model):
         expected = model(example)
     if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:
         raise ValueError("--to cpp: expected a network of one tensor in float32 that gives one in float32")
@@ -196,19 +180,11 @@ def _check_network(model: nn.Module, example: Tensor) -> Tensor:
 
 def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of the others that differ, under names of their own."""
-    pairs = [(name, weights.get(name), tensor) for name, tensor in others.items()]
     return {
-        OF_TEXTS + name: b
-        for name, a, b in pairs
-        if a is None or a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b)
+        OF_TEXTS + name: tensor
+        for name, tensor in others.items()
+        if name not in weights or weights[name].dtype != tensor.dtype or not torch.equal(weights[name], tensor)
     }
-
-
-def _no_tokenizer(tokenizer: Tokenizer | None) -> str:
-    """Why the program takes and gives ids only."""
-    if tokenizer is None:
-        return "the model has no tokenizer"
-    return "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
 def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
@@ -262,7 +238,7 @@ def _write(
     def write(folder: Path) -> None:
         fill(folder)
         write_file(folder / WEIGHTS, in_memory(own))
-        written = {name: tensor.read() for name, tensor in header.tensors(folder / WEIGHTS).items()}
+        written = {name: tensor.read() for name, tensor in safetensors_file.tensors(folder / WEIGHTS).items()}
         verify(folder, written | {name: written[first] for name, first in aliases.items()})
         files = {file.name: checksum(file) for file in sorted(folder.iterdir())}
         for file in sorted(SOURCES.iterdir()):
@@ -306,7 +282,7 @@ def checksum(file: Path) -> str:
     return f"{total % 2**64:016x}"
 
 
-def encoding_tables(tokenizer: Tokenizer) -> Tables | None:
+def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     """The tables of a tokenizer of bytes, byte pairs or characters; None for any other.
 
     `bytes` (N,) are those of all ids in sequence and `ends` (ids,) where each id's end; `first` (N, 2) has the id
@@ -321,7 +297,7 @@ def encoding_tables(tokenizer: Tokenizer) -> Tables | None:
     if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None
     first = {CHAR_TO_BYTE[c]: i for c, i in model["vocab"].items() if len(c) == 1 and c in CHAR_TO_BYTE}
-    if len(first) < 256 or any(model.get(key) not in (value, False, "") for key, value in _PLAIN_BPE.items()):
+    if len(first) < 256 or any(model.get(key) for key in UNSUPPORTED):
         return None
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merges = [[model["vocab"][t] for t in (left, right, left + right)] for left, right in pairs]
@@ -330,10 +306,10 @@ def encoding_tables(tokenizer: Tokenizer) -> Tables | None:
 
 def _characters(vocab: Mapping[str, int]) -> dict[int, int]:
     ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
-    return ids | {NO_CHARACTER: vocab[UNKNOWN]}
+    return ids | {-1: vocab[UNKNOWN]}  # of all characters without an id
 
 
-def _tables(tokenizer: Tokenizer, first: Mapping[int, int], merges: list[list[int]]) -> dict[str, NDArray]:  # type: ignore[type-arg]
+def _tables(tokenizer: Tokenizer, first: Mapping[int, int], merges: list[list[int]]) -> dict[str, NDArray[Any]]:
     tokens = tokenizer.token_bytes
     return {
         "bytes": np.frombuffer(b"".join(tokens), np.uint8).copy(),

@@ -18,14 +18,21 @@ from torch import Tensor
 
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.formats.native import to_halves
-from dunes.checkpoint.weights.header import check_name, quote
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory, renamed
-from dunes.checkpoint.weights.mapped_file import MappedFile, shape_error
+from dunes.checkpoint.weights.lazy_tensor import (
+    LazyTensor,
+    MappedFile,
+    Weights,
+    computed,
+    hf_weights,
+    in_memory,
+    renamed,
+    shape_error,
+)
+from dunes.checkpoint.weights.safetensors_file import check_name, quote
 from dunes.extra import extra
 from dunes.models import FAMILIES, config_values
-from dunes.models.config_values import quotient
+from dunes.models.config_values import quotient, scaling_to_hf, yarn_scale
 from dunes.models.names import Names, identity, name, to_ours
-from dunes.models.rope import scaling_to_hf, yarn_scale
 from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_frequencies
 from dunes.text import Tokenizer
 from dunes.text.gguf_file import TensorInfo, read_header
@@ -86,8 +93,8 @@ def write(
     memory at a time. Raises ValueError for models that llama.cpp does not support, before the file is opened, for
     values that overflow the dtype, and if the file reads back with other weights.
     """
-    package, kind = extra("gguf", "gguf"), TYPES[dtype]
-    fields, weights = _fields(model, tokenizer), {**weights, **_frequencies(model)}
+    package, kind, fields = extra("gguf", "gguf"), TYPES[dtype], _fields(model, tokenizer)
+    weights = {**weights, **_frequencies(model)}
     names = [*weight_names(model), name(FREQUENCIES, FREQUENCIES)]
     theirs = hf_weights(names, weights)
     numbers = {key: package.GGMLQuantizationType[_type(key, t.shape, kind)] for key, t in theirs.items()}
@@ -128,43 +135,39 @@ def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
 
     Raises ValueError for values that overflow the type.
     """
-    values = tensor.read().float().numpy()
+    package, values = extra("gguf", "gguf"), tensor.read().float().numpy()
     with np.errstate(over="ignore", invalid="ignore"):
-        encoded = extra("gguf", "gguf").quantize(values, number)
-        decoded = extra("gguf", "gguf").dequantize(encoded, number)
+        encoded = package.quantize(values, number)
+        decoded = package.dequantize(encoded, number)
     if not np.isfinite(decoded).all():
         remedy = "use --dtype float32" if np.isfinite(values).all() else "list them: dunes inspect --values"
         raise ValueError(f"{tensor.origin}: has values that {number.name} cannot hold; {remedy}")
     return encoded, decoded
 
 
-def _verify_fields(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a file has this metadata."""
-    stored = read_header(path).fields
-    for key, value in fields.items():
-        actual, expected = stored.get(key), value
-        if isinstance(value, list | tuple):
-            expected = [item.encode() if isinstance(item, str) else item for item in value]
-            actual = actual.tolist() if isinstance(actual, np.ndarray) else actual
-        elif isinstance(value, float):
-            expected, actual = np.float32(value), np.float32(actual)
-        if actual != expected:
-            raise ValueError(f"{path}: the written file has another {key}; check the disk")
-
-
 def _verify(
     path: Path, fields: Mapping[str, Any], names: Names, weights: Weights, numbers: Mapping[str, Any]
 ) -> None:
     """Raise ValueError unless a file has this metadata and these weights, rounded to the file's types."""
-    _verify_fields(path, fields)
+    stored = read_header(path).fields
+    if other := next((key for key, value in fields.items() if not _same_value(stored.get(key), value)), None):
+        raise ValueError(f"{path}: the written file has another {other}; check the disk")
     files = tensors(path)
     for key, number in numbers.items():
         conversions, _ = to_ours(names, {key: files[key].shape})
-        for ours, stored in renamed(conversions, in_memory({key: files[key].read()})).items():
-            if not np.array_equal(stored.read().float().numpy(), _encode(weights[ours], number)[1]):
+        for ours, tensor in renamed(conversions, in_memory({key: files[key].read()})).items():
+            if not np.array_equal(tensor.read().float().numpy(), _encode(weights[ours], number)[1]):
                 raise ValueError(f"{weights[ours].origin}: the written file has other values; check the disk")
             weights[ours].release()
         files[key].release()
+
+
+def _same_value(stored: Any, value: Any) -> bool:
+    """True if the value of a key is read back as it was written: texts in lists as bytes, numbers in float32."""
+    if isinstance(value, list | tuple):
+        expected = [item.encode() if isinstance(item, str) else item for item in value]
+        return bool(expected == (stored.tolist() if isinstance(stored, np.ndarray) else stored))
+    return bool(np.float32(value) == np.float32(stored) if isinstance(value, float) else value == stored)
 
 
 def weight_names(model: Architecture) -> Names:
@@ -204,9 +207,8 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if "head_dim" in hf:
         fields |= {"attention.value_length": hf["head_dim"], "rope.dimension_count": hf["head_dim"]}
         fields |= _rope_fields(model.config.scaling)
-    fields = {
-        f"{architecture}.{key}": value for key, value in (fields | {"vocab_size": model.config.vocab}).items()
-    }
+    fields["vocab_size"] = model.config.vocab
+    fields = {f"{architecture}.{key}": value for key, value in fields.items()}
     vocabulary = {"ggml.model": "none"} if tokenizer is None else vocabulary_fields(tokenizer, model.config.vocab)
     return fields | {f"tokenizer.{key}": value for key, value in vocabulary.items()}
 
@@ -271,28 +273,24 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
-    package, origin = extra("gguf", "gguf"), f"{mapped.path.name}: {info.name}"
+    package, tensor = extra("gguf", "gguf"), f"tensor {quote(info.name)}"
     try:
         number = package.GGMLQuantizationType(info.type)
         block, size = package.GGML_QUANT_SIZES[number]
         package.dequantize(np.zeros((1, size), np.uint8), number)
     except (ValueError, NotImplementedError):
         remedy = "write it in another: llama-quantize --allow-requantize FILE OUT F16"
-        raise ValueError(f"tensor {quote(info.name)} has the unsupported type {info.type}; {remedy}") from None
+        raise ValueError(f"{tensor} has the unsupported type {info.type}; {remedy}") from None
     rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
     if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
-        raise ValueError(f"tensor {quote(info.name)} {reason}; fetch the file again")
+        raise ValueError(f"{tensor} {reason}; fetch the file again")
     if info.offset + prod(info.shape) // block * size > mapped.size:
-        raise ValueError(f"tensor {quote(info.name)} exceeds the file's {mapped.size} bytes; fetch the file again")
+        raise ValueError(f"{tensor} exceeds the file's {mapped.size} bytes; fetch the file again")
     if number.name in DENSE:
-        read = partial(mapped.tensor, info.offset, info.shape, DENSE[number.name])
-        return LazyTensor(info.shape, DENSE[number.name], origin, read, mapped.release)
-
-    def dequantize() -> Tensor:
-        raw = mapped.tensor(info.offset, (*info.shape[:-1], (rows or 0) * size), torch.uint8)
-        return torch.from_numpy(package.dequantize(raw.numpy(), number))
-
-    return LazyTensor(info.shape, torch.float32, origin, dequantize, mapped.release)
+        return mapped.lazy(info.name, info.offset, info.shape, DENSE[number.name])
+    raw = mapped.lazy(info.name, info.offset, (*info.shape[:-1], (rows or 0) * size), torch.uint8)
+    read = lambda: torch.from_numpy(package.dequantize(raw.read().numpy(), number))
+    return computed(info.shape, torch.float32, raw.origin, read, [raw])
 
 
 def hf_config(path: Path, files: Weights) -> dict[str, Any]:

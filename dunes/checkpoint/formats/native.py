@@ -153,47 +153,32 @@ def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
         name(f"{attention}.wv.weight", f"{attn}.v.weight"),
         name(f"{attention}.wo.weight", f"{attn}.out.weight"),
         name("layers.{i}.ffn_norm.weight", "blocks.{i}.mlp_norm.weight"),
-        *(_experts(config["num_local_experts"]) if "num_local_experts" in config else _mlp()),
+        *(_experts(config["num_local_experts"]) if "num_local_experts" in config else _mlp(FEED_FORWARD, MLP)),
         name("norm.weight", "norm.weight"),
         name("output.weight", "head.weight"),
     ]
 
 
+FEED_FORWARD, MLP, MATRICES = "layers.{i}.feed_forward", "blocks.{i}.mlp", {"w1": "gate", "w3": "up", "w2": "down"}
 IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
 """Rotary tables in old files, ignored since they are computed."""
 
 
-def _mlp() -> Names:
-    return [
-        name("layers.{i}.feed_forward.w1.weight", "blocks.{i}.mlp.gate.weight"),
-        name("layers.{i}.feed_forward.w3.weight", "blocks.{i}.mlp.up.weight"),
-        name("layers.{i}.feed_forward.w2.weight", "blocks.{i}.mlp.down.weight"),
-    ]
+def _mlp(theirs: str, ours: str) -> Names:
+    return [name(f"{theirs}.{w}.weight", f"{ours}.{part}.weight") for w, part in MATRICES.items()]
 
 
 def _experts(count: int) -> Names:
     """Names of separate experts (mistral-inference) and stacked ones (Mixtral's first release, w2 transposed)."""
-    parts = {"w1": "gate", "w3": "up", "w2": "down"}
-    router = "blocks.{i}.mlp.router.weight"
-    separate = [
-        name(
-            f"layers.{{i}}.feed_forward.experts.{{e}}.{w}.weight", f"blocks.{{i}}.mlp.experts.{{e}}.{part}.weight"
-        )
-        for w, part in parts.items()
-    ]
-    stacked = [
-        name(
-            f"layers.{{i}}.block_sparse_moe.{w}",
-            *[f"blocks.{{i}}.mlp.experts.{e}.{part}.weight" for e in range(count)],
-            load=partial(_transpose_each, count=count) if w == "w2" else identity,
-            save=partial(_transpose_each, count=count) if w == "w2" else identity,
-        )
-        for w, part in parts.items()
-    ]
+    stacked = []
+    for w, part in MATRICES.items():
+        layout = partial(_transpose_each, count=count) if w == "w2" else identity
+        ours = [f"{MLP}.experts.{e}.{part}.weight" for e in range(count)]
+        stacked.append(name(f"layers.{{i}}.block_sparse_moe.{w}", *ours, load=layout, save=layout))
     return [
-        name("layers.{i}.feed_forward.gate.weight", router),
-        *separate,
-        name("layers.{i}.block_sparse_moe.gate.weight", router),
+        name(f"{FEED_FORWARD}.gate.weight", f"{MLP}.router.weight"),
+        *_mlp(f"{FEED_FORWARD}.experts.{{e}}", f"{MLP}.experts.{{e}}"),
+        name("layers.{i}.block_sparse_moe.gate.weight", f"{MLP}.router.weight"),
         *stacked,
     ]
 

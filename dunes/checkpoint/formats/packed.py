@@ -1,4 +1,9 @@
-"""Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format."""
+"""Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format.
+
+The `quantization_config` in config.json lists the layers of each kind. transformers, vLLM and others read them.
+"""
+
+# Shapes: I inputs, O outputs, G groups of a row.
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,23 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
-from dunes.augment.quantized import Quantized
+from dunes.augment.quantized import Grid, GroupInt, Int8, Quantized, pack, unpack
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import (
-    hf_parts,
-    inherited,
-    readable_folder,
-    require_described,
-    special_ids,
-    write_model,
-)
-from dunes.checkpoint.formats import compressed_tensors
-from dunes.checkpoint.verify import EXACT, PACKED, check_written, model_logits
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory
+from dunes.checkpoint.folder import hf_parts, inherited, require_described, special_ids, write_model
+from dunes.checkpoint.formats.quantized_weights import BITS, FORMAT, NAME, PACKED
+from dunes.checkpoint.model_folder import readable_folder
+from dunes.checkpoint.verify import EXACT, check_written, model_logits
+from dunes.checkpoint.verify import PACKED as TOLERANCE
+from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -48,55 +50,98 @@ def export_packed(folder: Path, out: Path) -> str:
 def _packed(folder: Path, out: Path) -> Edit[str]:
     """The quantized model in a folder, with packed codes."""
     loaded = checkpoint.load(folder)
-    model, length = loaded.model, loaded.context_length
+    model, tokenizer, length = loaded.model, loaded.tokenizer, loaded.context_length
     layers = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Quantized)}
     if not layers or any(isinstance(m, Adapted) for m in model.modules()):
         raise ValueError(f"{folder}: needs quantized layers and no adapters: dunes augment merge, then quantize")
-    packed = {name: compressed_tensors.layer_tensors(layer, name) for name, layer in layers.items()}
+    packed = {name: _pack(layer, name) for name, layer in layers.items()}
     expected = model_logits(model, length)
     dequantize(model)
     described = require_described(model, length, folder)
     known, settings, weights = hf_parts(model, described)
-    names = _their_names(model, described, packed)
-    files = _files(weights, names, packed)
-    theirs = {names[name].removesuffix(".weight"): layer for name, layer in layers.items()}
+    names = {place: _their_name(model, described, place) for place in packed}
+    files = {key: tensor for key, tensor in weights.items() if key.removesuffix(".weight") not in names.values()}
+    for place, (tensors, _) in packed.items():
+        files |= in_memory({f"{names[place]}.{part}": tensor for part, tensor in tensors.items()})
     dtype = str(next(iter(layers.values())).dtype).removeprefix("torch.")
-    config = settings | special_ids(loaded.tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    config |= {"quantization_config": compressed_tensors.quantization_config(theirs)}
+    config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
+    config |= {"quantization_config": _quantization_config({names[place]: s for place, (_, s) in packed.items()})}
     card = {**inherited(loaded.card), **known, "context_length": length, "changes": []}
 
     def compare(staged: Path) -> tuple[str, Mapping[str, Any]]:
-        limit = EXACT if dtype == "float32" else PACKED
+        limit = EXACT if dtype == "float32" else TOLERANCE
         difference = check_written(staged, out, expected, length, "that in the folder", limit)
-        asymmetric = any("weight_zero_point" in tensors for tensors in packed.values())
+        asymmetric = any("weight_zero_point" in tensors for tensors, _ in packed.values())
         report = (
             f"{plural(len(layers), 'layer')} packed, {format_bytes(sum(t.nbytes for t in files.values()))} of "
             f"tensors; read back, logits differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
         )
         return report, {"packed": {"layers": len(layers), "verified": difference}}
 
-    write = partial(write_model, weights=files, config=config, card=card, tokenizer=(loaded.tokenizer, length))
+    write = partial(write_model, weights=files, config=config, card=card, tokenizer=(tokenizer, length))
     return write, compare
 
 
-def _their_names(model: Decoder, described: Architecture, packed: Any) -> dict[str, str]:
-    """Names of the places' weights in Hugging Face's files. Raises ValueError for a weight in another layout."""
-    names = {}
-    for name in packed:
-        weight = model.get_parameter(f"{name}.weight")
-        conversions, _ = to_theirs(FAMILIES[described.family].NAMES, [f"{name}.weight"])
-        if len(conversions) != 1 or not torch.equal(conversions[0].make([weight]), weight):
-            raise ValueError(
-                f"{name}: {described.family} stores this matrix in another layout, which is not packed"
-            )
-        names[name] = conversions[0].target
-    return names
+def _their_name(model: Decoder, described: Architecture, place: str) -> str:
+    """Name of the module in Hugging Face's files. Raises ValueError for a weight in another layout."""
+    weight = model.get_parameter(f"{place}.weight")
+    conversions, _ = to_theirs(FAMILIES[described.family].NAMES, [f"{place}.weight"])
+    if len(conversions) != 1 or not torch.equal(conversions[0].make([weight]), weight):
+        raise ValueError(f"{place}: {described.family} stores this matrix in another layout, which is not packed")
+    return conversions[0].target.removesuffix(".weight")
 
 
-def _files(weights: dict[str, LazyTensor], names: dict[str, str], packed: dict[str, Any]) -> dict[str, LazyTensor]:
-    """Tensors of the folder, with the packed parts in place of quantized weights."""
-    files = {name: tensor for name, tensor in weights.items() if name not in names.values()}
-    for place, tensors in packed.items():
-        prefix = names[place].removesuffix("weight")
-        files |= in_memory({prefix + key: tensor for key, tensor in tensors.items()})
-    return files
+def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of a layer by the last part of their names, and its scheme in the `quantization_config`.
+
+    Raises ValueError for a layer that the format cannot express.
+    """
+    grid = Grid(8, symmetric=True) if isinstance(layer, Int8) else getattr(layer, "grid", None)
+    if not isinstance(grid, Grid) or grid.real_zero or grid.bits not in BITS:
+        raise ValueError(
+            f"{place} is {type(layer).__name__} {grid or ''}; {NAME} has int8 and int4 with whole zero points: "
+            "quantize the dense model with --kind int4 or int8"
+        )
+    inputs, group = layer.in_features, grid.width(layer.in_features)
+    if inputs % group:
+        raise ValueError(f"{place}: its {inputs} inputs are no multiple of {grid.group}, as {NAME} needs them")
+    codes, scale, zero = _values(layer)
+    tensors = {
+        PACKED: _int32(pack(codes, grid.bits)),
+        "weight_scale": scale.to(layer.dtype),
+        "weight_shape": torch.tensor([layer.out_features, inputs]),
+    }
+    if not grid.symmetric:
+        tensors["weight_zero_point"] = _int32(pack(zero.T, grid.bits)).T.contiguous()
+    strategy = {"strategy": "group", "group_size": group} if group < inputs else {"strategy": "channel"}
+    scheme = {"num_bits": grid.bits, "type": "int", "symmetric": grid.symmetric, "dynamic": False, **strategy}
+    return tensors, scheme
+
+
+def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
+    """Unsigned codes (O, I), scales and zero points (O, G)."""
+    if isinstance(layer, GroupInt):
+        return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.steps()
+    assert isinstance(layer, Int8)
+    return layer.codes.int() + 128, layer.scale, torch.full_like(layer.scale, 128)
+
+
+def _int32(packed: Tensor) -> Tensor:
+    """Rows of bytes (O, N), padded with zeros, as int32 (O, ceil(N / 4))."""
+    return F.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
+
+
+def _quantization_config(schemes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The `quantization_config` of config.json, for the schemes of layers by their names in the files."""
+    distinct = {str(scheme): scheme for scheme in schemes.values()}.values()
+    layers = [[name for name, other in schemes.items() if other == scheme] for scheme in distinct]
+    return {
+        "quant_method": NAME,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            f"group_{i}": {"targets": names, "weights": scheme, "format": FORMAT}
+            for i, (names, scheme) in enumerate(zip(layers, distinct, strict=True))
+        },
+    }

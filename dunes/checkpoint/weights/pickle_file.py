@@ -10,19 +10,16 @@ import io
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from struct import Struct
 from typing import Any, BinaryIO, ClassVar, cast
 
 import torch
 
-from dunes.checkpoint.weights.header import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote, refusal
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor
-from dunes.checkpoint.weights.mapped_file import MAX_DIMS, MappedFile, extent, shape_error
-from dunes.files.model_file import require_content
+from dunes.checkpoint.weights.lazy_tensor import MAX_DIMS, LazyTensor, MappedFile, extent, open_mapped, shape_error
+from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote
 from dunes.units import plural
 
 # A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The limit on reads grows with the number
@@ -34,11 +31,7 @@ _MAX_TEXT = 1 << 20
 _MAX_DEPTH = 8
 _MAX_ITEMS = 2 * MAX_TENSORS
 _LEGACY = 0x1950A86A20F9469CFC6C, 1001
-_TRUNCATED = "its pickle is truncated"
 _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
-
-Name = tuple[str, str]
-"""A module's name and an object's name in it."""
 
 # The opcodes that torch writes: MARK, STOP, numbers, strings, tuples, lists, the memo, globals, storages and
 # calls.
@@ -68,7 +61,7 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-_STORAGES: dict[Name, torch.dtype] = {
+_STORAGES: dict[tuple[str, str], torch.dtype] = {
     ("torch", "DoubleStorage"): torch.float64,
     ("torch", "FloatStorage"): torch.float32,
     ("torch", "HalfStorage"): torch.float16,
@@ -82,36 +75,21 @@ _STORAGES: dict[Name, torch.dtype] = {
 }
 
 
-def tensors(source: Path | MappedFile) -> dict[str, LazyTensor]:
-    """Tensors of a `torch.save` file by name, in the file's order, in either of torch's two formats.
+def tensors(path: Path) -> dict[str, LazyTensor]:
+    """Tensors of a `torch.save` file, by name, in the file's order, in either of torch's two formats.
 
     Keys of nested dicts are joined with dots. If a dict "state_dict" or "model" exists, only its tensors are
     returned, without an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may share
     storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line, for a
     damaged file and for any opcode or name that is not a tensor's.
     """
-    mapped = source if isinstance(source, MappedFile) else MappedFile(source)
-    with mapped.open() as file:
-        require_content(mapped.path, file)
-    try:
-        with mapped.open() as file:
-            content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
-        return {
-            name: LazyTensor(
-                tensor.shape,
-                tensor.storage.dtype,
-                f"{mapped.path.name}: {name}",
-                _reader(mapped, tensor, places),
-                mapped.release,
-            )
-            for name, tensor in _tensors_by_name(content).items()
-        }
-    except ValueError as error:
-        raise refusal(mapped.path, error, _REMEDY) from None
+    with open_mapped(path, _REMEDY) as (mapped, file):
+        content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
+        return {name: _lazy(mapped, name, t, places) for name, t in _tensors_by_name(content).items()}
 
 
-def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> partial[torch.Tensor]:
-    """A function that reads the tensor. Raises ValueError if its storage is not in the file."""
+def _lazy(mapped: MappedFile, name: str, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> LazyTensor:
+    """The tensor with values in the file. Raises ValueError if its storage is not there."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
     begin, available = places.get(storage.key, (0, -1))
     if storage.count * size > available:
@@ -120,7 +98,7 @@ def _reader(mapped: MappedFile, tensor: _Tensor, places: Mapping[str, tuple[int,
             f"{'none' if available < 0 else available} for it"
         )
     begin += tensor.offset * size if 0 not in tensor.shape else 0
-    return partial(mapped.tensor, begin, tensor.shape, storage.dtype, tensor.stride)
+    return mapped.lazy(name, begin, tensor.shape, storage.dtype, tensor.stride)
 
 
 def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
@@ -199,7 +177,7 @@ class _BoundedFile:
             raise ValueError(f"its pickle has more than {MAX_BYTES} bytes, or {_MAX_TEXT} in one string")
         data = self.file.read(count)
         if len(data) < count:
-            raise ValueError(_TRUNCATED)
+            raise ValueError("its pickle is truncated")
         return data
 
     def readline(self) -> bytes:
@@ -336,28 +314,29 @@ def _tensors_by_name(content: object) -> dict[str, _Tensor]:
     if inner and any(isinstance(value, _Tensor) for value in content.values()):
         raise ValueError(f"it has tensors beside its {next(iter(inner))!r}, which is ambiguous")
     result: dict[str, _Tensor] = {}
-    _collect(next(iter(inner.values()), content), "", _MAX_DEPTH, result, [_MAX_ITEMS])
+    for i, (name, value, depth) in enumerate(_items(next(iter(inner.values()), content))):
+        if i >= _MAX_ITEMS or depth > _MAX_DEPTH:
+            raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
+        if isinstance(value, _Tensor):
+            if check_name(name) in result or len(result) >= MAX_TENSORS:
+                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
+            result[name] = value
     if not result:
         raise ValueError("it has no named tensor")
     return result
 
 
-def _collect(values: _Dict, prefix: str, depth: int, into: dict[str, _Tensor], left: list[int]) -> None:
-    left[0] -= len(values)
-    if not depth or left[0] < 0:
-        raise ValueError(f"its dicts are more than {_MAX_DEPTH} deep or have more than {_MAX_ITEMS} values")
+def _items(values: _Dict, prefix: str = "", depth: int = 1) -> Iterator[tuple[str, object, int]]:
+    """Names, values and depths of the items of nested dicts, in order."""
     for key, value in values.items():
         # Truncated, since a dict with a long, invalid key may occur many times.
         name = prefix + str(key)[: MAX_NAME_BYTES + 1]
+        yield name, value, depth
         if type(value) is _Dict:
-            _collect(value, f"{name}.", depth - 1, into, left)
-        elif isinstance(value, _Tensor):
-            if check_name(name) in into or len(into) >= MAX_TENSORS:
-                raise ValueError(f"tensor {quote(name)} occurs twice, or there are more than {MAX_TENSORS}")
-            into[name] = value
+            yield from _items(value, f"{name}.", depth + 1)
 
 
-_STAND_INS: dict[Name, object] = {
+_STAND_INS: dict[tuple[str, str], object] = {
     **_STORAGES,
     ("collections", "OrderedDict"): lambda: _Dict(),  # takes no pairs
     ("torch", "Size"): _sizes,

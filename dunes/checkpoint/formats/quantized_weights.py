@@ -1,0 +1,167 @@
+"""Weights that other libraries quantized, read as dense weights.
+
+transformers with bitsandbytes, in 4 bits: `X.weight` has packed codes, two in a byte, with `X.weight.absmax` (a
+scale for each block), `X.weight.quant_map` (the 16 levels) and, as JSON in bytes,
+`X.weight.quant_state.bitsandbytes__nf4`. With double quantization the scales are bytes, too, with `nested_absmax`,
+`nested_quant_map` and an offset. https://github.com/bitsandbytes-foundation/bitsandbytes
+
+compressed-tensors: `pack-quantized` stores `X.weight_packed` (int32: the codes of a row, lowest bit first),
+`X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and
+`X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one for each row).
+https://github.com/vllm-project/compressed-tensors
+"""
+
+# Shapes: N codes, B blocks, I inputs, O outputs, G groups of a row.
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dunes.augment.change import float_dtype
+from dunes.augment.quantized import unpack
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
+from dunes.checkpoint.weights.safetensors_file import quote
+
+STATE = ".quant_state.bitsandbytes__"
+MAX_STATE = 1 << 16
+NAME = "compressed-tensors"
+FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+PACKED = "weight_packed"
+BITS = (4, 8)
+"""Bits that readers of compressed-tensors have kernels for."""
+
+
+def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
+    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
+
+    `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
+    ignored. Raises ValueError for an unknown quantization, and for parts that are missing or do not fit together.
+    """
+    settings = quantization if isinstance(quantization, dict) else {"quant_method": quantization}
+    method = settings.get("quant_method")
+    if method == "bitsandbytes" and settings.get("load_in_4bit") is True:
+        return _blocks(files)
+    if method == NAME and settings.get("format") in (FORMAT, INT_FORMAT, MIXED):
+        return _rows(files)
+    raise ValueError(
+        f"{config}: quantized with {quote(method)}; only plain weights and bitsandbytes' of four bits and "
+        "compressed-tensors' packed ones are read, get those"
+    )
+
+
+# --- bitsandbytes
+
+
+def _blocks(files: Weights) -> dict[str, LazyTensor]:
+    tensors = dict(files)
+    for key in [key for key in files if STATE in key]:
+        name = key[: key.index(STATE)]
+        parts = {k.removeprefix(name): tensors.pop(k) for k in files if k == name or k.startswith(f"{name}.")}
+        state = _read_state(parts.pop(key.removeprefix(name)))
+        tensors[name] = _dense_blocks(parts, state, files[key].origin)
+    return tensors
+
+
+def _read_state(tensor: LazyTensor) -> dict[str, Any]:
+    try:
+        if tensor.dtype != torch.uint8 or tensor.nbytes > MAX_STATE:
+            raise ValueError
+        state = json.loads(bytes(tensor.read().flatten().tolist()))
+        rows, columns = state["shape"]
+        sizes = [rows, columns, state["blocksize"], state.get("nested_blocksize", 1)]
+        if not all(type(size) is int and size > 0 for size in sizes):
+            raise ValueError
+        state["dtype"], state["offset"] = float_dtype(state["dtype"]), float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{tensor.origin}: no state of a weight in four bits; download the file again") from None
+    return dict(state)
+
+
+def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> LazyTensor:
+    rows, columns = state["shape"]
+    blocks = -(-rows * columns // state["blocksize"])
+    expected = {"": -(-rows * columns // 2), ".absmax": blocks, ".quant_map": 16}
+    if nested := "nested_blocksize" in state:
+        expected |= {".nested_absmax": -(-blocks // state["nested_blocksize"]), ".nested_quant_map": 256}
+    sizes = {name: prod(tensor.shape) if name else tensor.nbytes for name, tensor in parts.items()}
+    if wrong := sorted(k for k in {*sizes, *expected} if sizes.get(k) != expected.get(k)):
+        raise ValueError(
+            f"{origin}: its part {wrong[0] or 'of codes'} has size {sizes.get(wrong[0], 0)}; expected "
+            f"{expected.get(wrong[0], 0)}; download the file again"
+        )
+
+    def read() -> Tensor:
+        values = {name: tensor.read().flatten() for name, tensor in parts.items()}
+        scale = values[".absmax"]
+        if nested:
+            levels, outer = values[".nested_quant_map"], values[".nested_absmax"]
+            scale = _scaled(levels, scale, outer, state["nested_blocksize"]) + state["offset"]
+        packed = values[""].contiguous().view(torch.uint8)
+        codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: rows * columns]
+        weight = _scaled(values[".quant_map"], codes, scale, state["blocksize"])
+        return weight.view(rows, columns).to(state["dtype"])
+
+    return computed((rows, columns), state["dtype"], origin, read, parts.values())
+
+
+def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
+    """Levels of codes (N,), multiplied by the scale (B,) of each block of `block` codes, in float32."""
+    blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
+    return (blocks * scale.float()[:, None]).flatten()[: len(codes)]
+
+
+# --- compressed-tensors
+
+
+def _rows(files: Weights) -> dict[str, LazyTensor]:
+    tensors = dict(files)
+    for key in [key for key, tensor in files.items() if tensor.dtype == torch.int8]:
+        tensors[key] = _int8_rows(files[key], tensors.pop(f"{key}_scale", None))
+    for key in [key for key in files if key.endswith(f".{PACKED}")]:
+        name = key.removesuffix(PACKED)
+        names = ("weight_scale", "weight_zero_point", "weight_shape")
+        parts = {part: tensors.pop(name + part) for part in (PACKED, *names) if name + part in files}
+        tensors[f"{name}weight"] = _packed_rows(parts, files[key].origin)
+    return tensors
+
+
+def _int8_rows(codes: LazyTensor, scale: LazyTensor | None) -> LazyTensor:
+    """Int8 codes (O, I) times the scales (O, 1) of their rows, as a lazy tensor."""
+    if scale is None or len(codes.shape) != 2 or scale.shape != (codes.shape[0], 1):
+        raise ValueError(f"{codes.origin}: its scales do not fit int8 by row; download the file again")
+
+    read = lambda: (codes.read().float() * scale.read().float()).to(scale.dtype)
+    return computed(codes.shape, scale.dtype, codes.origin, read, (codes, scale))
+
+
+def _packed_rows(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
+    try:
+        rows, columns = parts["weight_shape"].read().flatten().tolist()
+        scale, packed, zero = parts["weight_scale"], parts[PACKED], parts.get("weight_zero_point")
+        bits = next(b for b in BITS if packed.shape == (rows, -(-columns * b // 32)))
+        groups = scale.shape[1]
+        fits = scale.shape == (rows, groups) and columns % groups == 0 and packed.dtype == torch.int32
+        if not fits or (zero is not None and zero.shape != (-(-rows * bits // 32), groups)):
+            raise ValueError
+    except (KeyError, ValueError, IndexError, StopIteration, ArithmeticError):
+        raise ValueError(
+            f"{origin}: its scale, zero point and shape do not fit codes of 4 or 8 bits; download the file again"
+        ) from None
+
+    def read() -> Tensor:
+        codes = _unpack(packed.read(), bits, columns).view(rows, groups, -1)
+        offset = 2 ** (bits - 1) if zero is None else _unpack(zero.read().T, bits, rows).T[..., None]
+        return ((codes - offset) * scale.read().float()[..., None]).flatten(1).to(scale.dtype)
+
+    return computed((rows, columns), scale.dtype, origin, read, parts.values())
+
+
+def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Codes in float32 of rows of int32."""
+    return unpack(packed.contiguous().view(torch.uint8), bits, count).float()

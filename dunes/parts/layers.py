@@ -1,0 +1,100 @@
+"""Embeddings, norms and feed-forward layers, which act on each token separately."""
+
+# Shapes: B batch, T tokens.
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dunes.ops import gated
+from dunes.ops.rms_norm import fused as rms_norm
+from dunes.parts.context import ForwardContext
+from dunes.units import plural
+
+Act = Callable[[Tensor], Tensor]
+"""An elementwise function."""
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0) squared. https://arxiv.org/abs/2109.08668"""
+    return x.relu().square()
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus a learned embedding for each of `positions` positions if given.
+
+    `dropout` acts on the sum, in training only.
+    """
+
+    supports_packing = True
+
+    def __init__(self, vocab: int, dim: int, positions: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, dim)
+        self.place = nn.Embedding(positions, dim) if positions else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids (B, T) -> (B, T, dim). Raises ValueError past the last learned position."""
+        x: Tensor = self.token(ids)
+        if self.place is not None:
+            length = ids.shape[1] if ctx.cache is None else ctx.cache.max_length
+            if ctx.consecutive and length > self.place.num_embeddings:
+                raise ValueError(
+                    f"{plural(length, 'token')}, but only "
+                    f"{plural(self.place.num_embeddings, 'position was', 'positions were')} learned"
+                )
+            x = x + self.place(ctx.positions.clamp(min=0))
+        y: Tensor = self.dropout(x)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, reduced in float32. https://arxiv.org/abs/1910.07467"""
+
+    supports_packing = True
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim) in x's dtype, or in autocast's under autocast."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class MLP(nn.Module):
+    """down(act(up(x)))."""
+
+    supports_packing = True
+
+    def __init__(self, dim: int, hidden: int, act: Act = F.gelu, bias: bool = True) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias)
+        self.down = nn.Linear(hidden, dim, bias)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.act(self.up(x)))
+        return y
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)): SwiGLU with silu. https://arxiv.org/abs/2002.05202"""
+
+    supports_packing = True
+
+    def __init__(self, dim: int, hidden: int, act: Act = F.silu, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias)
+        self.up = nn.Linear(dim, hidden, bias)
+        self.down = nn.Linear(hidden, dim, bias)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x), self.up(x)
+        y: Tensor = self.down(gated.fused(gate, up) if self.act is F.silu else self.act(gate) * up)
+        return y
