@@ -3,7 +3,6 @@
 Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations` of a piece of work.
 """
 
-from dunes.measure import ranks
 from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
 from dunes.measure.machine import (
     DEVICES,
@@ -50,7 +49,6 @@ __all__ = [
     "peak_memory",
     "peak_read_rate",
     "processor",
-    "ranks",
     "read_rate",
     "reset_peak_memory",
     "resident_memory",
