@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines; as files may be untrusted, their size and errors' size are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted: size is limited, errors are one line."""
 
 import json
 import os

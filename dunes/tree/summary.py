@@ -193,7 +193,7 @@ class _Node:
         return self.layer.name.rpartition(".")[2]
 
     def signature(self) -> tuple[Any, ...]:
-        """A key that equal modules share. It ignores `kept`, which may be larger in the first module of a stack."""
+        """A key that equal modules share. It ignores `kept`, which may be larger for the first one in a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.key, n.signature()) for n in self.inside))
