@@ -104,7 +104,7 @@ class Architecture:
         return entries | {"changes": [change.record() for change in self.changes]}
 
     def build(self, on_meta: bool = False) -> Decoder:
-        """Build the model without its saved weights, on the default device; `on_meta` is only for families.
+        """Build the model without its saved weights, on the default device, or with `on_meta` on the meta device.
 
         A function may build a module that is no Decoder; code that needs a Decoder then raises AttributeError.
         """
@@ -133,9 +133,9 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Without an architecture the card names only the model's class. Raises ValueError, listing the first
-    differences, if the architecture builds a model that differs in more than the values of parameters and
-    persistent buffers.
+    Without an architecture, the card names only the model's class. The architecture must build the same model,
+    except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
+    differences.
     """
     _require_values(model)
     weights, tied = saved_tensors(model)
@@ -341,7 +341,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
-    """The family and config that build exactly this model, or text on its first difference from any family."""
+    """The family and config that build exactly this model, or text on its difference from the closest family."""
     reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
     for family, module in FAMILIES.items():
         try:

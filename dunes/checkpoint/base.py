@@ -78,7 +78,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The name of the child, or entry of a list, that has this weight: "blocks.3" of "blocks.3.attn.q.weight"."""
+    """The child, or the entry of a ModuleList, that has a weight: "blocks.3" for "blocks.3.attn.q.weight"."""
     child, *rest = name.split(".")
     return f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
 
@@ -113,8 +113,8 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
 def base_identity(model: nn.Module) -> dict[str, Any]:
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
-    `kind` is the dtype or quantization, `sha256` the digest of the weights and, for a dense base, `digests` the
-    digests after casting to float32, bfloat16 and float16.
+    `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
+    computed after casting to float32, bfloat16 and float16.
     """
     weights = BaseWeights(model)
     if weights.quantized:
@@ -125,7 +125,7 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The `base_identity`, from an adapter's card, of the weights that the adapter was trained on.
+    """The `base_identity` in an adapter's card; it identifies the weights that the adapter was trained on.
 
     `digests` has the dense base's digests by dtype; empty if the base was quantized before any digest was taken.
     """

@@ -76,12 +76,12 @@ class Report:
 def export(
     folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
 ) -> Report:
-    """Write the model in `folder` to `out`, with its active adapter merged, its weights dequantized, and its tokenizer.
+    """Write the model in `folder` with its tokenizer to `out`; the active adapter is merged, weights dequantized.
 
     An adapter that was trained on a quantized base is merged `into` the dequantized weights (default), which it
-    was trained on, or into the original ones. `dtype` is the dtype of the result, by default the base's.
+    was trained on, or into the original weights. `dtype` is the dtype of the result, by default the base's.
     `any_base` accepts an unverified base; the card then says so. Raises ValueError if `out` exists, if no Hugging
-    Face config describes the result, or if its logits differ from those of `folder`; then nothing is written.
+    Face config describes the result, or if the result's logits differ from the model's; then nothing is written.
     """
     folder = readable_folder(folder)
     if is_plain(folder):

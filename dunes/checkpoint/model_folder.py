@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def named_folder(folder: Path) -> Path:
-    """The folder as a user names it: the parent of a `.ready` subfolder."""
+    """The folder as a user names it: for a `.ready` subfolder its parent, otherwise the folder itself."""
     return folder.parent if folder.name == READY else folder
 
 

@@ -119,7 +119,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs: a prefix to remove, which all names have, and a prefix to add, "" or the most common known prefix."""
+    """Pairs of prefixes: one to remove, which all names have; one to add, "" or the most common known one."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -187,7 +187,7 @@ def _missing(file_tensors: dict[str, _FileTensor], keys: Sequence[str]) -> Itera
 
 
 def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
-    """The difference of a head in a tied model's files from the embedding, or None if they are equal."""
+    """The difference between the head in a tied model's files and the embedding, or None if they are equal."""
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())

@@ -104,7 +104,7 @@ def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> 
 def _compare(
     folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
 ) -> Verification:
-    """Compare logits `after` a conversion with the source (`plain`) and the source rounded to `dtype` (`before`).
+    """Compare logits `after` a conversion with the source's (`plain`) and the rounded source's (`before`).
 
     `merging` is the largest difference caused by merging an adapter. Raises ValueError if a tolerance is exceeded.
     """
@@ -150,7 +150,7 @@ def merge_check(
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The norm of a - b divided by the norm of a."""
+    """The norm of `a - b`, divided by the norm of `a`."""
     return float((a - b).norm() / a.norm())
 
 

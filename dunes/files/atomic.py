@@ -108,7 +108,7 @@ def _clear(parent: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Call fsync on a file or a folder."""
     with add_path_to_errors(path), open_handle(path) as handle:
         os.fsync(handle)
 
@@ -159,7 +159,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype, computed in blocks that fit into the cache."""
+    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype; the blocks hashed fit into the CPU's cache."""
     import torch  # `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]

@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted: size is limited, errors are one line."""
+"""Read and write JSON objects and JSON lines. Since files may be untrusted, size and error texts are limited."""
 
 import json
 import os
@@ -19,9 +19,9 @@ MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a config file in bytes; most config files have about a kilobyte."""
 _ERRORS = {"error", "errors", "message", "detail"}
 _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
-"""Other keys of the JSON objects with an error that servers send instead of a file."""
+"""Other keys in the JSON error messages that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
-"""Most commas and brackets in a file: each may be an object, which takes twenty times as much memory."""
+"""Most commas and brackets in a file; each may start an object, which in memory is twenty times as large."""
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:

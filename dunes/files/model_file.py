@@ -35,7 +35,7 @@ _FORMATS = {
     b"PAR1": "a parquet file",
 }
 _OWN = {".gguf": (b"GGUF",), ".safetensors": (), ".json": (), ".model": (), ".jinja": ()}
-"""Magic numbers of `_FORMATS` that files with these suffixes may have; files with other suffixes: `_TORCH`."""
+"""Magic numbers in `_FORMATS` that files with these suffixes may have; with other suffixes, `_TORCH` applies."""
 _TORCH = (b"PK\3\4", b"\x80\2")
 _BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
@@ -57,7 +57,7 @@ def trust_cards(trust: bool = True) -> Iterator[None]:
 
 
 def cards_trusted() -> bool:
-    """True inside `trust_cards`. Child processes do not inherit it."""
+    """True inside `trust_cards`. Child processes do not inherit the permission."""
     return _trusted.get()
 
 
@@ -94,7 +94,7 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
 
 
 def listed_file(folder: Path, name: str, index: Path) -> Path:
-    """The path of a file that the file `index` in the folder lists. Raises ValueError like `require_inside`."""
+    """The path of file `name`, which file `index` in the folder lists. Raises ValueError like `require_inside`."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
         printable = ascii(name[:80]) + "..." * (len(name) > 80)
         raise ValueError(f"{index}: {printable} is not the name of a file in this folder")

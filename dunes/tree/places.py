@@ -49,7 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers inside a module, with their wrappers; not larger modules that also have `in_features`."""
+    """The linear layers in a module, with their wrappers, but no larger modules that also have `in_features`."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -112,7 +112,7 @@ def innermost(module: nn.Module) -> nn.Module:
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
     """The places that `where` selects and whose module is of this kind.
 
-    Raises ValueError if there is none: a change that applies to nothing is a mistake.
+    Raises ValueError if no place fits, since a change that applies to nothing is a mistake.
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:
@@ -172,7 +172,7 @@ def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
 def remove(model: nn.Module, where: Where) -> list[str]:
     """Remove the selected entries of ModuleLists, and return their former places; later entries are renumbered.
 
-    Raises ValueError if `where` selects anything but such entries.
+    Raises ValueError if `where` selects anything but entries of ModuleLists.
     """
     selected = _entries(model, where)
     for place in reversed(selected):
@@ -181,7 +181,7 @@ def remove(model: nn.Module, where: Where) -> list[str]:
 
 
 def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
-    """Insert `times` copies after each selected entry of a ModuleList, and return their places.
+    """Insert `times` copies after each selected entry of a ModuleList, and return the places of the copies.
 
     A copy shares no tensor with the model. Raises ValueError like `remove`.
     """
@@ -217,7 +217,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, including quantized ones; a shared parameter counts once.
+    """Number of parameters, including quantized weights unless `trainable`; a shared parameter counts once.
 
     Raises ValueError for parameters without a shape yet.
     """

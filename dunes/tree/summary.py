@@ -88,7 +88,7 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """The totals of each place when the example runs: on a copy without values if possible, or on the network."""
+    """Run the example on a copy without values, or if that fails on the network; returns each place's totals."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     with suppress(Exception):  # a network may raise anything when it is copied, or needs values
@@ -254,7 +254,7 @@ class ModuleRow(NamedTuple):
 
 
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
-    """A row for each module: name, class, plain attributes, shapes. Equal rows mean models of equal structure."""
+    """A row for each module: name, class, plain attributes and shapes. Models with equal rows are the same."""
     for place, module in model.named_modules():
         attrs = {k: stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}

@@ -32,7 +32,7 @@ Backward = Callable[[str, str, Tensor], object]
 def hooks(
     model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
 ) -> Iterator[None]:
-    """Call `forward` with the output of each call of the selected modules, and `backward` with its gradients.
+    """Call `forward` with each output of the selected modules, and `backward` with each gradient of an output.
 
     The recomputation of a checkpointed module in backward does not count as a call. All hooks on modules and
     tensors are removed afterwards, even if the body raises. Compiled modules run uncompiled in the context.
@@ -144,11 +144,12 @@ class ModuleStatistics:
 
 @contextmanager
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
-    """Collect statistics: `with statistics(model) as of: loss(model(x)).backward()`; `of["fc1"].gradient.std`.
+    """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    A module with several outputs has an entry for each output, such as `lstm[0]`. A module at several places is
-    listed under its first place. Modules that were not called are added at the end. Memory does not grow with the
-    number of calls; each call waits for the device. Raises ValueError like `hooks`.
+    One of them is `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such as
+    `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are added
+    at the end. Memory does not grow with the number of calls; each call waits for the device. Raises ValueError
+    like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):

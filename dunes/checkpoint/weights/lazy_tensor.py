@@ -61,7 +61,7 @@ def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, La
 
 
 def hf_weights(names: Names, weights: Weights) -> dict[str, LazyTensor]:
-    """A model's tensors with the names and layouts of another format; its table `names` must have all of them."""
+    """A model's tensors with the names and layouts of another format; the table `names` must have every tensor."""
     conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     return renamed(conversions, weights)
@@ -101,7 +101,7 @@ def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, Lazy
 
 
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The same tensors in another dtype."""
+    """The same tensors, cast to another dtype when they are read."""
     read = lambda tensor: tensor.read().to(dtype)
     return {key: replace(w, dtype=dtype, read=partial(read, w)) for key, w in weights.items()}
 

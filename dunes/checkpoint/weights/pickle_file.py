@@ -1,4 +1,4 @@
-"""Tensors of `torch.save` files, read without executing anything.
+"""Read the tensors of `torch.save` files without executing anything.
 
 A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
 call any function. The standard library's pure-Python unpickler is restricted here to the opcodes and names that
@@ -152,7 +152,7 @@ def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int
 
 
 class _Dict(dict[object, object]):
-    """A dict in a pickle. Keys must be unique strings or integers: hashing a tuple can take exponential time."""
+    """A dict in a pickle; keys must be unique strings or integers, as hashing nested tuples can take very long."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
@@ -189,7 +189,7 @@ class _BoundedFile:
 
 
 class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
-    """Reads the pickles of one file in order; `storages` are the storages that they refer to, by key.
+    """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
     Only numbers and strings are compared, hashed or printed, since a few opcodes can build a value of 2^n parts.
     """

@@ -1,4 +1,4 @@
-"""Safetensors files, read as lazy tensors and written tensor by tensor, so that a model may be larger than memory.
+"""Read safetensors files as lazy tensors and write them tensor by tensor, so a model may be larger than memory.
 
 The safetensors library checks the header. This module reads the tensors' offsets itself, so that it can map a file
 larger than memory. It also requires unique printable names, and limits a header's size before parsing it.
