@@ -1,4 +1,4 @@
-"""Save and load model folders, which other tools open too, and the states of training runs.
+"""Model folders that other tools open too, and the states of runs.
 
 Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.convert` and `export.export`;
 `save_weights` and `load_weights` for any network, `save_state` and `load_state` for a run.

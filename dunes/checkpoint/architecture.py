@@ -1,4 +1,4 @@
-"""The architecture of a model: a family and its config, or a function that builds it; and later changes.
+"""The architecture of a model: its family and config, or the function that builds it, and later changes to it.
 
 The family and config of a built model follow from its modules alone. If no Hugging Face config describes a model,
 its card records the architecture. Loading builds the structure, repeats the changes, and compares the result with
@@ -43,7 +43,7 @@ OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family's name and its Config, or a function's name and its arguments; and the changes made later."""
+    """A model's architecture: family name and Config, or function name and arguments, and later changes."""
 
     family: str
     config: Any

@@ -68,7 +68,7 @@ class BaseWeights:
         return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """True if the weights are dense and of this dtype or wider."""
+        """True if the weights are dense and have this dtype or a wider one."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
@@ -158,7 +158,7 @@ class BaseRecord:
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """True if the recorded weights were quantized from these, so that quantizing must reproduce them."""
+        """True if the recorded weights were quantized from `weights`; quantizing these must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
@@ -176,7 +176,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights match the record, possibly after casting to one of its dtypes."""
+    """Raise ValueError unless the weights match the record, possibly after a cast to one of its dtypes."""
     if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]

@@ -85,8 +85,8 @@ def save(
     same structure. It is `Architecture.of_function(build, **arguments)` for a function that builds the model
     (`load` needs the function again), or a loaded model's architecture with later changes appended.
 
-    A network that is no language model has no tokenizer and no context length: `save(network, folder,
-    architecture=...)`, then `load_network`.
+    A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
+    architecture=...)` and load it with `load_network`.
 
     The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
     on disk; then the files are renamed into place one by one. If this is interrupted, the model is read from
@@ -128,7 +128,7 @@ def save(
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
     """Write the parameters and persistent buffers of any network to a folder, with a card.
 
-    The card has digests of the files and of the network's structure, and `facts`. Raises ValueError for parameters
+    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for parameters
     without a shape or values, or of a dtype that safetensors does not support.
     """
     known, weights = architectures.describe(tree.uncompiled(model))
@@ -145,7 +145,7 @@ def write_model(
 ) -> None:
     """Write a model folder atomically; `tokenizer` is a pair of a tokenizer and the context length.
 
-    The result of `check` for the temporary folder is added to the card; if it raises, nothing is written.
+    The result of `check` for the temporary folder is added to the card; if `check` raises, nothing is written.
     """
     size = sum(w.nbytes for w in weights.values())
 
@@ -200,7 +200,7 @@ def _publish(staged: Path, ready: Path) -> None:
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder with complete files: `facts`, and each file's size and SHA-256."""
+    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
     files = {
         f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
         for f in sorted(folder.iterdir())
@@ -250,7 +250,7 @@ def _place(file: Path, link: Path, path: Path) -> None:
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
-    """Remove files of an older save that the new one does not have."""
+    """Remove the files of an older save that the new save does not have."""
     new, old = {f.name for f in ready.iterdir()} | set(listed_files(ready, read_card(ready))), set[str]()
     if CARD in new:
         with suppress(ValueError):  # the older card is damaged

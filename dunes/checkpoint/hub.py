@@ -1,4 +1,4 @@
-"""Locate a model by its name on the Hugging Face Hub: find or download its files at one commit in the Hub's cache.
+"""Locate a model by its name on the Hugging Face Hub, as a folder for one commit in the Hub's local cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
 files, and needs no network for cached files. This module selects the files to download: weights in one format

@@ -48,9 +48,9 @@ def load(
 ) -> LoadedModel:
     """A model with its tokenizer and card, from a folder in any supported format; weights keep their stored dtype.
 
-    `build` is the function that builds a model of no family, as passed to `save`; with `trust_code`, the function
-    in the card is imported, which runs code from outside of this package. `adapters` are folders of adapters to
-    add later: `load` verifies that the model is their base, and makes the changes in their cards.
+    `build` is the function that builds a model that no family describes, as passed to `save`. With `trust_code`,
+    the function in the card is imported, which runs code from outside of this package. `adapters` are folders of
+    adapters to add later: `load` verifies that the model is their base, and makes the changes in their cards.
 
     If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
@@ -166,9 +166,9 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a model is the base of the adapters in these folders, and make the changes in their cards.
 
-    Returns the changes made; empty if the base includes them already. A base that is bit-equal to the recorded one
-    must stay bit-equal after the changes; a base that was cast to another dtype may then differ. Raises ValueError
-    like `load_adapter`.
+    Returns the changes made; empty if the base includes them already. If the base was exactly equal to the one
+    trained on, it must be so after the changes, too; a base that was cast to another dtype may differ then. Raises
+    ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}

@@ -219,7 +219,7 @@ def readable_folder(folder: Path) -> Path:
 def saved_folder(folder: Path) -> Path:
     """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
 
-    Waits for a save in progress. Nothing is changed; the next save into the folder finishes the interrupted one.
+    Waits for a save in progress. No file is changed; the next save into the folder finishes the interrupted one.
     Raises ValueError if `.ready` is a link, or incomplete, as after a crash on a file system without hard links.
     """
     ready = ready_folder(folder)

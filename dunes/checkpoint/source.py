@@ -77,7 +77,7 @@ class Source:
 
     @property
     def context_length(self) -> int:
-        """Number of tokens that the model can attend to. Raises ValueError for a wrong or missing card entry."""
+        """Number of tokens that the model can attend to. Raises ValueError if the card's number is invalid."""
         if self.own is None:
             return int(self.config.context_length)
         if self.architecture.function and self.card.get("context_length") is None:
@@ -176,10 +176,10 @@ def _naming_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
-    """Open a model folder in any supported format. If none fits, raises ValueError with the file names tried.
+    """Open a model folder in any supported format. For other folders, raises ValueError with the file names tried.
 
     `renames` maps tensor names in the files (with `{i}` for an index) to Hugging Face's names. `build` is the
-    function that builds a model of no family; inside `trust_cards`, the function in the card is imported.
+    function that builds a model that no family describes; inside `trust_cards`, the card's function is imported.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)

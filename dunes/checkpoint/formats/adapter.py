@@ -424,7 +424,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card was written for a model of another structure."""
+    """Raise ValueError if the card was written for a base with adapter of another structure."""
     if card.get("format") in (1, 2):  # digests over other classes and attributes
         warnings.warn(
             f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
@@ -516,8 +516,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file. Stacked experts are identified by shape, since writers nest them in
-    different ways."""
+    """The target of a module in the file; stacked experts are matched by shape, as their nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain

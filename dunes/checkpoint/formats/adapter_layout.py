@@ -56,7 +56,7 @@ class Target:
 
 
 def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
-    """All targets that may contain these modules, by the weight's name, in the order of the table."""
+    """All targets that may contain these modules, by the weight's name, in the order of the table `names`."""
     keys = [f"{module}.weight" for module in modules]
     targets: dict[str, Target] = {}
     for rule in names:

@@ -169,7 +169,7 @@ def _mlp(theirs: str, ours: str) -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Names of separate experts (mistral-inference) and stacked ones (Mixtral's first release, w2 transposed)."""
+    """Names of separate experts (mistral-inference) and stacked experts (first Mixtral release, w2 transposed)."""
     stacked = []
     for w, part in MATRICES.items():
         layout = partial(_transpose_each, count=count) if w == "w2" else identity

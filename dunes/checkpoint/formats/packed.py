@@ -1,6 +1,7 @@
 """Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format.
 
-The `quantization_config` in config.json lists the layers of each kind. transformers, vLLM and others read them.
+The `quantization_config` in config.json lists the layers of each scheme. transformers, vLLM and others read the
+folder.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.

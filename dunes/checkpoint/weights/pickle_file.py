@@ -76,7 +76,7 @@ _STORAGES: dict[tuple[str, str], torch.dtype] = {
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of a `torch.save` file, by name, in the file's order, in either of torch's two formats.
+    """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
     tensors are returned, not an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may
@@ -305,7 +305,7 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _tensors_by_name(content: object) -> dict[str, _Tensor]:
-    """Tensors of nested dicts, by names joined with dots."""
+    """Tensors of nested dicts, each named by its keys, joined with dots."""
     if type(content) is not _Dict:
         raise ValueError("it is not a dict of tensors")
     inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
