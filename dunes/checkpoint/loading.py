@@ -166,9 +166,9 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a model is the base of the adapters in these folders, and make the changes in their cards.
 
-    Returns the changes made; empty if the base includes them already. If the base was exactly equal to the one
-    trained on, it must be so after the changes, too; a base that was cast to another dtype may differ then. Raises
-    ValueError like `load_adapter`.
+    Returns the changes made; empty if the base includes them already. If the base is bit-equal to the recorded
+    base, the changes must reproduce the recorded weights; a base cast to another dtype need not reproduce them.
+    Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}

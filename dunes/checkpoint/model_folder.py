@@ -1,4 +1,4 @@
-"""Read a model folder's card, `dunes.json`, compare its files with the card's digests, and recover from crashes.
+"""Read a model folder: its card `dunes.json`, its files' digests in the card, and complete or interrupted saves.
 
 For a path that is no model folder, an error message says what it is and names a remedy.
 """
