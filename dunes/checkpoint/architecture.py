@@ -1,9 +1,9 @@
-"""The architecture of a model: a family with its config, or a function that builds it, and the changes since.
+"""The architecture of a model: its family and config, or the function that builds it, and later changes to it.
 
-The family and config of a built model follow from its modules alone. The card of a model that no Hugging Face
-config describes records its architecture. Loading builds the structure, repeats the changes, and compares the
-result with the saved model before any weight is read. The function is an argument of `load`, or one of
-`dunes.models`; any other is imported only if the caller trusts the card.
+The family and config of a built model follow from its modules alone. If no Hugging Face config describes a model,
+its card records the architecture. Loading builds the structure, repeats the changes, and compares the result with
+the saved model before any weight is read. The function is passed to `load`, or imported by its name in the card;
+functions outside of `dunes.models` are imported only if the caller trusts the card.
 """
 
 import importlib
@@ -38,12 +38,12 @@ from dunes.units import plural
 Build: TypeAlias = Callable[..., nn.Module]
 NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
-"""Names of objects of a module in `dunes.models`, which are imported without trust."""
+"""Names of functions and classes in `dunes.models`, which are imported even if the card is not trusted."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family's name with its Config, or a function's name with its arguments, and the changes since."""
+    """A model's architecture: family name and Config, or function name and arguments, and later changes."""
 
     family: str
     config: Any
@@ -63,8 +63,8 @@ class Architecture:
     def of_card(cls, card: Mapping[str, Any], path: Path, function: Build | None = None) -> Self:
         """The architecture in a card. `function` builds the model; by default, the card's function is imported.
 
-        Without `trust_cards` only functions of `dunes.models` are imported. Raises ValueError for a damaged card,
-        an unknown change, or a function that may not or cannot be imported.
+        Outside of `trust_cards`, only functions of `dunes.models` are imported. Raises ValueError if the card is
+        damaged or has an unknown change, or if the function may not or cannot be imported.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -104,9 +104,9 @@ class Architecture:
         return entries | {"changes": [change.record() for change in self.changes]}
 
     def build(self, on_meta: bool = False) -> Decoder:
-        """The model with uninitialised weights, on the default device.
+        """Build the model without its saved weights, on the default device, or with `on_meta` on the meta device.
 
-        A function may build a module that is no Decoder; code that needs one then raises AttributeError.
+        A function may build a module that is no Decoder; code that needs a Decoder then raises AttributeError.
         """
         if self.function is not None:
             model = call_build(self.function, self.config)
@@ -133,9 +133,9 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Without an architecture the card names only the model's class. Raises ValueError, listing the first
-    differences, if the architecture builds a model that differs in more than the values of parameters and
-    persistent buffers.
+    Without an architecture, the card names only the model's class. The architecture must build the same model,
+    except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
+    differences.
     """
     _require_values(model)
     weights, tied = saved_tensors(model)
@@ -164,13 +164,13 @@ def _require_values(model: nn.Module) -> None:
 def compare_structure(
     model: nn.Module, architecture: Architecture, card: Mapping[str, Any], files: Weights, path: Path
 ) -> list[Difference]:
-    """All differences of `model` from the saved model in tensors and module settings."""
+    """All differences between `model` and the saved model, in tensors and in the settings of modules."""
     modules, tied = (_name_table(card.get("structure"), key, path) for key in ("modules", "tied"))
     return [*tensor_differences(model, files, tied, architecture), *_module_differences(model, modules)]
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Load the files' values into parameters and buffers; meta tensors get the stored dtype."""
+    """Load the files' values into the model; if any tensor is on the meta device, all get the stored dtypes."""
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
     model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))
@@ -189,7 +189,7 @@ def function_name(build: Build) -> str:
 
 
 def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
-    """The module that `build(**arguments)` returns; the global random state is restored.
+    """The module that `build(**arguments)` returns; the CPU's random state is restored.
 
     Raises ValueError if the function does not take these arguments, or returns no module.
     """
@@ -207,7 +207,7 @@ def call_build(build: Build, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
-    """A table of the card's structure. Raises ValueError unless it maps strings to strings."""
+    """The table `key` in the card's structure. Raises ValueError unless the table maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
         raise ValueError(f"{path}: structure must have a table of {key}; download the file again")
@@ -215,7 +215,7 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
 
 
 def saved_tensors(model: nn.Module) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """The tensors to save, by name, and further names of tied ones, mapped to each tensor's first name."""
+    """The tensors to save, by name; and a dict from each further name of a tied tensor to its first name."""
     first: dict[int, str] = {}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = {key: first.setdefault(id(tensor), key) for key, tensor in tensors}
@@ -227,7 +227,7 @@ def saved_tensors(model: nn.Module) -> tuple[dict[str, LazyTensor], dict[str, st
 def tensor_differences(
     model: nn.Module, files: Weights, tied: Mapping[str, str], architecture: Architecture
 ) -> Iterator[Difference]:
-    """Differences between a model's tensors and the files' in name, shape, dtype and tying.
+    """Differences between a model's tensors and the files' tensors, in name, shape, dtype and tying.
 
     The weights of a family may be stored in any floating-point dtype.
     """
@@ -259,7 +259,7 @@ def _module_digests(model: nn.Module) -> dict[str, str]:
 
 
 def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterator[Difference]:
-    """Modules that differ from the digests, or exist in only one of the two models."""
+    """A difference for each module that does not match its digest, or that only one of the two models has."""
     actual = _module_digests(model)
     for name in sorted(actual.keys() | digests.keys()):
         if actual.get(name) != digests.get(name):
@@ -269,7 +269,7 @@ def _module_differences(model: nn.Module, digests: Mapping[str, str]) -> Iterato
 
 
 def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
-    """Differences in attributes and non-persistent buffers, which saving would lose."""
+    """A line for each difference in attributes or non-persistent buffers, which saving would lose."""
     expected, actual = _settings(model), _settings(rebuilt)
     for name in expected.keys() & actual.keys():
         for key in sorted(expected[name].keys() | actual[name].keys()):
@@ -290,8 +290,8 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
-    Modules are also searched for in the current folder, files only there. Raises ValueError if the import fails,
-    or if an object of `dunes.models` builds no network.
+    Modules are searched for on the import path and in the current folder, files only in the current folder. Raises
+    ValueError if the import fails, or if an object of `dunes.models` builds no network.
     """
     module_name, _, attributes = name.partition(":")
     paths = [*sys.path]
@@ -318,13 +318,13 @@ def import_build(name: str, folder: Path) -> Build:
 
 
 def _builds_network(value: Any, module: str) -> bool:
-    """True for an nn.Module class, or a function annotated to return one, that this module defines itself."""
+    """True if `value` is an nn.Module class or a function annotated to return one, defined in `module` itself."""
     result = value if isinstance(value, type) else get_type_hints(value).get("return")
     return value.__module__ == module and isinstance(result, type) and issubclass(result, nn.Module)
 
 
 def _import_module(name: str) -> ModuleType:
-    """Import a module by name, or a script of the current folder by file name; it may be the running script."""
+    """Import a module by name, or a script in the current folder by file name, such as the running script."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     main = sys.modules["__main__"]
@@ -341,7 +341,7 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
-    """The family and config that build exactly this model, or the first difference from the closest family."""
+    """The family and config that build exactly this model, or text on its difference from the closest family."""
     reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
     for family, module in FAMILIES.items():
         try:
@@ -382,9 +382,9 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """Number of parts before the first that a family cannot read, and text on that part.
+    """The number of modules before the first one that a family cannot read, and text on that module.
 
-    If all parts have the family's classes, the text is the message of `error`.
+    If all modules have the family's classes, the text is the message of `error`.
     """
     config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
     twin = build_on_meta(

@@ -1,6 +1,6 @@
-"""Verification of an adapter's base model against the digests of its weights in the adapter's card.
+"""Verify that a model is an adapter's base, by the digests of the base's weights in the adapter's card.
 
-Digests in three dtypes also identify a base that was cast to another dtype.
+The card has digests in three dtypes, so a base that was cast to one of these dtypes is recognized, too.
 """
 
 import warnings
@@ -41,7 +41,7 @@ class BaseWeights:
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """Digests of names, shapes and values, cast to each dtype (None: not cast) in a single pass."""
+        """Digests of names, shapes and values after a cast to each dtype (None: no cast), computed in one pass."""
         exact = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(exact) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
@@ -55,7 +55,7 @@ class BaseWeights:
         return {part: _digest(lines) for part, lines in parts.items()}
 
     def _lines(self, dtypes: list[torch.dtype | None]) -> list[list[str]]:
-        """Lines to hash: for each of the dtypes, one line for each tensor."""
+        """Lines to hash: for each of the dtypes, a list with one line for each tensor."""
         lines: list[list[str]] = [[] for _ in dtypes]
         with atomic.progress("hashing the base", sum(t.nbytes for _, t in self._tensors)) as advance:
             for name, tensor in self._tensors:
@@ -68,7 +68,7 @@ class BaseWeights:
         return lines
 
     def can_round_to(self, dtype: torch.dtype) -> bool:
-        """True if the weights are dense and of this dtype or wider."""
+        """True if the weights are dense and have this dtype or a wider one."""
         bits = max((torch.finfo(d).bits for d in self.dtypes), default=0)
         return not self.quantized and (self.dtypes == {dtype} or torch.finfo(dtype).bits < bits)
 
@@ -78,7 +78,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The model's child that has this weight, or a list's entry: "blocks.3" for "blocks.3.attn.q.weight"."""
+    """The child, or the entry of a ModuleList, that has a weight: "blocks.3" for "blocks.3.attn.q.weight"."""
     child, *rest = name.split(".")
     return f"{child}.{rest[0]}" if rest and rest[0].isdigit() else child
 
@@ -89,7 +89,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """The `kind` of all weights, as in `base_identity`, and digests of each block and other child, by name."""
+    """The `kind` of all weights, as in `base_identity`, and a digest of each block and each other child."""
     weights = BaseWeights(model, adapters=True)
     return {"kind": weights.kind, **weights.part_digests()}
 
@@ -113,8 +113,8 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
 def base_identity(model: nn.Module) -> dict[str, Any]:
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
-    `kind` is the dtype or quantization, `sha256` the digest of the weights and, for a dense base, `digests` the
-    digests after casting to float32, bfloat16 and float16.
+    `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
+    computed after casting to float32, bfloat16 and float16.
     """
     weights = BaseWeights(model)
     if weights.quantized:
@@ -125,9 +125,9 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The `base_identity`, from an adapter's card, of the weights that the adapter was trained on.
+    """The `base_identity` in an adapter's card; it identifies the weights that the adapter was trained on.
 
-    `digests` identify the dense base, by dtype; empty if the base was quantized before any digest was taken.
+    `digests` has the dense base's digests by dtype; empty if the base was quantized before any digest was taken.
     """
 
     kind: str
@@ -136,7 +136,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card; None without digests of the base. Raises ValueError for a damaged card."""
+        """The record in a card; None if it has no digests of the base. Raises ValueError for a damaged card."""
         base = card.get("base") or {}
         entries: dict[str, Any] = base if isinstance(base, dict) else {"kind": None}
         if not entries.keys() & {"kind", "sha256", "digests"}:
@@ -158,7 +158,7 @@ class BaseRecord:
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """True if the recorded weights were quantized from these, so that quantizing must reproduce them."""
+        """True if the recorded weights were quantized from `weights`; quantizing these must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
@@ -166,7 +166,7 @@ class BaseRecord:
 
 
 def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None:
-    """The record in an adapter's card, or None with a warning. Raises ValueError if it is damaged."""
+    """The record in an adapter's card, or None with a warning. Raises ValueError if the record is damaged."""
     record = BaseRecord.read(card, folder)
     if record is None:
         warnings.warn(
@@ -176,7 +176,7 @@ def read_base_record(card: Mapping[str, Any], folder: Path) -> BaseRecord | None
 
 
 def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
-    """Raise ValueError unless the weights match the record, possibly after casting to one of its dtypes."""
+    """Raise ValueError unless the weights match the record, possibly after a cast to one of its dtypes."""
     if record.is_of(weights):
         return
     comparable = [dtype for dtype in record.digests if weights.can_round_to(dtype)]

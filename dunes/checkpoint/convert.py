@@ -1,4 +1,4 @@
-"""Write a model as a new folder, verified, and convert folders of any format into Hugging Face's."""
+"""Write a model to a new folder and verify it; convert folders of any format to Hugging Face's format."""
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -29,14 +29,15 @@ WRITTEN = 0.3
 """Progress, from 0 to 1, after writing the result and before comparing it with the source."""
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
-"""`folder.save` or `write_model` bound to an edited model, for the keywords `folder` and `check`, and a comparison
-of the staged folder with that model, which returns a report and entries of the card."""
+"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
+called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
+entries for the card."""
 
 
 def rewrite(
     source: Path, out: Path, edit: Callable[[], Edit[T]], writing: AbstractContextManager[Any] | None = None
 ) -> T:
-    """Edit the model in `source`, write it as the new folder `out`, and return the report of the comparison.
+    """Edit the model in `source`, write it to the new folder `out`, compare both, and return the report.
 
     The result is written in the context `writing` into a temporary folder, read back and compared, and then
     renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
@@ -63,15 +64,15 @@ def convert(
     """Write the source's model as a new Hugging Face folder.
 
     Tensors are written one at a time into a temporary folder, which is read back and verified before it is renamed
-    into place. `facts` about the source go into the card. Raises ValueError, before anything is written, for an
-    incomplete source or an existing `out`, and afterwards if the logits of the result differ.
+    into place. `facts` about the source go into the card. Raises ValueError, before anything is written, if the
+    source is incomplete or `out` exists, and afterwards if the logits of source and result differ.
     """
     edit = partial(_converted, source, dtype, facts or {})
     return rewrite(source.folder, out, edit, phase("writing", 0.0, WRITTEN))
 
 
 def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any]) -> Edit[Verification]:
-    """The source's model by Hugging Face's names, in another dtype unless it is None."""
+    """The `Edit` for `rewrite`: the source's model with Hugging Face's names, cast to `dtype` if it is given."""
     weights = source.weights() if dtype is None else cast(source.weights(), dtype)
     tokenizer = Tokenizer.load_if_present(source.folder)
     ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
@@ -100,7 +101,7 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
 
 @contextmanager
 def exclusive_folder(out: Path) -> Iterator[None]:
-    """Create the folder and lock it in the context; after an error, new folders are removed.
+    """Create the folder and lock it in the context; if the body raises, folders created here are removed.
 
     Raises ValueError if another process has the lock.
     """
@@ -121,7 +122,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
 
 
 def require_new_folder(source: Path, out: Path) -> None:
-    """Raise ValueError unless `out` is a new or empty folder, neither inside nor around the source."""
+    """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
     a, b = named_folder(source).resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
@@ -140,12 +141,12 @@ def require_new_folder(source: Path, out: Path) -> None:
 
 
 def _empty(path: Path) -> bool:
-    """True if the folder has only hidden files, which an interrupted conversion leaves."""
+    """True if the folder is empty except for hidden files, which an interrupted conversion leaves."""
     return all(p.name.startswith(".") for p in path.iterdir())
 
 
 def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
-    """The config.json to write: the family's keys, and further keys of the source."""
+    """The content of the config.json to write: the family's keys, and further keys of the source."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
@@ -154,7 +155,7 @@ def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """A JSON object that maps other names of tensors to Hugging Face's, both with `{i}` for an index."""
+    """Read a JSON object that maps other tensor names to Hugging Face's names, both with `{i}` for an index."""
     content = json_file.read(path.resolve())  # links are followed, as the user names the path
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")

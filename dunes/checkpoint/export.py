@@ -36,10 +36,11 @@ Into = Literal["dequantized", "original"]
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an export. `errors` are rounding errors relative to the update, by merged module.
+    """The result of an export. `errors` has each merged module's rounding error, relative to the update.
 
-    After merging into the original weights of a quantized base, `moved` is the relative distance of the logits
-    from the trained model's, and `allowed` the limit. `pruned` is the number of matrices that keep their zeros.
+    If an adapter of a quantized base was merged into the original weights, `moved` is the relative distance of the
+    logits from the trained model's logits, and `allowed` is the limit of that distance. `pruned` is the number of
+    pruned matrices, which keep their zeros.
     """
 
     errors: Mapping[str, float]
@@ -75,12 +76,12 @@ class Report:
 def export(
     folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
 ) -> Report:
-    """Merge the active adapter of the model in `folder`, dequantize it, and write model and tokenizer to `out`.
+    """Write the model in `folder` with its tokenizer to `out`; the active adapter is merged, weights dequantized.
 
     An adapter that was trained on a quantized base is merged `into` the dequantized weights (default), which it
-    was trained on, or into the original ones. `dtype` is the dtype of the result, by default the base's.
-    `any_base` accepts an unverified base, which the card records. Raises ValueError if `out` exists, if no Hugging
-    Face config describes the result, and, with nothing written, if its logits differ from the model in `folder`.
+    was trained on, or into the original weights. `dtype` is the dtype of the result, by default the base's.
+    `any_base` accepts an unverified base; the card then says so. Raises ValueError if `out` exists, if no Hugging
+    Face config describes the result, or if the result's logits differ from the model's; then nothing is written.
     """
     folder = readable_folder(folder)
     if is_plain(folder):
@@ -91,7 +92,7 @@ def export(
 
 
 def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base: bool) -> Edit[Report]:
-    """The model in a folder, merged and dequantized."""
+    """The `Edit` for `rewrite`: the model in a folder, with its adapter merged and its weights dequantized."""
     loaded = checkpoint.load(folder, any_base=any_base)
     model, distances = loaded.model, tuple[float, ...]()
     if into == "original" and _is_quantized(model):
@@ -127,10 +128,10 @@ def is_plain(folder: Path) -> bool:
 
 
 def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
-    """Write the model in `folder`, with its active adapter merged, as a GGUF file; returns a line of its contents.
+    """Write the model in `folder`, with its active adapter merged, as a GGUF file; returns a line on the file.
 
-    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, for models that
-    llama.cpp does not support, and, with nothing written, if the file reads back with other weights.
+    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, if llama.cpp
+    does not support the model, or if the file reads back with other weights; then nothing is written.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
@@ -153,7 +154,7 @@ def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
 
 
 def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
-    """Architecture, dense weights in the base's dtype with the active adapter merged, and tokenizer."""
+    """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer."""
     loaded = checkpoint.load(folder)
     dtype = next(augment.base_model(loaded.model).parameters()).dtype
     dequantize(loaded.model)
@@ -184,7 +185,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
-    """Relative distance of the logits of original and trained base, both with the adapter, and its limit.
+    """Relative distance between the logits of the original and the trained base with the adapter, and its limit.
 
     Raises ValueError if the distance exceeds the limit.
     """

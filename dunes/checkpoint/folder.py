@@ -1,4 +1,4 @@
-"""A model on disk: a Hugging Face model folder with a card, `dunes.json`."""
+"""Save and load a model as a Hugging Face model folder with a card, `dunes.json`."""
 
 import json
 import os
@@ -46,9 +46,9 @@ Check = Callable[[Path], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with tokenizer, context length, card and architecture: loaded, in evaluation mode, or in training.
+    """A model with its tokenizer, context length, card and architecture; in evaluation mode after loading.
 
-    `tokenizer` is None if the folder has none; `card` is the content of dunes.json, {} without one.
+    `tokenizer` is None if the folder has none; `card` is the content of dunes.json, or {} without this file.
     """
 
     model: Decoder
@@ -63,7 +63,7 @@ class LoadedModel:
         return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
 
     def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError if there is none."""
+        """The tokenizer. Raises ValueError if the model has none."""
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
         return self.tokenizer
@@ -82,17 +82,17 @@ def save(
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
     A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
-    same structure: `Architecture.of_function(build, **arguments)` for a function that builds it (`load` needs the
-    function again), or a loaded model's architecture with the changes since.
+    same structure. It is `Architecture.of_function(build, **arguments)` for a function that builds the model
+    (`load` needs the function again), or a loaded model's architecture with later changes appended.
 
-    A network that is no language model has no tokenizer and no context length: `save(network, folder,
-    architecture=...)`, then `load_network`.
+    A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
+    architecture=...)` and load it with `load_network`.
 
-    `check` is called with the temporary folder before it is renamed into place; it may raise, and its result is
-    added to the card. The save is atomic: files are written into a temporary folder, which is renamed to `.ready`
-    when all are on the disk, and then renamed into place one by one. An interrupted save is read from `.ready`,
-    and the next save finishes it. Raises ValueError for a model that no family describes without `architecture`,
-    for a tokenizer with more ids than the embedding has rows, and for a context length below 1.
+    The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
+    on disk; then the files are renamed into place one by one. If this is interrupted, the model is read from
+    `.ready`, and the next save finishes the renaming. `check` is called with the temporary folder; it may raise,
+    and its result is added to the card. Raises ValueError if no family describes the model and `architecture` is
+    None, for a tokenizer with more ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -126,9 +126,9 @@ def save(
 
 
 def save_weights(model: nn.Module, folder: Path | str, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the parameters and persistent buffers of any network, with a card.
+    """Write the parameters and persistent buffers of any network to a folder, with a card.
 
-    The card has digests of the files and of the network's structure, and `facts`. Raises ValueError for parameters
+    The card has `facts`, and digests of the files and of the network's structure. Raises ValueError for parameters
     without a shape or values, or of a dtype that safetensors does not support.
     """
     known, weights = architectures.describe(tree.uncompiled(model))
@@ -143,9 +143,9 @@ def write_model(
     tokenizer: tuple[Tokenizer | None, int | None] = (None, None),
     check: Check = lambda staged: {},
 ) -> None:
-    """Write a model folder atomically; `tokenizer` is a pair with its context length.
+    """Write a model folder atomically; `tokenizer` is a pair of a tokenizer and the context length.
 
-    The result of `check` for the temporary folder is added to the card; if it raises, nothing is written.
+    The result of `check` for the temporary folder is added to the card; if `check` raises, nothing is written.
     """
     size = sum(w.nbytes for w in weights.values())
 
@@ -191,7 +191,7 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
 
 
 def _publish(staged: Path, ready: Path) -> None:
-    """Rename the temporary folder to `.ready`, and its files into place."""
+    """Rename the temporary folder to `.ready`, and then its files into place."""
     with folder_lock(ready.parent):
         _move(ready.parent)  # finishes another save that was interrupted meanwhile
         os.rename(staged, ready)
@@ -200,7 +200,7 @@ def _publish(staged: Path, ready: Path) -> None:
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder with complete files: `facts`, and each file's size and SHA-256."""
+    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
     files = {
         f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
         for f in sorted(folder.iterdir())
@@ -221,9 +221,9 @@ def finish_save(folder: Path) -> None:
 
 
 def _move(folder: Path) -> None:
-    """Put the files of `.ready` into place, then remove it. The caller has locked the folder.
+    """Put the files of `.ready` into place, then remove `.ready`. The caller has locked the folder.
 
-    Until then `.ready` stays complete, and readers read from it.
+    Until all files are in place, `.ready` stays complete, and readers read from it.
     """
     if not (ready := ready_folder(folder)).is_dir():
         return
@@ -250,7 +250,7 @@ def _place(file: Path, link: Path, path: Path) -> None:
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
-    """Remove files of an older save that the new one does not have."""
+    """Remove the files of an older save that the new save does not have."""
     new, old = {f.name for f in ready.iterdir()} | set(listed_files(ready, read_card(ready))), set[str]()
     if CARD in new:
         with suppress(ValueError):  # the older card is damaged
@@ -296,9 +296,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: i
 
 
 def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer for a model, by default from its folder; None, with a warning, if there is none.
+    """The tokenizer for a model, by default from the model's folder; None, with a warning, if the folder has none.
 
-    Raises ValueError as `check_vocabulary`.
+    Raises ValueError like `check_vocabulary`.
     """
     folder = folder or source.folder
     if (tokenizer := Tokenizer.load_if_present(folder)) is None:
@@ -309,9 +309,9 @@ def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | No
 
 
 def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, which are memory-mapped, copy on write.
+    """The model with its weights, which are memory-mapped with copy on write.
 
-    Raises ValueError, listing all differences, if the weights do not fit, before any is read.
+    If the weights do not fit the model, raises ValueError, listing all differences, before any weight is read.
     """
     weights, model = source.weights(), source.outline()
     if source.own is None:
@@ -325,7 +325,7 @@ def load_decoder(source: Source) -> Decoder:
 
 
 def _mask(model: nn.Module, source: Source) -> None:
-    """Mask the pruned layers that the card lists. Raises ValueError if they do not fit the model."""
+    """Mask the pruned layers that the card lists. Raises ValueError if the model does not have these layers."""
     places = source.card.get(MASKED, [])
     try:
         if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
@@ -336,7 +336,7 @@ def _mask(model: nn.Module, source: Source) -> None:
 
 
 def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype: their own, or if they differ the config's, else the promoted one."""
+    """The weights in one dtype. If dtypes differ: the config's if a weight has it, or else the promoted dtype."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights

@@ -1,9 +1,10 @@
-"""Locate a model by its name on the Hugging Face Hub: a folder in the Hub's cache, at one commit.
+"""Locate a model by its name on the Hugging Face Hub, as a folder for one commit in the Hub's local cache.
 
-A branch is resolved to its commit; huggingface_hub caches the listing of that commit, downloads missing files, and
-needs no network for cached ones. This module selects the files to download: weights in one format only, and never
-code. huggingface_hub compares sizes only, so downloaded files, or with `verify` all files, are hashed here and
-compared with their names in the cache (SHA-256 for large files, git's SHA-1 for others).
+A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
+files, and needs no network for cached files. This module selects the files to download: weights in one format
+only, and never code. huggingface_hub compares only sizes, so this module hashes downloaded files, or with `verify`
+all files. It compares the digests (SHA-256 for large files, git's SHA-1 for others) with the files' names in the
+cache.
 
 Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs), https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
@@ -59,10 +60,10 @@ class ModelLocation:
 def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
     """The folder of a model: a local one, or a cached copy of `org/name` or `org/name@revision` from the Hub.
 
-    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
-    Digests of downloaded files, with `verify` of all files, are checked. Raises ValueError, on one line, if
-    neither folder nor repository exists, access is denied, there are no weights, the Hub cannot be reached and
-    nothing is cached, or a digest is wrong; OSError if the disk is full.
+    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`. The
+    digests of downloaded files are checked; with `verify`, of all files. Raises ValueError, on one line, if
+    no such folder or repository exists, if access is denied, if the repository has no weights, if the Hub cannot
+    be reached and the model is not cached, or if a digest is wrong. Raises OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -90,7 +91,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
 
 
 def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
-    """The cached copy of a revision, downloaded if needed."""
+    """Download the files of a revision that are not cached; returns the location of the cached copy."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -118,9 +119,9 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
-    """The commit of a revision, and the bytes to download for each of its files.
+    """The commit of a revision, and the number of bytes to download for each of its files.
 
-    A commit with a cached listing needs no request. (`HfApi.resolve_revision` has no timeout.)
+    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` has no timeout.)
     """
     from huggingface_hub import HfApi
 
@@ -155,7 +156,7 @@ def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
 
 
 def _read_ref(ref: Path) -> str:
-    """The cached commit of a branch; empty if there is none."""
+    """The commit of a branch according to the cache; empty if the cache does not have the branch."""
     return ref.read_text().strip() if ref.is_file() else ""
 
 
@@ -172,7 +173,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
-    """Raise ValueError, naming the first file whose digest differs from its name in the cache.
+    """Raise ValueError, naming the file, if a file's digest differs from its name in the cache.
 
     With `discard` the file is deleted, so that it is downloaded again.
     """
@@ -188,7 +189,7 @@ def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
 
 
 def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
-    """SHA-256 of a file, or its git blob hash, in hex."""
+    """Hex digest of a file: SHA-256 for a `length` of 64, otherwise git's blob hash (SHA-1)."""
     if length == 64:
         return atomic.digest(path, advance)
     return atomic.digest(path, advance, sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False))
@@ -212,7 +213,7 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
 
 
 def _refusal(error: Exception) -> BaseException | None:
-    """The cause with the Hub's status 401, 403 or 404; None if it did not answer or was too busy."""
+    """The cause of an error that has HTTP status 401, 403 or 404; None if the Hub did not refuse the request."""
     codes = ((cause, getattr(getattr(cause, "response", None), "status_code", 0)) for cause in _causes(error))
     return next((cause for cause, code in codes if code in (401, 403, 404)), None)
 

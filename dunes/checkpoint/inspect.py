@@ -1,4 +1,4 @@
-"""Descriptions of the folders of models and adapters, and checks that they can be loaded."""
+"""Describe the folders of models and adapters, and check that they can be loaded."""
 
 import math
 from collections import Counter
@@ -33,7 +33,7 @@ SHOWN = 40
 class Verdict:
     """The tokenizer, if it can be read, and the reasons why `load` would refuse the folder.
 
-    `built` is False if the function that builds the model is not imported, so that no structure is compared.
+    `built` is False if the model's function was not imported or failed, so that no structure was compared.
     """
 
     tokenizer: Tokenizer | None
@@ -42,7 +42,7 @@ class Verdict:
 
 
 def open_to_describe(folder: Path) -> Source:
-    """`open_source`, but a build function that may not be imported is replaced by one that raises ValueError."""
+    """Open a folder; a build function that may not be imported is replaced by one that raises ValueError."""
     try:
         return open_source(folder)
     except ValueError as error:
@@ -60,7 +60,7 @@ def open_to_describe(folder: Path) -> Source:
 
 
 def judge(source: Source) -> Verdict:
-    """The reasons, if any, why a folder would not load; digests in its card are compared whatever its size."""
+    """The verdict on a folder. Files of any size are compared with the digests in the folder's card."""
     tokenizer, reasons, built = None, [], True
     try:
         _ = source.expected  # raises if the model cannot be built
@@ -84,7 +84,7 @@ def judge(source: Source) -> Verdict:
 
 
 def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
-    """Lines on a folder: family, config, sizes, differences, and if it would load."""
+    """Lines that describe a folder: its family, config, sizes, differences, and if it would load."""
     verdict = verdict or judge(source)
     files, config = source.files, source.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
@@ -140,7 +140,7 @@ def _format(value: Any) -> str:
 
 
 CHUNK = 1 << 20
-"""Elements to check at once."""
+"""Number of elements that are checked at a time."""
 
 
 def odd_values(weights: Weights) -> Iterator[str]:
@@ -166,9 +166,11 @@ def _count_odd(tensor: Tensor) -> Counter[str]:
 
 
 def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str | None]:
-    """Lines on an adapter's folder, from headers alone, and the reason why `load` would refuse it, or None.
+    """Lines that describe an adapter's folder, and the reason why `load` would refuse it, or None.
 
-    With `values` it is loaded, which compares the base's weights. Raises ValueError for anything but an adapter.
+    The base's files are compared with the digests in the base's card. With `values`, the adapter is loaded, which
+    also compares the base's weights with the digests in the adapter's card. Raises ValueError if the folder has no
+    adapter.
     """
     folder = readable_folder(folder)
     options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)

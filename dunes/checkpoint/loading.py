@@ -1,4 +1,4 @@
-"""Loading a model from its folder, or from the folders of an adapter and its base, and networks of any kind."""
+"""Load a language model from its folder, or from the folders of an adapter and its base; load any network."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,15 +48,16 @@ def load(
 ) -> LoadedModel:
     """A model with its tokenizer and card, from a folder in any supported format; weights keep their stored dtype.
 
-    `build` is the function that builds a model of no family, as passed to `save`; with `trust_code`, the function
-    in the card is imported, which runs code from outside of this package. `adapters` are folders of adapters to
-    add later: the model is verified to be their base, and the changes in their cards are made.
+    `build` is the function that builds a model that no family describes, as passed to `save`. With `trust_code`,
+    the function in the card is imported, which runs code from outside of this package. `adapters` are folders of
+    adapters to add later: `load` verifies that the model is their base, and makes the changes in their cards.
 
-    For an adapter's folder, its base is loaded, verified against the digests in the adapter's card (unless
-    `any_base`), quantized if the card says so (QLoRA), and the adapter is added as `default`. Tokenizer and
-    context length are the adapter's, else the base's. Warns if there is no tokenizer, and about special ids above
-    the vocabulary. Raises ValueError, before any weight is read, if something is missing or wrong. Loading is
-    repeated if another process saves into the folder meanwhile.
+    If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
+    `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
+    context length are the adapter's own; if it lacks one of them, the base's is used. Warns if the model has no
+    tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
+    names and shapes are checked before any weight is read. Loading is repeated if another process saves into the
+    folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -76,20 +77,23 @@ def load(
 def load_with_tokenizer(
     folder: Path | str, device: torch.device | str = "cpu", any_base: bool = False, adapters: Sequence[Path] = ()
 ) -> LoadedModel:
-    """`load` for a folder that must have a tokenizer. Raises ValueError as `load`, and if there is none."""
+    """Load a model like `load`, but raise ValueError, before anything is read, if it has no tokenizer."""
     if Tokenizer.find_file(place := tokenizer_folder(Path(folder))) is None:
         Tokenizer.load(place)  # raises before anything is read
     return load(folder, device, any_base, adapters=adapters)
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder of the tokenizer: an adapter's own folder, or its base's if it has none."""
+    """The folder of a model's tokenizer: for an adapter without a tokenizer, the folder of its base."""
     folder = readable_folder(folder)
     return base_folder(folder) if is_adapter(folder) and Tokenizer.find_file(folder) is None else folder
 
 
 def describe(folder: Path | str) -> Source:
-    """The `Source` of a folder, or of an adapter's base with the adapter's card. Raises ValueError as `load`."""
+    """The `Source` of a model, or of an adapter's base with the adapter's card.
+
+    Raises ValueError in the same cases as `load`.
+    """
     folder = Path(folder)
     if not is_adapter(folder):
         return open_verified_source(folder, max_bytes=0)
@@ -104,7 +108,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """The folder of an adapter's base, by its absolute or relative path, or a copy from the Hub.
+    """The folder of an adapter's base: at its absolute path, at its relative path, or a copy from the Hub.
 
     Raises ValueError, with a remedy, if none of these exists.
     """
@@ -143,8 +147,8 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:
     """Add an adapter, activate it under this name, and return the model with the adapter's card.
 
-    Tokenizer and context length are the adapter's, else the model's. The model must have been loaded with this
-    folder in `adapters`, which verifies the base. Raises ValueError as `load`.
+    Tokenizer and context length are the adapter's own; if it lacks one of them, the model's is used. The model
+    must have been loaded with this folder in `adapters`, which verifies the base. Raises ValueError like `load`.
     """
     folder = readable_folder(folder)
     card = verified_card(folder)
@@ -162,8 +166,9 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
     """Verify that a model is the base of the adapters in these folders, and make the changes in their cards.
 
-    Returns the changes made; none if the base has them already. A bit-equal base must also be bit-equal after the
-    changes; one that was cast to another dtype may differ. Raises ValueError as `load_adapter`.
+    Returns the changes made; empty if the base includes them already. If the base is bit-equal to the recorded
+    base, the changes must reproduce the recorded weights; a base cast to another dtype need not reproduce them.
+    Raises ValueError like `load_adapter`.
     """
     cards = {folder: verified_card(folder, max_bytes=0) for folder in map(readable_folder, folders)}
     optional = {} if any_base else {folder: read_base_record(card, folder) for folder, card in cards.items()}
@@ -188,12 +193,12 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """Records of changes to the base that preceded the adapter."""
+    """Records, in an adapter's card, of changes to the base before the adapter was added."""
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
 def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
-    """Make the changes to the base in an adapter's card. Raises ValueError for unknown or damaged ones."""
+    """Make the changes to the base that an adapter's card lists. Raises ValueError if a record is damaged."""
     try:
         changes = list(map(Change.of, _changes(card)))
         for change in changes:
@@ -204,7 +209,7 @@ def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list
 
 
 def is_network(folder: Path | str) -> bool:
-    """True if a folder has a network that is no language model, by its card."""
+    """True if a folder's card says that its network is no language model."""
     card = read_card(readable_folder(Path(folder)))
     return has_own_form(card) and card.get("context_length") is None
 
@@ -215,7 +220,7 @@ def load_network(
     """The network in a folder that `save` wrote, in evaluation mode.
 
     `build` is the function that was passed to `save`; by default the function in the card is imported, from
-    `dunes.models`, or with `trust_code` from any module. Raises ValueError as `load`.
+    `dunes.models`, or with `trust_code` from any module. Raises ValueError like `load`.
     """
 
     def read(readable: Path) -> nn.Module:
@@ -226,11 +231,12 @@ def load_network(
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Load weights from a folder of `save_weights` or `save`, or from one file; returns the card, {} for a file.
+    """Load weights from a folder of `save_weights` or `save`, or from a file; returns the folder's card, or {}.
 
     Nothing is cast: call `tree.move(model, dtype=...)` first. Files are safetensors or pickles, read without
-    executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from the
-    card's digest, or if names, shapes, dtypes, ties or, with a card, classes and settings of modules differ.
+    executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from its
+    digest in the card, or if names, shapes, dtypes or ties differ; with a card, also if classes or settings of
+    modules differ.
     """
     model, path = tree.uncompiled(model), Path(path)
     tree.require_shapes(model)
@@ -275,7 +281,7 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
 
 
 def _without_ties(model: nn.Module, files: Weights) -> tuple[Weights, dict[str, str]]:
-    """A file's tensors without copies of tied ones, and the names of ties. Raises ValueError if copies differ."""
+    """A file's tensors without copies of tied tensors, and the tied names. Raises ValueError if copies differ."""
     _, tied = architectures.saved_tensors(model)
     for name, first in tied.items():
         if name in files and first in files and not torch.equal(files[name].read(), files[first].read()):

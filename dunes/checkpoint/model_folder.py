@@ -1,6 +1,6 @@
-"""The files of a model folder: its card, `dunes.json`, with their digests, and complete or interrupted saves.
+"""Read a model folder: its card `dunes.json`, its files' digests in the card, and complete or interrupted saves.
 
-Other paths are explained with a remedy.
+For a path that is no model folder, an error message says what it is and names a remedy.
 """
 
 import os
@@ -25,14 +25,14 @@ CARD = "dunes.json"
 FORMAT = 3
 MAX_FILES = 20_000
 MAX_CHANGES = 500
-"""Most changes in a card, as repeating the structure of each visits all modules."""
+"""Most changes that a card may list, since repeating each change visits all modules."""
 MAX_RETRIES = 10
-"""Times that a folder is read again after concurrent saves before it is locked."""
+"""After this many reads disturbed by concurrent saves, a folder is locked and read once more."""
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""Names of unsharded weights; an index of shards has the suffix .index.json."""
+"""File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
 COMPACT = "model.compact.safetensors"
-"""Pruned weights as stored by versions before 0.2.0."""
+"""File name of pruned weights, as stored by versions before 0.2.0."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
 """Subfolder with the finished parts of a change that is in progress."""
@@ -46,19 +46,19 @@ T = TypeVar("T")
 
 
 def named_folder(folder: Path) -> Path:
-    """The folder as a user names it: the parent of a `.ready` subfolder."""
+    """The folder as a user names it: for a `.ready` subfolder its parent, otherwise the folder itself."""
     return folder.parent if folder.name == READY else folder
 
 
 def ready_folder(folder: Path) -> Path:
-    """The path of its `.ready` subfolder. Raises ValueError for a link, which would lead to another folder."""
+    """The path of a folder's `.ready` subfolder. Raises ValueError if it is a link, which leads elsewhere."""
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
     return folder / READY
 
 
 def is_model_folder(folder: Path) -> bool:
-    """True if a folder has files with the names of a model's, or a save in progress. No file is read."""
+    """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
     if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # CARD comes before READY goes
         return True
     weights = [name for single in SINGLE for name in (single, f"{single}.index.json")]
@@ -152,7 +152,7 @@ def _is_text(path: Path) -> bool:
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The folder's card, or {} without one. Raises ValueError if it is damaged."""
+    """The folder's card, or {} if the folder has none. Raises ValueError if the card is damaged."""
     if find_file(folder, CARD) is None:
         return {}
     card = json_file.read(folder / CARD)
@@ -180,10 +180,10 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, or {} without one. Raises ValueError for the first file that differs from its entry.
+    """The card of a folder, or {} if it has none. Raises ValueError if a file differs from its entry in the card.
 
-    Each must be a plain file in the folder with the listed size and, if all files have at most `max_bytes` in
-    total, the listed SHA-256.
+    Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
+    in total, each must also have the listed SHA-256.
     """
     card = read_card(folder)
     files = listed_files(folder, card)
@@ -207,9 +207,9 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 
 
 def readable_folder(folder: Path) -> Path:
-    """`saved_folder` for the folder of a model, adapter or network, or the path of a GGUF file.
+    """The `saved_folder` of a model, adapter, network or GGUF file.
 
-    Raises ValueError, which says what the path is, for any other path.
+    For any other path, raises ValueError with the text of `explain`.
     """
     if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
         raise ValueError(explain(folder))
@@ -219,7 +219,7 @@ def readable_folder(folder: Path) -> Path:
 def saved_folder(folder: Path) -> Path:
     """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
 
-    Waits for a save in progress. Nothing is changed; the next save into the folder finishes the interrupted one.
+    Waits for a save in progress. No file is changed; the next save into the folder finishes the interrupted one.
     Raises ValueError if `.ready` is a link, or incomplete, as after a crash on a file system without hard links.
     """
     ready = ready_folder(folder)
@@ -256,7 +256,7 @@ def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
 
 
 def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
-    """A value that changes with each save."""
+    """A value that changes with each save into the folder."""
     stamps = []
     for path in (folder / CARD, folder / READY):
         with suppress(OSError):  # renamed by a save, inside a GGUF file's path, or a loop of links

@@ -1,4 +1,4 @@
-"""A model folder in any supported format, described from its headers alone."""
+"""Open a model folder in any supported format; only configs and the headers of weight files are read."""
 
 import math
 import warnings
@@ -31,16 +31,16 @@ POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
 MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
-"""Most tensors of a model, as each takes time to create; 384 experts in 60 blocks have 70,000."""
+"""Most tensors of a model, since each takes time to create; 384 experts in 60 blocks have 70,000 tensors."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model whose weights have not been read yet. `hf_config` is its config.json or an equivalent one.
+    """A model whose weights have not been read yet. `hf_config` is its config.json, or an equivalent config.
 
-    `files` are lazy tensors by their names in the files, `names` maps these to the model's names, `notes` lists
-    assumptions, and `card` is the content of dunes.json, if any. `own` is the architecture of a model that no
-    Hugging Face config describes; its files use the model's names.
+    `files` has lazy tensors by their names in the files, `names` maps these to the model's names, `ignored` has
+    patterns of names to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any. `own` is
+    the architecture of a model that no Hugging Face config describes; its files use the model's names.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ class Source:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model can attend to. Raises ValueError unless the card has a positive integer."""
+        """Number of tokens that the model can attend to. Raises ValueError if the card's number is invalid."""
         if self.own is None:
             return int(self.config.context_length)
         if self.architecture.function and self.card.get("context_length") is None:
@@ -88,11 +88,11 @@ class Source:
 
     @property
     def vocab(self) -> int | None:
-        """Rows of the embedding; None if a function builds the model."""
+        """Number of rows of the embedding; None if a function builds the model."""
         return None if self.architecture.function else self.config.vocab
 
     def outline(self) -> Decoder:
-        """The model on the meta device, or as built by its function."""
+        """The model on the meta device; if a function builds the model, on the device that the function uses."""
         if self.own is None:
             return self.architecture.outline()
         with _naming_errors(self.folder / CARD):
@@ -100,9 +100,9 @@ class Source:
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """Tensors of the config's model, by the model's names, without values.
+        """The tensors, without values, that a model with this config has, by the model's names.
 
-        Raises ValueError, before the model is built, if the files have far fewer parameters.
+        Raises ValueError, before the model is built, if the files have far fewer parameters than the config.
         """
         if self.architecture.function is None:
             self._check_size(self.files.values())
@@ -130,12 +130,12 @@ class Source:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Assumptions that were made, including the prefix of the names in the files."""
+        """Assumptions made in reading the files, including the note on a `Prefix` of their tensors' names."""
         return (*self.notes, *filter(None, self.comparison[2:]))
 
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-        """The files' tensors by the model's names, their differences from it, and a note on a `Prefix`."""
+        """The files' tensors by the model's names, their differences from the model, and the `Prefix`'s note."""
         if self.own is not None:
             _ = self.expected  # raises for a far too large model before it is built
             outline, path = self.outline(), self.folder / CARD
@@ -147,7 +147,7 @@ class Source:
     def weights(self) -> dict[str, LazyTensor]:
         """The files' tensors by the model's names, with a warning if a `Prefix` was removed or added.
 
-        Raises ValueError, listing all differences, if they do not fit the model.
+        Raises ValueError, listing all differences, if the tensors do not fit the model.
         """
         weights, differences, prefix = self.comparison
         note = f"; {prefix}" if prefix else ""
@@ -176,10 +176,10 @@ def _naming_errors(path: Path) -> Iterator[None]:
 
 
 def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: Build | None = None) -> Source:
-    """Open a model folder in any supported format. Raises ValueError, listing the file names tried, if it cannot.
+    """Open a model folder in any supported format. For other folders, raises ValueError with the file names tried.
 
-    `renames` maps other names of tensors (with `{i}` for an index) to Hugging Face's. `build` is the function that
-    builds a model of no family; with `trust_cards`, the function in the card is imported.
+    `renames` maps tensor names in the files (with `{i}` for an index) to Hugging Face's names. `build` is the
+    function that builds a model that no family describes; inside `trust_cards`, the card's function is imported.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return _open_gguf(folder)
@@ -202,7 +202,7 @@ def open_verified_source(
     max_bytes: float = atomic.LARGE,
     build: Build | None = None,
 ) -> Source:
-    """`open_source` after comparing the files with the folder's card, if it has one.
+    """Compare the files with the folder's card, if it has one, then open the folder like `open_source`.
 
     Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
     """
@@ -221,7 +221,7 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
 
 
 def own_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Tensors of a folder that dunes wrote. Raises ValueError if there are none."""
+    """Tensors of a folder that dunes wrote. Raises ValueError if the folder has no weights."""
     if (files := _find_weights(folder, SINGLE[0])) is None:
         raise ValueError(explain(folder))
     return files
@@ -230,10 +230,10 @@ def own_weights(folder: Path) -> dict[str, LazyTensor]:
 def context_length_of(
     card: Mapping[str, Any], folder: Path, weights: Mapping[str, Any], otherwise: int | None = None
 ) -> int:
-    """The context length in a card, or `otherwise`, in tokens.
+    """The context length in a card, in tokens; `otherwise` if the card has none.
 
-    Raises ValueError unless it is a positive integer, and at most the number of learned position embeddings if the
-    weights have any.
+    Raises ValueError unless the context length is a positive integer. If the weights have learned position
+    embeddings, it must not exceed their number.
     """
     context_length = card.get("context_length", otherwise)
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
@@ -258,7 +258,7 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
 def _apply_renames(
     files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path
 ) -> dict[str, LazyTensor]:
-    """The tensors renamed by a user's table.
+    """The tensors, renamed by a user's table.
 
     Raises ValueError if two tensors get the same name, and for an entry of the table that matches no tensor.
     """
@@ -304,7 +304,7 @@ def _open_native(folder: Path) -> Source:
 
 
 def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], list[str]]:
-    """The tensors of native files without the common prefix of their names, if any, and a note on it."""
+    """The tensors of native files, with the common prefix of their names removed, and a note on that prefix."""
     names = [name for shard in shards for name in shard]
     leading = next((n.removesuffix(native.EMBEDDING) for n in names if n.endswith(native.EMBEDDING)), "")
     if not leading.endswith(".") or not all(name.startswith(leading) for name in names):
@@ -327,7 +327,7 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
 
 
 def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """Tensors of the first of these files that exists, unsharded or with an index; None without any."""
+    """Tensors of the first of these files that exists, as one file or as shards with an index; otherwise None."""
     for name in names:
         path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
         if path or index:
@@ -338,8 +338,8 @@ def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
 def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     """Tensors of all shards that an index lists.
 
-    Raises ValueError, before any value is read, for a path outside of the folder, for anything but a plain file,
-    and if the index and the headers differ.
+    Raises ValueError, before any value is read, if a shard is outside of the folder or no plain file, or if the
+    index and the shards' headers list different tensors.
     """
     weight_map, listed = json_file.read(index).get("weight_map") or None, defaultdict[str, set[str]](set)
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
@@ -362,5 +362,5 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of one file: safetensors, or for any other suffix a pickle of `torch.save`."""
+    """Tensors of one file, read as safetensors by its suffix, or otherwise as a pickle of `torch.save`."""
     return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

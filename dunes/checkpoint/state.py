@@ -1,4 +1,4 @@
-"""Training states for resuming: one folder per saved step; the newest intact one is loaded.
+"""Save and load training states to resume a run: one folder per saved step; the newest intact state is loaded.
 
 `<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
 is written last, then the folder is renamed into place.
@@ -31,7 +31,7 @@ STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
 
 
 class Snapshot(NamedTuple):
-    """A copy of a training state: tensors by dotted path, and JSON values with these paths for tensors."""
+    """A copy of a training state: tensors by dotted path, and JSON values with a path in place of each tensor."""
 
     tensors: dict[str, Tensor]
     plain: Any
@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
 
-    Raises OSError if it cannot be written, ValueError for values that are not finite; earlier states then stay.
+    Raises OSError if the state cannot be written, ValueError if a tensor is not finite; earlier states then stay.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
@@ -62,7 +62,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the SHA-256 of a state's files."""
+    """Write the manifest: the SHA-256 of each of a state's files."""
     digests = {name: {"sha256": atomic.digest(folder / name)} for name in (STATE, TENSORS)}
     (folder / MANIFEST).write_text(json.dumps({"files": digests}))
 
@@ -90,10 +90,10 @@ def _publish(staged: Path, folder: Path) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """True if all values are finite, computed by numpy, which uses the calling thread only.
+    """True if all values are finite; computed by numpy, which uses only the calling thread.
 
-    PyTorch would start another thread pool for this thread, and libgomp puts waiting threads to sleep sooner if
-    threads outnumber processors, which made training 40 % slower.
+    PyTorch would start another thread pool for this thread. If threads outnumber processors, libgomp puts waiting
+    threads to sleep sooner, which made training 40 % slower.
     """
     if tensor.dtype == torch.bfloat16:  # unknown to numpy; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
@@ -101,7 +101,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
-    """The folder of the newest intact state, or None; `report` gets a line for each damaged newer one."""
+    """The folder of the newest intact state, or None; `report` gets a line for each newer, damaged state."""
     if not (states := _state_folders(run)):
         return None
     with folder_lock(run / "state"):  # or another writer might delete the state that is being verified
@@ -122,7 +122,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The nested dict of a saved state. Raises ValueError if it has another format or is damaged."""
+    """The nested dict of a saved state. Raises ValueError if the state has another format or is damaged."""
     path = folder / STATE
     content = json_file.parse(path.read_bytes(), path, most=1 << 30)  # trusted, and may be large
     if (number := content.get("format")) != FORMAT:

@@ -29,11 +29,11 @@ KINDS = {
     "tied": OTHER,
     "structure": "{name} {actual}",
 }
-"""Kinds of differences, in the order of listing, and their texts."""
+"""The message template of each kind of difference, in the order in which the kinds are listed."""
 
 
 class Difference(NamedTuple):
-    """A difference in one tensor, with its `name` in the files; `kind` is one of `KINDS`."""
+    """A difference in one tensor; `name` is the tensor's name in the files, `kind` a key of `KINDS`."""
 
     kind: str
     name: str
@@ -76,10 +76,10 @@ def compare(
 
 @dataclass(frozen=True)
 class Prefix:
-    """Prefixes and wrapper names to remove from, or add to, the names in a file to get the model's names.
+    """A renaming of a file's tensors to the model's names: wrapper names are removed, a prefix removed or added.
 
     `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible. Both
-    are empty if the names fit already, or no renaming makes them fit.
+    are empty if the names fit already, or if no renaming makes most of them fit.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Prefix:
     def of(cls, files: Iterable[str], known: Collection[str], ignored: Sequence[str] = ()) -> "Prefix":
         """The renaming for these names: wrapper names are removed, then a common prefix is removed or added.
 
-        It is applied only if it makes most of the unknown names fit, and no two names become equal.
+        The renaming is empty unless it makes most of the unknown names fit and no two names become equal.
         """
         known, files = set(known), list(files)
         others = [name for name in files if name not in known and not _is_ignored(name, ignored)]
@@ -114,12 +114,12 @@ class Prefix:
         return cls(best, note)
 
     def without(self, files: Weights) -> dict[str, LazyTensor]:
-        """The tensors by the model's names."""
+        """The files' tensors by the model's names."""
         return {self.renames.get(name, name): tensor for name, tensor in files.items()}
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a prefix to remove, shared by all names, and one to add: none or the most common known one."""
+    """Pairs of prefixes: one to remove, which all names have; one to add, "" or the most common known one."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -133,7 +133,7 @@ def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
 
 
 def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
-    """Tensors that files may have, by each of their possible names."""
+    """The tensors that files may have; a tensor with several possible names is listed under each name."""
     file_tensors: dict[str, _FileTensor] = {}
     for rule in names:
         for name, tensor in (_stacks if rule.stacked else _separate)(expected, rule).items():
@@ -142,14 +142,14 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
 
 
 def _separate(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """Tensors by name for a rule that maps one tensor for each block or expert."""
+    """A file's tensors, by name, for a naming rule with one tensor for each block or expert."""
     conversions, _ = to_theirs([rule], expected)
     tensors = renamed(conversions, expected)
     return {c.target: _FileTensor(tensors[c.target].shape, c.sources) for c in conversions}
 
 
 def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """Tensors by name for a rule that stacks all experts of a layer."""
+    """A file's tensors, by name, for a naming rule that stacks all experts of a layer in one tensor."""
     stacks: dict[str, list[str]] = {}
     for key in expected:
         for indices in (match_indices(part, key) for part in rule.ours):
@@ -165,7 +165,7 @@ def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
 def _difference(
     name: str, tensor: LazyTensor, expected: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """The difference from the expected tensor, or None; `sources` maps the model's names to earlier tensors."""
+    """A tensor's difference from the expected one, or None; adds the tensor to `sources`, by the model's names."""
     if expected is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
     first = next((sources[key] for key in expected.names if key in sources), None)
@@ -187,7 +187,7 @@ def _missing(file_tensors: dict[str, _FileTensor], keys: Sequence[str]) -> Itera
 
 
 def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
-    """Difference for the head in the files of a tied model, or None if it equals the embedding."""
+    """The difference between the head in a tied model's files and the embedding, or None if they are equal."""
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())
@@ -199,7 +199,7 @@ def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) 
 
 
 def summarize(differences: Sequence[Difference]) -> str:
-    """The differences on one line: the first of each kind, a few more, and the number of further ones."""
+    """One line of text: the first difference of each kind, a few more, and the number of remaining differences."""
     firsts = {d.kind: d for d in reversed(differences)}
     shown = list(dict.fromkeys([*reversed(firsts.values()), *differences]))[:SHOWN]
     more = len(differences) - len(shown)

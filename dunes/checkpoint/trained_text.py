@@ -1,7 +1,7 @@
-"""The training text that a model's card names, and the permission to read it.
+"""Read the training text that a model's card names, if that is permitted.
 
-A card may come from a stranger and name any file of the user. Its sources are read only if this user has trained
-on them, as recorded in the cache folder, or in the context of `trust_sources`.
+A card may come from a stranger and may name any file of the user. The sources in a card are read only if this user
+has trained on them, which the cache folder records, or inside `trust_sources` or `trust_cards`.
 """
 
 import json
@@ -24,7 +24,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Permit reading the training text that cards name, in the context and this thread (`--trust-sources`)."""
+    """Permit, in this context and thread, reading the training text that cards name (`--trust-sources`)."""
     token = _trusted.set(True)
     try:
         yield
@@ -33,7 +33,7 @@ def trust_sources() -> Iterator[None]:
 
 
 def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The card's record of training on text; empty if it is missing or damaged."""
+    """The card's record of training on text; empty if the record is missing or damaged."""
     if not isinstance(trained := card.get("trained"), dict):
         return {}
     sources = trained.get("sources")
@@ -49,7 +49,7 @@ def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
 
 
 def require_own_sources(trained: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this user has trained on the sources in a card's record, or trusts the card."""
+    """Raise ValueError unless this user has trained on the sources in a card's record, or trusts them."""
     sources = [source for source in trained["sources"] if source != STDLIB]
     if not sources or _trusted.get() or cards_trusted():
         return
@@ -63,18 +63,18 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
 
 
 def _record(sources: Sequence[str], follow_links: bool) -> Path:
-    """The file that exists if this user has trained on these sources."""
+    """The path of a file that exists only if this user has trained on these sources."""
     paths = [s if s == STDLIB else str(Path(os.path.expanduser(s)).absolute()) for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The training, validation and, for models that complete lines, test documents of a model.
+    """The training and validation documents of a model; for models that complete lines, test documents, too.
 
-    With a `split` of "tails", all documents are for training and their tails for validation. `options` override
-    arguments of `collect_corpus`. Raises ValueError if the card does not record the documents, or if the sources
-    no longer exist.
+    If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
+    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, or if the
+    sources no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
@@ -84,7 +84,7 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a recorded training, whatever its split. Raises ValueError for an untrusted card."""
+    """The documents of a recorded training run with any split. Raises ValueError for an untrusted card."""
     require_own_sources(trained)
     recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
     corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)

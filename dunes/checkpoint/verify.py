@@ -31,31 +31,32 @@ EXACT = 1e-4
 ROUNDED = 32
 PACKED = 0.05
 MAX_RATIO = 2.0
-"""Tolerances of float32 logits on the fixed prompts, by the form that is written.
+"""Tolerances of float32 logits on the fixed prompts, by the form in which a model is written.
 
 | form                           | dtype     | measure                                                | tolerance |
 |--------------------------------|-----------|--------------------------------------------------------|-----------|
 | converted, merged, dequantized | as stored | largest difference / RMS                               | EXACT     |
-| the same, rounded              | narrower  | the same; and from the unrounded model, in its epsilon | ROUNDED   |
-| after a change, or its undoing | any       | norm of the difference / norm                          | EXACT     |
+| the same, rounded              | narrower  | largest difference from the rounded source / RMS       | EXACT     |
+|                                |           | largest difference from the source / RMS / epsilon     | ROUNDED   |
+| changed, or a change undone    | any       | norm of the difference / norm                          | EXACT     |
 | packed codes                   | float32   | norm of the difference / norm                          | EXACT     |
 | packed codes, rounded scales   | narrower  | norm of the difference / norm                          | PACKED    |
-| adapter on its original base   | any       | that norm / the norm between both bases                | MAX_RATIO |
+| adapter on the original base   | any       | this measure / the same measure for the bases alone    | MAX_RATIO |
 | ONNX                           | float32   | largest difference / largest absolute logit            | EXACT     |
 
-A GGUF file must read back with equal weights, and compiled code has the tolerances of `generate.packages`.
-MAX_RATIO is about 1 (tests/test_merge.py) unless the adapter depends on quantization errors.
+A GGUF file must read back with equal weights, and compiled code has the tolerances of `generate.packages`. The
+ratio that MAX_RATIO limits is about 1 (tests/test_merge.py) unless the adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
-"""Elements of a matrix to convert to float32 at a time."""
+"""Number of a matrix's elements that are converted to float32 at a time."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest difference between the float32 logits of source and result; `size` is the RMS of the source's.
+    """Differences between the float32 logits of source and result; `size` is the RMS of the source's logits.
 
-    `agree` is the fraction of positions with the same top-1 token. If the weights were rounded,
-    `largest_difference` compares with the source rounded to the same dtype, `rounding` with the source itself.
+    `agree` is the fraction of positions with the same top-1 token. If weights were rounded, `largest_difference`
+    is from the source rounded to the same dtype, and `rounding` is the largest difference from the source itself.
     """
 
     largest_difference: float
@@ -87,9 +88,9 @@ class Verification:
 
 
 def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verification:
-    """Compare the logits of two models; with `dtype`, the result's weights were rounded to it.
+    """Compare the logits of two models; `dtype` is given if the result's weights were rounded to it.
 
-    Raises ValueError if they differ by more than reordered operations or rounding explain.
+    Raises ValueError if the logits differ by more than reordered operations or rounding explain.
     """
     if result.config != source.config:
         raise ValueError(f"{source.folder}: the result's config is {result.config}, not {source.config}")
@@ -103,9 +104,9 @@ def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> 
 def _compare(
     folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
 ) -> Verification:
-    """Compare logits `after` a conversion with the source (`plain`) and the source rounded to `dtype` (`before`).
+    """Compare logits `after` a conversion with the source's (`plain`) and the rounded source's (`before`).
 
-    `merging` is the largest difference caused by merging an adapter. Raises ValueError if the models differ.
+    `merging` is the largest difference caused by merging an adapter. Raises ValueError if a tolerance is exceeded.
     """
     largest = max(merging, float((after - before).abs().max()))
     agree = float((after.argmax(-1) == plain.argmax(-1)).float().mean())
@@ -124,9 +125,9 @@ def _compare(
 def check_written(
     staged: Path, out: Path, expected: Tensor, context_length: int, origin: str, limit: float = EXACT
 ) -> float:
-    """Relative distance between the logits of the written model in `staged` and the `expected` ones.
+    """Relative distance between the logits of the written model in `staged` and the `expected` logits.
 
-    Raises ValueError, naming `out` and the `origin` of the expected logits, if it exceeds the limit.
+    Raises ValueError, naming `out` and the `origin` of the expected logits, if the distance exceeds the limit.
     """
     difference = distance(expected, model_logits(load_decoder(open_source(staged)), context_length))
     if not difference <= limit:
@@ -137,9 +138,9 @@ def check_written(
 def merge_check(
     model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
 ) -> Callable[[Source], Verification]:
-    """A function that compares a written model with this one, merged and rounded to `dtype`.
+    """Return a function that compares a written model with `model` after merging and rounding to `dtype`.
 
-    It raises ValueError if merging, or the written model, changes the logits by more than reordered operations or
+    The function raises ValueError if merging or writing changes the logits by more than reordered operations or
     rounding explain.
     """
     plain, exact = (model_logits(model, context_length, merged) for merged in (None, torch.float32))
@@ -149,7 +150,7 @@ def merge_check(
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """The norm of a - b divided by the norm of a."""
+    """The norm of `a - b`, divided by the norm of `a`."""
     return float((a - b).norm() / a.norm())
 
 
@@ -194,7 +195,7 @@ def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
 
 
 def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
-    """Logits (PROMPTS, TOKENS, V) on the fixed prompts, with part of one matrix in memory at a time.
+    """Logits (PROMPTS, TOKENS, V) of a source on the fixed prompts, with part of one matrix in memory at a time.
 
     A native model runs as in its original code, with unpermuted weights and rotary embedding on adjacent pairs.
     """
@@ -220,7 +221,7 @@ def prompts(vocab: int, context_length: int) -> Tensor:
 
 @torch.no_grad()
 def _lazy_logits(model: nn.Module, weights: Weights, ids: Tensor) -> Tensor:
-    """Logits of a model whose linear layers and embeddings become modules that read weights on each call."""
+    """Logits of a model; replaces its linear layers and embeddings by modules that read weights on each call."""
     for place, module in list(model.named_modules()):
         parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):

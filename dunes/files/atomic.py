@@ -1,8 +1,8 @@
-"""Atomic writes: after a crash either the old or the new version exists, complete.
+"""Atomic writes: after a crash, a file has either its old or its new content, complete.
 
-Data is fsynced before it is renamed into place, and the rename before the call returns. Each writer has a staging
-folder, which it locks (flock); the lock ends with the process, and folders of dead writers are removed. On a disk
-shared by several machines, the lock is visible only to processes of the same machine.
+A file is fsynced before it is renamed into place, and the rename is fsynced before the call returns. Each writer
+locks its own staging folder (flock). The lock ends with the writer's process; later writers remove the staging
+folders of dead writers. On a disk shared by several machines, only processes of the same machine see the lock.
 """
 
 import errno
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STAGED = ".dunes-{}.new"
 LARGE = 1e9
-"""Bytes above which hashing takes seconds and gets a progress bar."""
+"""Size in bytes above which hashing shows a progress bar, since it takes seconds."""
 DIGEST_BLOCK = 1 << 18
-"""Elements of a tensor that are hashed at a time."""
+"""Number of tensor elements that are hashed at a time."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _local = threading.local()
 
 
 def cache_home() -> Path:
-    """$DUNES_HOME, or a folder in the user's cache folder. Raises ValueError for a user without a home."""
+    """The folder for caches: $DUNES_HOME, or `dunes` in $XDG_CACHE_HOME or in ~/.cache.
+
+    Raises ValueError if neither variable is set and the user has no home folder.
+    """
     if home := os.environ.get("DUNES_HOME"):
         return Path(home)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
@@ -46,7 +49,7 @@ def cache_home() -> Path:
 
 @contextmanager
 def open_handle(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Open a file or a folder in the context, as a number for the system's calls."""
+    """Open a file or a folder and yield its file descriptor, which is closed afterwards."""
     handle = os.open(path, flags, 0o666)
     try:
         yield handle
@@ -58,7 +61,8 @@ def open_handle(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock a folder or a file; the system releases the lock when the process ends.
 
-    The lock is reentrant. Raises BlockingIOError if another thread or process has it and `wait` is False.
+    With `wait`, a thread that has the lock may take it again. Without `wait`, raises BlockingIOError if the folder
+    is locked already, by this or another thread or process.
     """
     with open_handle(folder) as handle:
         status, locked = os.fstat(handle), _local.__dict__.setdefault("locked", set())
@@ -77,9 +81,9 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
 
 @contextmanager
 def staging_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`, on the same disk, removed at the end.
+    """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
-    Folders of dead writers beside `path` are removed first.
+    Staging folders of dead writers beside `path` are removed first.
     """
     with folder_lock(path.parent):
         _clear(path.parent)
@@ -96,7 +100,7 @@ def staging_folder(path: Path) -> Iterator[Path]:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the staging folders of dead writers."""
+    """Remove the staging folders of dead writers from `parent`."""
     for folder in parent.glob(STAGED.format("*")):
         with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,14 +108,14 @@ def _clear(parent: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """fsync a file or a folder."""
+    """Call fsync on a file or a folder."""
     with add_path_to_errors(path), open_handle(path) as handle:
         os.fsync(handle)
 
 
 @contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Add this path to an OSError that names none."""
+    """Add this path to an OSError raised without a file name."""
     try:
         yield
     except OSError as error:
@@ -125,7 +129,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 def digest(
     path: Path, advance: Callable[[int], object] = lambda size: None, hasher: "hashlib._Hash | None" = None
 ) -> str:
-    """SHA-256 of a file in hex, or the continuation of another hash; `advance` gets the size of each part."""
+    """Hex digest of a file, by SHA-256 or `hasher`; `advance` is called with the size of each part read."""
     hasher = hasher or hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
@@ -136,9 +140,9 @@ def digest(
 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar on a terminal for more than LARGE bytes; yields the function that advances it by bytes.
+    """Show a progress bar on a terminal for more than LARGE bytes; yields a function that advances it by bytes.
 
-    If a phase is shown already, its display is advanced instead.
+    If the progress of a phase is shown already, the function advances that display instead.
     """
     if size <= LARGE or is_shown():
         yield advance(size)
@@ -155,7 +159,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 in hex of a tensor's bytes in each of the dtypes, computed in blocks that fit into the cache."""
+    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype; the blocks hashed fit into the CPU's cache."""
     import torch  # `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
@@ -166,12 +170,12 @@ def tensor_digests(
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace one file; the last of several writers wins."""
+    """Write `data` to a file atomically; if several processes write it, the last one wins."""
     replace_file(path, lambda staged: staged.write_bytes(data))
 
 
 def replace_file(path: Path, write: Callable[[Path], T]) -> T:
-    """`write_file` for a file that `write` creates at the path it receives; returns the result of `write`."""
+    """Replace a file atomically by one that `write` creates at a temporary path; returns the result of `write`."""
     with add_path_to_errors(path), staging_folder(path) as staged:
         result = write(staged / "data")
         fsync_path(staged / "data")

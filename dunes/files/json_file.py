@@ -1,4 +1,4 @@
-"""JSON objects and JSON lines, possibly untrusted: limits on size, errors in one line."""
+"""Read and write JSON objects and JSON lines. Since files may be untrusted, size and error texts are limited."""
 
 import json
 import os
@@ -14,20 +14,21 @@ from dunes.files.model_file import read_file
 from dunes.progress import Line
 
 MAX_BYTES = 64 << 20
-"""Size limit of a JSON file; the index of a published model of 90,000 tensors has nine megabytes."""
+"""Size limit of a JSON file in bytes; the index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
-"""Size limit of a config file; most have a kilobyte."""
+"""Size limit of a config file in bytes; most config files have about a kilobyte."""
 _ERRORS = {"error", "errors", "message", "detail"}
 _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
-"""Keys of objects that servers send instead of a file."""
+"""Other keys in the JSON error messages that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
-"""Limit on commas and brackets: each may be an object, which takes twenty times its size in the file."""
+"""Most commas and brackets in a file; each may start an object, which in memory is twenty times as large."""
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
     """The object in a JSON file of at most `largest` bytes.
 
-    Raises ValueError for anything else, for a link that leads out of its folder, and for a duplicate key.
+    Raises ValueError for a larger file, for content that is not one JSON object, for a link that leads out of its
+    folder, and for a duplicate key.
     """
     return parse(read_file(path, largest), path)
 
@@ -38,7 +39,7 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 
 def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
-    """The object in the text of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
     if (items := sum(map(text.count, (b",", b"[", b"{")))) > most:
         raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {most:,}")
     try:
@@ -57,7 +58,7 @@ def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Hook of the JSON parser that builds an object of these pairs. Raises ValueError for a duplicate key."""
+    """Build a dict from key-value pairs, as a hook for `json.loads`. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys: set[str] = set()
@@ -69,8 +70,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def append_text(path: Path, text: str) -> None:
     """Append text to a file, on a new line.
 
-    If a crash truncated the last line, a newline is added first. Raises OSError that names the file if writing
-    fails, and leaves the file unchanged.
+    If a crash truncated the last line, a newline is added first. If writing fails, raises OSError with the file's
+    name and leaves the file unchanged.
     """
     with add_path_to_errors(path), open_handle(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
         size = os.fstat(file).st_size
@@ -86,7 +87,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append an object as a line. Raises OSError like `append_text`."""
+    """Append an object to a file as a line of JSON. Raises OSError like `append_text`."""
     append_text(path, json.dumps(record) + "\n")
 
 
@@ -96,7 +97,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:
-    """The object in a line; None for anything else."""
+    """The JSON object in a line; None if the line is not a JSON object."""
     try:
         record = json.loads(text.decode())
     except (ValueError, RecursionError):
@@ -107,9 +108,9 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
 def read_records(
     path: Path, expected: str, fits: Callable[[dict[str, Any]], bool] = bool, warn: Line | None = None
 ) -> list[dict[str, Any]]:
-    """The objects for which `fits` is True; empty if the file does not exist.
+    """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
 
-    `warn` gets a line about the others, by default printed to standard error.
+    Other lines are skipped, and `warn` is called with a message about them; by default, it is printed on stderr.
     """
     records, damaged = list[dict[str, Any]](), list[str]()
     for number, text in enumerate(read_lines(path), 1):

@@ -1,6 +1,6 @@
-"""Find and open the files of an untrusted model folder, and the permission to run code that its card names.
+"""Find and open the files of an untrusted model folder, and permit running code that its card names.
 
-Each must be a regular file in that folder, of a limited size, whose first bytes match its name.
+Each file must be a regular file in that folder, have a limited size, and begin with bytes that match its name.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 HEAD = 512
-"""First bytes of a file that are checked before it is read."""
+"""Number of bytes at the start of a file that are checked before the file is read."""
 
 _AGAIN = "fetch the file again"
 _STAND_INS = (
@@ -35,7 +35,7 @@ _FORMATS = {
     b"PAR1": "a parquet file",
 }
 _OWN = {".gguf": (b"GGUF",), ".safetensors": (), ".json": (), ".model": (), ".jinja": ()}
-"""Magic numbers of `_FORMATS` allowed for these suffixes; other suffixes are read as files of torch.save."""
+"""Magic numbers in `_FORMATS` that files with these suffixes may have; with other suffixes, `_TORCH` applies."""
 _TORCH = (b"PK\3\4", b"\x80\2")
 _BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
@@ -45,9 +45,9 @@ _trusted = ContextVar("trusted", default=False)
 
 @contextmanager
 def trust_cards(trust: bool = True) -> Iterator[None]:
-    """Inside this context, in this thread, functions named by cards are imported, which runs third-party code.
+    """Permit, in this context and thread, importing functions that cards name, which runs third-party code.
 
-    The command's `--trust-code` does the same. `trust=False` leaves the permission unchanged.
+    The option `--trust-code` does the same. `trust=False` leaves the permission unchanged.
     """
     token = _trusted.set(trust or cards_trusted())
     try:
@@ -57,7 +57,7 @@ def trust_cards(trust: bool = True) -> Iterator[None]:
 
 
 def cards_trusted() -> bool:
-    """True inside `trust_cards`. Child processes do not inherit it."""
+    """True inside `trust_cards`. Child processes do not inherit the permission."""
     return _trusted.get()
 
 
@@ -68,10 +68,11 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
-    """The path of a file below the folder, if it is a regular file there and completely downloaded.
+    """The path unchanged, if it is a regular file below the folder and completely downloaded.
 
-    In the Hub's cache, files of a snapshot are links into a folder `blobs` beside all snapshots. `index` is the
-    name of the file that lists it. Raises ValueError for anything else, such as a link to another folder.
+    The file may be a link within its own folder. In the Hub's cache, it may also be a link into the folder `blobs`
+    beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
+    ValueError for any other path, such as a link to another folder.
     """
     try:
         real, home = path.resolve(), folder.resolve()
@@ -93,7 +94,7 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
 
 
 def listed_file(folder: Path, name: str, index: Path) -> Path:
-    """The path of a file that another file in the folder lists. Raises ValueError like `require_inside`."""
+    """The path of file `name`, which file `index` in the folder lists. Raises ValueError like `require_inside`."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable() or "\\" in name:
         printable = ascii(name[:80]) + "..." * (len(name) > 80)
         raise ValueError(f"{index}: {printable} is not the name of a file in this folder")
@@ -101,9 +102,9 @@ def listed_file(folder: Path, name: str, index: Path) -> Path:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a file in a folder, at most `most`.
+    """The bytes of a file of at most `most` bytes.
 
-    Raises ValueError for a larger file, and like `require_inside` and `require_content`.
+    Raises ValueError for a larger file, and in the cases of `require_inside` and `require_content`.
     """
     with open_file(require_inside(path.parent, path)) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -113,7 +114,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Open a regular file. Raises ValueError for anything else."""
+    """Open a regular file for reading. Raises ValueError if the path is no regular file or cannot be opened."""
     try:
         # Checked before opening: a pipe blocks until its other end opens, and a device may do anything.
         if not stat.S_ISREG(path.stat().st_mode):
@@ -126,7 +127,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
-    """Raise ValueError if the content of a file, open at its start, does not match its name or `suffix`."""
+    """Raise ValueError if the first bytes of an open file do not match `suffix`, by default the path's suffix."""
     head = file.read(HEAD)
     file.seek(0)
     if reason := stand_in(head) or _other_content(suffix or path.suffix, head):
@@ -134,13 +135,13 @@ def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
 
 
 def stand_in(head: bytes) -> str:
-    """A description of the placeholder with these first bytes, and the remedy; empty for a real file."""
+    """Message with a remedy if a file with these first bytes is only a placeholder; otherwise empty."""
     matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
     return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
 
 
 def _other_content(suffix: str, head: bytes) -> str:
-    """A description of mismatched content, and the remedy; empty if the first bytes match the suffix."""
+    """Message with a remedy if a file's first bytes do not match its suffix; otherwise empty."""
     if not head.strip(b"\0"):
         return f"{'begins with zeros' if head else 'empty'}, like an unfinished download; {_AGAIN}"
     if _PAGE.match(head):
@@ -161,6 +162,6 @@ def _other_content(suffix: str, head: bytes) -> str:
 
 
 def unfinished_downloads(folder: Path) -> str:
-    """The part of a message that names unfinished downloads in the folder; empty if there are none."""
+    """Text, to append to a message, that names an unfinished download in the folder; empty if it has none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
     return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

@@ -1,9 +1,9 @@
 """Find, replace, insert, remove, repeat, freeze, move and count the modules of any `nn.Module`.
 
-A *place* is a module's dotted name without its wrappers: a module with a `.base` (LoRA, for example) is
-transparent, and so is the result of `torch.compile`; `blocks.3.attn.q` names the same place before and after a
-change. A module used at several places has several names. Places are selected by globs, which unlike functions can
-be saved to a file: `*` stays inside one segment, `**` crosses segments, `!` excludes, the last match wins.
+A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
+the result of `torch.compile`; so `blocks.3.attn.q` names the same place with and without a wrapper. A module used
+at several places has several names. Places are selected by globs, which can be saved to a file, unlike functions:
+`*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
 """
 
 import re
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Where = str | Sequence[str] | Set[str]
-"""A glob, several in order, or a set of exact names, as in a record of earlier changes."""
+"""A glob, an ordered sequence of globs, or a set of exact names, as in a record of earlier changes."""
 Kind = Callable[[nn.Module], bool]
 """A condition on modules: `linear`, `is_dense`, `anything` or a function of your own."""
 COMPILED = "_orig_mod"
@@ -25,7 +25,7 @@ COMPILED = "_orig_mod"
 
 
 class Place(NamedTuple):
-    """`parent.key` is `module`; `name` is its place in the tree without wrappers."""
+    """A module in a network: `module` is `parent.key`, and `name` is its dotted name without wrappers."""
 
     name: str
     module: nn.Module
@@ -39,7 +39,7 @@ def anything(module: nn.Module) -> bool:
 
 
 def linear(module: nn.Module) -> bool:
-    """True if the module maps `in_features` to `out_features`, whatever its class."""
+    """True if the module has `in_features` and `out_features`, whatever its class."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
@@ -49,7 +49,7 @@ def is_dense(module: object) -> TypeGuard[nn.Linear]:
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers with their wrappers, but no larger modules that have in_features, too."""
+    """The linear layers in a module, with their wrappers, but no larger modules that also have `in_features`."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -79,7 +79,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
-    """All places below `model`, parents before children, each with its outermost module."""
+    """All places below `model`, parents before children; a wrapped place has the outermost wrapper as `module`."""
     model = uncompiled(model)
     for key, module in model._modules.items():  # named_children omits repeated modules
         if module is not None:
@@ -88,7 +88,7 @@ def places(model: nn.Module, prefix: str = "") -> Iterator[Place]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The original module of a compiled one, or the module itself."""
+    """The original module if `model` is the result of `torch.compile`; otherwise `model` itself."""
     return _child(model, COMPILED) or model
 
 
@@ -99,7 +99,7 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """The child of this name, not by getattr, which some networks forward to an inner module."""
+    """The child of this name, or None; without getattr, which some networks forward to an inner module."""
     children = module._modules
     return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's children have no get)
 
@@ -112,7 +112,7 @@ def innermost(module: nn.Module) -> nn.Module:
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
     """The places that `where` selects and whose module is of this kind.
 
-    Raises ValueError if there is none: a change that applies to nothing is a mistake.
+    Raises ValueError if no place fits, since a change that applies to nothing is a mistake.
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:
@@ -170,9 +170,9 @@ def insert(model: nn.Module, where: str, index: int, module: nn.Module) -> str:
 
 
 def remove(model: nn.Module, where: Where) -> list[str]:
-    """Remove entries of ModuleLists, and return their former places; other entries are renumbered as in `insert`.
+    """Remove the selected entries of ModuleLists, and return their former places; later entries are renumbered.
 
-    Raises ValueError if `where` selects anything but such entries.
+    Raises ValueError if `where` selects anything but entries of ModuleLists.
     """
     selected = _entries(model, where)
     for place in reversed(selected):
@@ -181,7 +181,7 @@ def remove(model: nn.Module, where: Where) -> list[str]:
 
 
 def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
-    """Insert `times` copies after each selected entry of a ModuleList, and return their places.
+    """Insert `times` copies after each selected entry of a ModuleList, and return the places of the copies.
 
     A copy shares no tensor with the model. Raises ValueError like `remove`.
     """
@@ -217,7 +217,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, including quantized ones; a shared parameter counts once.
+    """Number of parameters, including quantized weights unless `trainable`; a shared parameter counts once.
 
     Raises ValueError for parameters without a shape yet.
     """
@@ -228,12 +228,12 @@ def count(model: nn.Module, trainable: bool = False) -> int:
 
 
 def _has_codes(module: nn.Module) -> bool:
-    """True if a linear layer has its weight in buffers."""
+    """True if a linear layer stores its weight as codes in buffers, not as a parameter."""
     return any(True for _ in module.buffers()) and all(p.dim() < 2 for p in module.parameters())
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Raise ValueError for the first parameter or buffer that gets its shape from the first input."""
+    """Raise ValueError if a parameter or buffer is lazy: it gets its shape only when the network first runs."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if (name := next((name for name, tensor in tensors if is_lazy(tensor)), None)) is not None:
         raise ValueError(f"{name} has no shape yet; run the network once on an example")
@@ -245,7 +245,7 @@ def move(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Move the parameters and buffers whose dotted names are selected, and return those names.
+    """Move the selected parameters and buffers to a device or dtype, and return their dotted names.
 
     Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers stay
     valid; gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not
@@ -280,7 +280,7 @@ def move(
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Training or evaluation mode inside; each module's mode is restored afterwards.
+    """Put a model into training or evaluation mode in the context; each module's mode is restored afterwards.
 
     A frozen ScriptModule always runs in evaluation mode.
     """

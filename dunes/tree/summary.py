@@ -1,4 +1,4 @@
-"""The modules of a network: their structure, and a table of shapes, FLOPs, memory."""
+"""Describe the modules of a network: their structure, and a table of their shapes, FLOPs and memory."""
 
 import re
 import warnings
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with all its submodules; `name` is its place, "" for the network.
+    """Figures of a module including its submodules; `name` is the module's place, "" for the network.
 
-    `bytes` counts parameters and buffers, `flops` matrix products and convolutions in a forward, `kept` the bytes
-    saved for backward, including the output. Without an example, both and `calls` are None, and the shapes empty.
-    A `container` has no forward (such as a ModuleList), or one without hooks (a ScriptModule).
+    `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
+    pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
+    `flops` and `kept` are None, and the shapes are empty. `container` is True for a module without a forward, such
+    as a ModuleList, and for a ScriptModule, whose calls are not seen.
     """
 
     name: str
@@ -46,11 +47,11 @@ class Layer:
 
 
 def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
-    """All modules, parents before children; `model(*example, **keywords)` determines shapes, FLOPs and memory.
+    """A `Layer` for each module, parents first; `model(*example, **keywords)` gives shapes, FLOPs and memory.
 
-    The example runs in evaluation mode on a copy without values, which takes no time or memory. If that is
-    impossible, since shapes depend on values or the network cannot be copied, the network itself runs once. FLOPs
-    cover only operations known to torch's counter: no quantized layers and packed experts. Raises ValueError, with
+    The example runs in evaluation mode on a copy of the network without values, which takes no time or memory. If
+    the network cannot be copied or its shapes depend on values, the network itself runs once. FLOPs cover only
+    operations that torch's counter knows: neither quantized layers nor packed experts. Raises ValueError, naming
     the place, for an example that does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
@@ -62,7 +63,7 @@ def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
 
 @dataclass
 class _Run:
-    """Totals over the forwards of one module."""
+    """Totals over all forward calls of one module; shapes are from the first call."""
 
     inputs: str = ""
     outputs: str = ""
@@ -87,7 +88,7 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """The forwards of each place, on a copy without values if possible; otherwise on the network itself."""
+    """Run the example on a copy without values, or if that fails, on the network; returns each place's totals."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     with suppress(Exception):  # a network may raise anything when it is copied, or needs values
@@ -123,7 +124,7 @@ def _forward(
 
 @contextmanager
 def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
-    """Run a copy without values, if `fake` is given, without fused LSTM kernels, whose FLOPs are not counted."""
+    """With `fake`, run the body on tensors without values and without fused LSTM kernels, which hide FLOPs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -132,7 +133,7 @@ def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
 
 
 class _Recorder:
-    """Shapes, FLOPs and memory of each place in a forward."""
+    """Records the shapes, FLOPs and memory of each place during a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.utils.flop_counter import FlopCounterMode
@@ -164,7 +165,7 @@ class _Recorder:
         self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Add live allocations to `kept` of the module that allocated them and of its parents."""
+        """Add the size of each live allocation to `kept` of the module that allocated it and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
@@ -188,18 +189,18 @@ class _Node:
 
     @property
     def key(self) -> str:
-        """The last part of its name."""
+        """The last part of the layer's name."""
         return self.layer.name.rpartition(".")[2]
 
     def signature(self) -> tuple[Any, ...]:
-        """Key of equal modules, which share a line; `kept` may be larger in the first of a stack."""
+        """A key that equal modules share. It ignores `kept`, which may be larger for the first one in a stack."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.key, n.signature()) for n in self.inside))
 
 
 def print_layers(rows: Sequence[Layer]) -> None:
-    """Print a table of the results of `layers`; of equal modules in a row, only the last is shown."""
+    """Print a table of the results of `layers`; consecutive equal modules share a line."""
     nodes = {row.name: _Node(row) for row in rows}
     for name, node in nodes.items():
         if name:
@@ -253,7 +254,7 @@ class ModuleRow(NamedTuple):
 
 
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
-    """Names, classes, plain attributes and shapes of every module; two models with equal rows are the same."""
+    """A row for each module: name, class, plain attributes and shapes. Models with equal rows are the same."""
     for place, module in model.named_modules():
         attrs = {k: stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}

@@ -1,7 +1,7 @@
-"""Watch the outputs of modules and their gradients, and leave no hooks on the model.
+"""Watch the outputs of modules and the gradients of these outputs, and leave no hooks on the model.
 
-Compiled code ignores hooks added after compilation, and keeps the hooks it was compiled with. It runs uncompiled
-while watched.
+Compiled code ignores hooks that are added after compilation, and keeps hooks that were added before it. So a
+compiled model runs uncompiled while it is watched.
 """
 
 import sys
@@ -25,17 +25,17 @@ from dunes.tree.places import Where, find
 Forward = Callable[[str, Any], object]
 """Called with the place of a module and its output."""
 Backward = Callable[[str, str, Tensor], object]
-"""Called with the place of a module, the path in its output ("" for a plain tensor) and the gradient."""
+"""Called with a module's place, the path of a tensor in its output ("" for a plain tensor), and its gradient."""
 
 
 @contextmanager
 def hooks(
     model: nn.Module, where: Where = "**", forward: Forward | None = None, backward: Backward | None = None
 ) -> Iterator[None]:
-    """Call `forward` with the output of each call of the selected modules, and `backward` with its gradients.
+    """Call `forward` with each output of the selected modules, and `backward` with each gradient of an output.
 
     The recomputation of a checkpointed module in backward does not count as a call. All hooks on modules and
-    tensors are removed afterwards, even if the body raises. The results of `torch.compile` run uncompiled inside.
+    tensors are removed afterwards, even if the body raises. Compiled modules run uncompiled in the context.
     Raises ValueError if nothing is selected, and for parts of a ScriptModule, which call no hooks.
     """
     active, handles = True, list[RemovableHandle]()
@@ -85,7 +85,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors: `count`, `nonfinite` and `zeros` (a fraction) of all values, others of finite ones.
+    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values, the rest finite values.
 
     `std` is the population's standard deviation, `largest` the largest absolute value.
     """
@@ -108,7 +108,7 @@ class Statistics:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Add the values of a floating-point tensor; meta, sparse and nested tensors have none to add."""
+        """Add the values of a floating-point tensor; meta, sparse and nested tensors are ignored."""
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel():
             return
         values = tensor.detach().float() if tensor.dtype != torch.float64 else tensor.detach()
@@ -121,7 +121,7 @@ class Statistics:
             self._merge(before, finite)
 
     def _merge(self, before: int, finite: Tensor) -> None:
-        """Combine means and squares of two sets by the difference of their means (Chan, Golub, LeVeque 1983)."""
+        """Merge mean and squared deviations of two sets of values, as in Chan, Golub and LeVeque (1983)."""
         variance, mean = (float(x) for x in torch.var_mean(finite, correction=0))
         largest, number = float(finite.abs().max()), finite.numel()
         if not before:
@@ -144,11 +144,12 @@ class ModuleStatistics:
 
 @contextmanager
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
-    """`with statistics(model) as of: loss(model(x)).backward()`, then `of["fc1"].gradient.std`.
+    """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    A module with several outputs has an entry for each, such as `lstm[0]`; a module at several places is listed
-    under the first; modules that were not called are added at the end. Memory does not grow with the calls; each
-    one waits for the device. Raises ValueError like `hooks`.
+    One of them is `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such as
+    `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are added
+    at the end. Memory does not grow with the number of calls; each call waits for the device. Raises ValueError
+    like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):

@@ -1,1 +1,1 @@
-"""Formats on disk, one file each: PEFT adapters, GGUF, Meta's native, quantized weights, ONNX, C++."""
+"""File formats, one module for each: PEFT adapters, GGUF, Meta's native, quantized weights, ONNX, C++."""

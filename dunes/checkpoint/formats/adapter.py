@@ -1,4 +1,4 @@
-"""Adapters on disk in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
+"""Save and load adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -60,7 +60,7 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The base of a model's adapters: its linear layers and embeddings, and PEFT's targets by the weight's name.
+    """The base of a model's adapters: its linear layers and embeddings, and PEFT's targets by weight names.
 
     `plain` is the model without adapters, with quantized layers replaced by linear layers on the meta device.
     """
@@ -72,7 +72,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module) -> AdapterBase:
-    """The base of a model's adapters. Raises ValueError for a model without a Hugging Face config."""
+    """The base of a model's adapters. Raises ValueError if no Hugging Face config describes the base."""
     plain = lora.base_model(model)
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
@@ -95,10 +95,10 @@ def _dense_module(module: nn.Module) -> nn.Module:
 
 
 def structure_digest(base: AdapterBase, change: Change) -> str:
-    """SHA-256 of the structure, without weights and dtypes, of the dense base with this adapter alone.
+    """SHA-256 of the structure of the dense base with only this adapter; weights and dtypes are ignored.
 
-    It differs for adapters of equal shapes but different alpha, and for bases with different rotary settings.
-    Dtypes are left out since they may change during training.
+    The digest differs for adapters of equal shapes but different alpha, and for bases with different rotary
+    settings. Dtypes are ignored since they may change during training.
     """
     model = lora.base_model(base.plain)
     lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
@@ -116,14 +116,14 @@ def save_adapter(
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the named adapter; `base` is the folder or Hub name of the model that it was trained on.
+    """Write a model's adapter to a folder; `base` is the folder or Hub name of the model that it was trained on.
 
-    `identity` is the model's `base_identity` before its weights were rounded, or for quantized weights
-    `base_identity` before | `base_identity` after. Tokenizer and context length are saved for use with the
-    adapter. `facts` go into the card; its "changes" are records of earlier changes to the base, which loading
-    repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. The save is atomic, as in
-    `save`. Raises ValueError, naming the module, for adapters that PEFT's format cannot express, and for a folder
-    with a model from elsewhere, which would hide the adapter.
+    `identity` is the model's `base_identity` from before its weights were rounded. For quantized weights, it is
+    `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
+    are saved for use with the adapter. `facts` go into the card; their "changes" are records of earlier changes to
+    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. The
+    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
+    express, and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
     read_consistently(folder, _refuse_foreign_model)
@@ -174,8 +174,10 @@ def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, 
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The base's absolute path or Hub name; and for the card, its path relative to the adapter's folder, which
-    stays valid if both folders are relocated together."""
+    """The base's absolute path or Hub name, and an entry for the card: its path relative to the adapter's folder.
+
+    The relative path stays valid if both folders are relocated together.
+    """
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
@@ -194,7 +196,7 @@ def _factors(adapter: Adapter) -> Factors:
 
 
 def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
-    """Targets that contain these modules, with stacked experts as in recent PEFT versions."""
+    """The targets that contain these modules; experts are stacked, as in recent PEFT versions."""
     target_of: dict[str, Target] = {}
     for target in base.targets.values():
         for module in target.modules:
@@ -207,7 +209,7 @@ def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
 
 
 def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the file."""
+    """Names and tensors to write into the adapter's file."""
     # PEFT nests the wrappers of a module's parameters: the last parameter is outermost.
     stacked = {target for target, _ in factors if target.stacked}
     outermost = {t.parent: t for t in base.targets.values() if t in stacked}
@@ -226,9 +228,10 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, settings: LoraConfig
 ) -> dict[str, Any]:
-    """The adapter_config.json, with modules listed by the last part of their names if all such are adapted.
+    """The adapter_config.json. It lists the last part of modules' names if all modules with that part are adapted.
 
-    Rank and alpha are the most common ones, with patterns for modules with others.
+    `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
+    `alpha_pattern`.
     """
     paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
@@ -263,7 +266,7 @@ def _leaf(path: str) -> str:
 
 
 def _divisor(rank: int, rslora: bool) -> float:
-    """The quotient of alpha and scale."""
+    """The quotient `alpha / scale` of an adapter of this rank."""
     return rank**0.5 if rslora else rank
 
 
@@ -271,9 +274,9 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     """Load an adapter from a folder, activate it under this name, and return the change.
 
     Raises ValueError, before the model is changed, for a damaged file, an unsupported method, an unexpected
-    tensor, a shape or rank that does not fit, an adapter without effect and, unless `any_base` is set, an adapter
-    of another base, or of one that cannot be compared. Warns if the adapter has no digests of its base, as from
-    PEFT.
+    tensor, a shape or rank that does not fit, and an adapter without effect. Unless `any_base` is set, also raises
+    ValueError if the adapter's base is another model or cannot be compared. Warns if the adapter has no digests of
+    its base, for example because PEFT wrote it.
     """
     folder = saved_folder(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
@@ -282,7 +285,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
 
 
 def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_base: bool = False) -> Change:
-    """`load_adapter` for a base whose weights the caller has verified."""
+    """Load an adapter, like `load_adapter`, for a base whose weights the caller has verified."""
     card = verified_card(folder)
     peft = PeftConfig.read(folder / ADAPTER)
     base = adapter_base_of(model)
@@ -298,7 +301,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Settings from the adapter_config.json at `path`; `ranks` and `alphas` are by patterns of targets."""
+    """Settings from the adapter_config.json at `path`; `ranks` and `alphas` map patterns of targets to values."""
 
     path: Path
     options: Lora
@@ -308,12 +311,12 @@ class PeftConfig:
 
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
-        """The settings in a file. Raises ValueError for other methods than LoRA and for unsupported settings."""
+        """The settings in a file. Raises ValueError for methods other than LoRA and for unsupported settings."""
         return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
 
     @classmethod
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """The settings from the file's contents. Raises ValueError as `read`."""
+        """The settings in a file's content. Raises ValueError in the same cases as `read`."""
         dropout = config.get("lora_dropout") or 0.0
         is_rate = type(dropout) is float and 0 <= dropout < 1
         try:
@@ -353,7 +356,7 @@ KNOWN_SETTINGS = {
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "target_modules", "target_parameters", "task_type"),
 }
-"""Settings that are read, settings of training, and settings that names and shapes of the tensors imply."""
+"""Settings that are read, settings of training only, and settings that the tensors' names and shapes imply."""
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "true", "false")
 """Values of `init_lora_weights` that do not change the base."""
 
@@ -407,7 +410,7 @@ def _read_patterns(key: str, config: Mapping[str, Any], *types: type) -> dict[st
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Suffixes in target_modules; empty if other settings exclude some of these modules."""
+    """The suffixes listed in `target_modules`; empty if it is no list, or if other settings exclude modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -416,12 +419,12 @@ def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """PEFT's rule: the regular expression matches the end of the name, after a dot."""
+    """True if the regular expression matches the name, or the end of the name after a dot, as in PEFT."""
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
 def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card was written for a model of another structure."""
+    """Raise ValueError if the card was written for a base with adapter of another structure."""
     if card.get("format") in (1, 2):  # digests over other classes and attributes
         warnings.warn(
             f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
@@ -451,7 +454,7 @@ PARTS = {
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
-    """Tensors of the file by module and part. Raises ValueError for names that do not belong to an adapter."""
+    """The adapter file's tensors, by module and part. Raises ValueError for names that no adapter has."""
     path = next(filter(None, (find_file(folder, name) for name in WEIGHTS)), None)
     if path is None:
         raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
@@ -472,7 +475,7 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
-    """Factors of each module. Raises ValueError, naming the tensor, if one does not fit."""
+    """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
     groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in base.targets]
     prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
@@ -513,7 +516,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file; for stacked experts by shape, as their nesting varies by writer."""
+    """The target of a module in the file; stacked experts are matched by shape, as their nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain
@@ -529,7 +532,7 @@ def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -
 
 
 def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
-    """Parts of another shape than the target's, given the rank of A, each with both shapes."""
+    """A line for each part whose shape does not fit the target and the rank of `A`, with both shapes."""
     inputs = sides(base.modules[target.modules[0]])[0]
     outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
     rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0
@@ -558,7 +561,7 @@ def _read_target(module: str, group: Weights, target: Target, peft: PeftConfig, 
 
 
 def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
-    """Raise ValueError if the embedding that PEFT saves beside its adapter differs from the base's."""
+    """Raise ValueError if the embedding that PEFT saves beside an adapter differs from the base's embedding."""
     table = dense(base)
     if stored.shape != table.shape or not torch.equal(stored.read().to(table), table):
         raise ValueError(

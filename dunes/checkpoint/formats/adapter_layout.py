@@ -1,7 +1,7 @@
 """The layout of adapters in PEFT's files. https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 One tensor of a checkpoint may correspond to several modules: GPT-2's c_attn is q, k and v concatenated, and recent
-files stack all experts of a layer. A *target* is such a tensor of the base model with its modules.
+files stack all experts of a layer. A *target* is a tensor of the base model's checkpoint, with its modules.
 """
 
 # Shapes: I inputs, O outputs, R rank, E experts.
@@ -19,7 +19,7 @@ from dunes.models.names import Names, fields, match_indices, substitute
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of the update scale * B @ A, with A (R, I) and B (O, R); with DoRA, `magnitude` (O,)."""
+    """Factors of the update `scale * B @ A`, with `A` (R, I) and `B` (O, R); DoRA also has `magnitude` (O,)."""
 
     A: Tensor
     B: Tensor
@@ -33,7 +33,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A base weight by its Hugging Face name; `rows` are its modules, one row for each expert if `stacked`."""
+    """A base weight, by its Hugging Face name. `rows` has its modules; if `stacked`, one row for each expert."""
 
     weight: str
     rows: tuple[tuple[str, ...], ...]
@@ -56,7 +56,7 @@ class Target:
 
 
 def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
-    """All targets that may contain these modules, by the weight's name, in the order of the table."""
+    """All targets that may contain these modules, by the weight's name, in the order of the table `names`."""
     keys = [f"{module}.weight" for module in modules]
     targets: dict[str, Target] = {}
     for rule in names:
@@ -108,7 +108,11 @@ def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
 
 
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
-    """A and B for concatenated modules: the shared A if all are equal, else a block-diagonal B."""
+    """`A` and `B` for modules joined along their outputs.
+
+    If all have the same `A`, it is kept once and their `B`s are concatenated; otherwise the `A`s are concatenated
+    and `B` is block-diagonal.
+    """
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if not parts[0].A.is_meta and all(torch.equal(p.A, parts[0].A) for p in parts):
         return parts[0].A, torch.cat(b)
@@ -116,9 +120,9 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
 
 
 def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
-    """Factors of each module of a target, without zero columns of B and their rows of A, and of limited rank.
+    """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
 
-    Modules without any nonzero column are omitted.
+    Modules without a nonzero column and without a magnitude are omitted.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: _limit_rank(joined)}
@@ -137,7 +141,7 @@ def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
 
 
 def _limit_rank(f: Factors) -> Factors:
-    """The same update with a rank of at most min(I, O); a router of 8 experts may have an adapter of rank 16."""
+    """The same update with a rank of at most `min(I, O)`; a router of 8 experts may have an adapter of rank 16."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):
         return f

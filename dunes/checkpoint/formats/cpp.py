@@ -1,8 +1,8 @@
-"""A folder from which a program without Python generates text, or runs another network: compiled code, weights,
-tokenizer, and the sources of a library with a C interface.
+"""Write a folder from which a program without Python generates text or runs another network.
 
-The code is what `dunes compile` keeps, or AOTInductor's of a whole forward; it serves this kind of processor and
-this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+The folder has compiled code, weights, the tokenizer, and the sources of a library with a C interface. The code is
+the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. It runs on this kind
+of processor and this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
 import json
@@ -41,25 +41,25 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Before the names of weights that the code for a text's beginning has in another dtype."""
+"""Prefix of the names of weights that the code for the beginning of a text needs in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
-"""Of a checksum: https://prng.di.unimi.it/splitmix64.c"""
+"""Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""
 INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
-"""Of what Linux lists of an x86 processor, that for which compilers write instructions; all of it on others."""
+"""Those flags of an x86 processor, as Linux lists them, that name instructions which compilers may emit."""
 UNSUPPORTED = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
-"""Settings of byte pairs that the program does not have."""
+"""Settings of byte-pair tokenizers that the program does not support."""
 NO_TOKENIZER = "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
 def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
-    """`export_native` of the language model in `folder`; returns also how to build the program."""
+    """Write the language model in `folder` with `export_native`; also returns commands that build the program."""
     check_target(out)
     loaded, show = checkpoint.load(folder), partial(print, flush=True)
     line = export_native(loaded, out, getattr(torch, dtype) if dtype else None, show)
@@ -67,7 +67,7 @@ def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
 
 
 def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
-    """`export_network` of the network in `folder`, for an input of these sizes, batch included."""
+    """Write the network in `folder` with `export_network`, for an input of these sizes, batch included."""
     check_target(out)
     line = export_network(checkpoint.load_network(folder), torch.rand(*sizes), out)
     return line + _next_commands(out, "--image FILE.pgm")
@@ -88,12 +88,12 @@ def export_native(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] = lambda line: None,
 ) -> str:
-    """Write the folder `out` with the model's compiled decoding; returns a line on what was written.
+    """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
 
-    `dtype` and the time are those of `compile_step`; `show` gets a line before it. Raises ValueError, before
-    any work, if `out` exists, without a C++ compiler, and for models that are no decoders, that need their entire
-    text for each token, or that attend to fewer than 8 tokens; afterwards for those that cannot be compiled, and,
-    with nothing written, if code and weights of the folder compute something else.
+    `dtype` is an argument of `compile_step`; `show` gets a line before that call, which takes minutes. Raises
+    ValueError, before any work, if `out` exists, if no C++ compiler is installed, and for models that are no
+    decoders, need the entire text for each token, or attend to fewer than 8 tokens. Later, raises ValueError if
+    the model cannot be compiled, or if the folder's code computes something else; then nothing is written.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
@@ -131,12 +131,12 @@ def export_native(
 
 
 def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
-    """Write the folder `out` with a network's forward in evaluation mode; returns a line on what was written.
+    """Write the folder `out` with a network's compiled forward, in evaluation mode; returns a line on the folder.
 
-    It takes and gives float32 tensors of the shapes that it has with this example, on the CPU. Raises ValueError,
-    before any work, if `out` exists, without a C++ compiler, and for a network that does not map one such tensor
-    to another or changes its buffers; afterwards for what torch cannot export or compile, and if the code
-    computes something else.
+    The code maps a float32 tensor to a float32 tensor on the CPU, with the shapes of this example. Raises
+    ValueError, before any work, if `out` exists, without a C++ compiler, and if the network does not map one
+    float32 tensor to another, or changes its buffers. Later, raises ValueError if torch cannot export or compile
+    the network, or if the code computes something else.
     """
     check_target(out)
     expected = _check_network(model, example)
@@ -156,7 +156,7 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
 
 
 def check_target(out: Path) -> None:
-    """Raise ValueError if `out` exists, on Windows, and without a C++ compiler."""
+    """Raise ValueError if `out` exists, on systems other than Linux and macOS, and without a C++ compiler."""
     if platform.system() not in ("Linux", "Darwin"):
         raise ValueError("--to cpp: for Linux and macOS only")
     if out.exists() or out.is_symlink():
@@ -166,7 +166,7 @@ def check_target(out: Path) -> None:
 
 
 def _check_network(model: nn.Module, example: Tensor) -> Tensor:
-    """The network's output for the example. Raises ValueError for one that cannot be exported."""
+    """The network's output for the example. Raises ValueError for a network that cannot be exported."""
     if packages.has_hooks(model):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
     if elsewhere := [n for n, t in named_tensors(model).items() if t.device.type != "cpu"]:
@@ -179,7 +179,7 @@ def _check_network(model: nn.Module, example: Tensor) -> Tensor:
 
 
 def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the others that differ, under names of their own."""
+    """The tensors in `others` that differ from `weights`, with names prefixed by OF_TEXTS."""
     return {
         OF_TEXTS + name: tensor
         for name, tensor in others.items()
@@ -219,9 +219,9 @@ def _write(
     fill: Callable[[Path], None],
     verify: Callable[[Path, Mapping[str, Tensor]], None],
 ) -> str:
-    """Write the folder with these weights, whatever `fill` writes, the sources, and the card.
+    """Write a folder with these weights, the files that `fill` writes, the sources, and the card.
 
-    `verify` gets the staged folder with the weights read back, and raises ValueError if they are wrong.
+    `verify` gets the temporary folder and the weights read back from it; it raises ValueError if these are wrong.
     """
     aliases, own = _without_aliases(weights)
     card = {
@@ -253,7 +253,7 @@ def _write(
 
 
 def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The names of tensors that are stored under another name, and the tensors to store."""
+    """A dict from each alias of a stored tensor to the tensor's stored name, and the tensors to store."""
     stored: dict[tuple[Any, ...], str] = {}
     keys = {n: (t.data_ptr(), t.dtype, tuple(t.shape), t.stride()) for n, t in weights.items()}
     names = {name: stored.setdefault(key, name) if key[0] else name for name, key in keys.items()}
@@ -262,14 +262,14 @@ def _without_aliases(weights: Mapping[str, Tensor]) -> tuple[dict[str, str], dic
 
 
 def instructions() -> Sequence[str]:
-    """The instructions of this processor, as Linux names them; none on other systems."""
+    """The instruction sets of this processor, as Linux names them; empty on other systems."""
     fields = measure.processor()
     of_x86 = [flag for flag in fields.get("flags", "").split() if INSTRUCTIONS.fullmatch(flag)]
     return of_x86 or fields.get("Features", "").split()
 
 
 def checksum(file: Path) -> str:
-    """The sum of the file's words of 8 bytes, each mixed with its place: native/folder.h computes the same."""
+    """Hex checksum: the file's size plus its 8-byte words, each mixed with its index, as in program/folder.h."""
     total = size = file.stat().st_size
     with file.open("rb") as stream:
         for start in range(0, size, CHUNK):
@@ -283,11 +283,12 @@ def checksum(file: Path) -> str:
 
 
 def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
-    """The tables of a tokenizer of bytes, byte pairs or characters; None for any other.
+    """The tables of a tokenizer of bytes, byte pairs or characters; None for any other tokenizer.
 
-    `bytes` (N,) are those of all ids in sequence and `ends` (ids,) where each id's end; `first` (N, 2) has the id
-    of each byte, or of each character as the number that its UTF-8 bytes make; `merges` (N, 3) two ids and the id
-    that they become, first learned first. `characters` is there if text is split into characters, not lines.
+    `bytes` (N,) has the bytes of all tokens, one after another; `ends` (V,) has the end of each token in `bytes`.
+    A row of `first` (N, 2) is a byte and its id, or a character (the big-endian number of its UTF-8 bytes) and its
+    id. A row of `merges` (N, 3) is two ids and the id that they merge into; merges learned first come first.
+    `characters` exists only if text is split into characters, not lines.
     """
     content = json.loads(tokenizer.json())
     plain = content["normalizer"] is None and all(token["special"] for token in content["added_tokens"])

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's format: metadata, vocabulary and weights in one file, by the `gguf` package.
+"""Read and write GGUF, llama.cpp's file format for metadata, vocabulary and weights, with the `gguf` package.
 
 The package maps names of tensors from Hugging Face to llama.cpp; `KEYS` maps the keys of a config.json.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -43,19 +43,19 @@ ARCHITECTURES = {
     **{family: family for family in ("arcee", "qwen2", "qwen3", "gpt2")},
     "qwen3_moe": "qwen3moe",
 }
-"""llama.cpp's architecture by family."""
+"""The name of llama.cpp's architecture for each family."""
 PAIRED = ("llama", "arcee")
 """Architectures whose rotary embedding rotates adjacent dimensions, as in Meta's code."""
 UNBIASED = ("arcee", "qwen3", "qwen3moe")
 """Architectures without biases."""
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 EXACT = ("ffn_gate_inp", "position_embd")
-"""Matrices that llama.cpp needs in float32."""
+"""Parts of the names of matrices that llama.cpp needs in float32."""
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
-"""Elements in a block of the quantized types."""
+"""Number of elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
-"""Tensor of the divisors of rotary frequencies, for LLaMA 3's scaling."""
+"""Name of the tensor of divisors of the rotary frequencies, for LLaMA 3's scaling."""
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -88,10 +88,10 @@ def write(
 ) -> Counter[str]:
     """Write `weights`, by the model's names, in `dtype` (one of TYPES); returns the number of tensors by type.
 
-    Vectors, routers and learned positions stay in float32. In quantized files, matrices whose rows are no multiple
-    of 32 are float16; in q4_0, embedding and head are q8_0. The file is read back and compared, one tensor in
-    memory at a time. Raises ValueError for models that llama.cpp does not support, before the file is opened, for
-    values that overflow the dtype, and if the file reads back with other weights.
+    Vectors, routers and learned positions stay in float32. In quantized files, matrices whose row length is no
+    multiple of 32 are float16; in q4_0 files, embedding and head are q8_0. The file is read back and compared, one
+    tensor in memory at a time. Raises ValueError, before the file is opened, if llama.cpp does not support the
+    model; later, for values that overflow the dtype, and if the file reads back with other weights.
     """
     package, kind, fields = extra("gguf", "gguf"), TYPES[dtype], _fields(model, tokenizer)
     weights = {**weights, **_frequencies(model)}
@@ -148,7 +148,7 @@ def _encode(tensor: LazyTensor, number: Any) -> tuple[Any, Any]:
 def _verify(
     path: Path, fields: Mapping[str, Any], names: Names, weights: Weights, numbers: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless a file has this metadata and these weights, rounded to the file's types."""
+    """Raise ValueError unless the file has this metadata, and these weights rounded to the file's types."""
     stored = read_header(path).fields
     if other := next((key for key, value in fields.items() if not _same_value(stored.get(key), value)), None):
         raise ValueError(f"{path}: the written file has another {other}; check the disk")
@@ -163,7 +163,7 @@ def _verify(
 
 
 def _same_value(stored: Any, value: Any) -> bool:
-    """True if the value of a key is read back as it was written: texts in lists as bytes, numbers in float32."""
+    """True if a metadata value reads back as it was written: strings in lists as bytes, numbers in float32."""
     if isinstance(value, list | tuple):
         expected = [item.encode() if isinstance(item, str) else item for item in value]
         return bool(expected == (stored.tolist() if isinstance(stored, np.ndarray) else stored))
@@ -219,7 +219,7 @@ def _context_length(hf: Mapping[str, Any]) -> int:
 
 
 def window_note(model: Architecture) -> str:
-    """Note for users on a context length that is cut to the sliding window; empty if it is not."""
+    """Note for users if the context length is cut to the sliding window; otherwise empty."""
     hf = FAMILIES[model.family].to_hf(model.config)
     if not hf.get("sliding_window") or (cut := _context_length(hf)) == (length := hf["max_position_embeddings"]):
         return ""
@@ -259,7 +259,7 @@ def _frequencies(model: Architecture) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of a GGUF file and its further parts; quantized ones are dequantized to float32 when read.
+    """Tensors of a GGUF file, which may have several parts; quantized tensors become float32 when read.
 
     Raises ValueError for an unsafe or duplicate name, an unknown type, and a tensor that is not within the file.
     """
@@ -347,7 +347,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling, with its usual bounds 1 and 4. Raises ValueError unless it gives these divisors."""
+    """LLaMA 3's scaling with its usual bounds 1 and 4. Raises ValueError unless it results in these divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

@@ -1,4 +1,4 @@
-"""Meta's and Mistral's native format: params.json, consolidated.*, rotary embedding on adjacent pairs.
+"""Read Meta's and Mistral's native format: params.json, consolidated.*, rotary embedding on adjacent pairs.
 
 params.json is translated into an equivalent config.json, which the families read.
 https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral-inference
@@ -23,9 +23,9 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys, and `max_batch_size`, which does not affect the model. Others are refused, as they might."""
+"""Supported keys; `max_batch_size` does not affect the model. Other keys may affect it, and are refused."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
-"""Keys that are accepted with this value only."""
+"""Keys that are accepted only with these values."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 LLAMA_3_2_DIMS = (2048, 3072)
 """Widths of LLaMA 3.2, which has another rotary scaling factor than LLaMA 3.1."""
@@ -35,7 +35,7 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
     """The config.json equivalent to a params.json, and a note for each assumed value.
 
     `vocab` is the number of embedding rows in the files, since params.json may have -1. Raises ValueError for
-    unknown keys and invalid values, KeyError for missing keys. The family checks values that are only passed on.
+    unknown keys and invalid values, KeyError for missing keys. The family checks values that are only copied.
     """
     p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
     _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")
@@ -94,13 +94,13 @@ def _rope_scaling(p: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
 
 def _hidden(p: Mapping[str, Any]) -> int:
-    """Hidden neurons: 8/3 times the width, times `ffn_dim_multiplier`, rounded up to a `multiple_of`."""
+    """Number of hidden neurons: `8/3 * dim * ffn_dim_multiplier`, rounded up to a multiple of `multiple_of`."""
     hidden = int(number(p, "ffn_dim_multiplier", 1.0) * int(8 * size(p, "dim") / 3))
     return -(-hidden // size(p, "multiple_of")) * size(p, "multiple_of")
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """The sliding window, given as a number, a string, or a list of equal numbers for the layers; or None."""
+    """The sliding window, or None. It may be given as a number, a string, or a list of equal numbers by layer."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
@@ -135,10 +135,10 @@ def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> in
 
 
 def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
-    """The table of native names of the weights.
+    """The table that maps native names of weights to the model's names.
 
-    With `permuted`, rows of the query and key projections are reordered from adjacent pairs to halves. Without it
-    they stay, for a model whose rotary embedding rotates adjacent pairs.
+    With `permuted`, rows of the query and key projections are reordered from adjacent pairs to halves. Without it,
+    rows keep their order, for a model whose rotary embedding rotates adjacent pairs.
     """
 
     def permute(heads: int) -> Layout:
@@ -161,7 +161,7 @@ def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
 
 FEED_FORWARD, MLP, MATRICES = "layers.{i}.feed_forward", "blocks.{i}.mlp", {"w1": "gate", "w3": "up", "w2": "down"}
 IGNORED_NAMES = ("rope.freqs", "layers.{i}.attention.inner_attention.rope.freqs")
-"""Rotary tables in old files, ignored since they are computed."""
+"""Names of rotary tables in old files; ignored, since the model computes these tables."""
 
 
 def _mlp(theirs: str, ours: str) -> Names:
@@ -169,7 +169,7 @@ def _mlp(theirs: str, ours: str) -> Names:
 
 
 def _experts(count: int) -> Names:
-    """Names of separate experts (mistral-inference) and stacked ones (Mixtral's first release, w2 transposed)."""
+    """Names of separate experts (mistral-inference) and stacked experts (first Mixtral release, w2 transposed)."""
     stacked = []
     for w, part in MATRICES.items():
         layout = partial(_transpose_each, count=count) if w == "w2" else identity
@@ -193,10 +193,10 @@ def to_halves(weight: Tensor, heads: int) -> Tensor:
 
 
 def join_shards(shards: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
-    """Join tensor-parallel shards; `shapes` are the expected shapes by name.
+    """Join tensor-parallel shards; `shapes` has the expected shape of each tensor by its name.
 
-    A replicated tensor is taken from the first shard; others are concatenated along the dimension that gives the
-    expected shape.
+    A replicated tensor is taken from the first shard; other tensors are concatenated along the dimension that
+    gives the expected shape.
     """
     keys = dict.fromkeys(key for shard in shards for key in shard)
     return {key: _join([shard[key] for shard in shards if key in shard], shapes.get(key)) for key in keys}

@@ -1,4 +1,4 @@
-"""A forward without a cache as an ONNX file: https://onnx.ai, written by torch.onnx."""
+"""Write a model's forward pass without a cache as an ONNX file (https://onnx.ai), with torch.onnx."""
 
 import logging
 import warnings
@@ -26,22 +26,22 @@ SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
 
 
 def export_folder(folder: Path, out: Path) -> str:
-    """`export_onnx` of the language model in `folder`."""
+    """Write the language model in `folder` as an ONNX file, with `export_onnx`."""
     return export_onnx(checkpoint.load(folder), out)
 
 
 def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
-    """`write_onnx` of the network in `folder`, for an input of these sizes, batch included."""
+    """Write the network in `folder` as an ONNX file for an input of these sizes, batch included."""
     size = write_onnx(checkpoint.load_network(folder), torch.rand(*sizes), out)
     return f"{size}, of an input of {' x '.join(map(str, sizes))}"
 
 
 def export_onnx(loaded: LoadedModel, out: Path) -> str:
-    """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on what was written.
+    """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
-    The model becomes float32, and quantized layers dense. Raises ValueError if `out` exists, without the extra
-    packages, and for mixtures, windows and more than 2 GB, before any work; for what torch cannot export; and,
-    with nothing written, if onnxruntime computes other logits.
+    The model itself is converted to float32, and its quantized layers become dense. Raises ValueError if `out`
+    exists, if the extra packages are missing, for mixtures of experts, sliding windows and models of more than
+    2 GB, if torch cannot export the model, and if onnxruntime computes other logits; then nothing is written.
     """
     if any(isinstance(module, MoE) for module in loaded.model.modules()):
         raise ValueError("--to onnx: a mixture of experts, whose calls depend on the tokens, cannot be exported")
@@ -55,9 +55,10 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
 
 
 def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
-    """Write the forward of any network with the shapes of this example, unless `options` of torch free them.
+    """Write the forward pass of any network as the ONNX file `out`; returns the file's size as text.
 
-    Raises ValueError as `export_onnx` does; what is compared are the outputs for the example.
+    Shapes are fixed to the example's, unless `options` for `torch.onnx.export` make some of them dynamic. Raises
+    ValueError like `export_onnx`, which here compares the outputs for the example.
     """
     options = {"input_names": ["input"], "output_names": ["output"]} | options
     runtime, _, checker = [extra(module, "onnx") for module in ("onnxruntime", "onnxscript", "onnx.checker")]

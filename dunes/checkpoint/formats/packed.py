@@ -1,6 +1,7 @@
 """Export a quantized model as a Hugging Face folder with packed weights in compressed-tensors' format.
 
-The `quantization_config` in config.json lists the layers of each kind. transformers, vLLM and others read them.
+The `quantization_config` in config.json lists the layers of each scheme. transformers, vLLM and others read the
+folder.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -38,17 +39,17 @@ ZERO_POINTS = (
 
 
 def export_packed(folder: Path, out: Path) -> str:
-    """Write the quantized model in `folder` to `out` with packed codes; returns a line on its contents.
+    """Write the quantized model in `folder` to `out` with packed codes; returns a line on the result.
 
-    Raises ValueError if `out` exists, for a model without quantized layers, with adapters, or with layers that the
-    format cannot express, and, with nothing written, if the result reads back with other logits.
+    Raises ValueError if `out` exists, if the model has no quantized layers, has adapters, or has layers that the
+    format cannot express, and if the result reads back with other logits; then nothing is written.
     """
     folder = readable_folder(folder)
     return rewrite(folder, out, partial(_packed, folder, out))
 
 
 def _packed(folder: Path, out: Path) -> Edit[str]:
-    """The quantized model in a folder, with packed codes."""
+    """The `Edit` for `rewrite`: the quantized model in a folder, with packed codes."""
     loaded = checkpoint.load(folder)
     model, tokenizer, length = loaded.model, loaded.tokenizer, loaded.context_length
     layers = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Quantized)}
@@ -83,7 +84,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
 
 def _their_name(model: Decoder, described: Architecture, place: str) -> str:
-    """Name of the module in Hugging Face's files. Raises ValueError for a weight in another layout."""
+    """The module's name in Hugging Face's files. Raises ValueError if they store its weight in another layout."""
     weight = model.get_parameter(f"{place}.weight")
     conversions, _ = to_theirs(FAMILIES[described.family].NAMES, [f"{place}.weight"])
     if len(conversions) != 1 or not torch.equal(conversions[0].make([weight]), weight):
@@ -119,7 +120,7 @@ def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, An
 
 
 def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """Unsigned codes (O, I), scales and zero points (O, G)."""
+    """A layer's unsigned codes (O, I), its scales (O, G) and its zero points (O, G)."""
     if isinstance(layer, GroupInt):
         return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.steps()
     assert isinstance(layer, Int8)
@@ -127,12 +128,12 @@ def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _int32(packed: Tensor) -> Tensor:
-    """Rows of bytes (O, N), padded with zeros, as int32 (O, ceil(N / 4))."""
+    """View rows of bytes (O, N), padded with zeros, as int32 (O, ceil(N / 4))."""
     return F.pad(packed, (0, -packed.shape[1] % 4)).contiguous().view(torch.int32)
 
 
 def _quantization_config(schemes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The `quantization_config` of config.json, for the schemes of layers by their names in the files."""
+    """The `quantization_config` for config.json; `schemes` has each layer's scheme by its name in the files."""
     distinct = {str(scheme): scheme for scheme in schemes.values()}.values()
     layers = [[name for name, other in schemes.items() if other == scheme] for scheme in distinct]
     return {

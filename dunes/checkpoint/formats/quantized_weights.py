@@ -1,9 +1,10 @@
-"""Weights that other libraries quantized, read as dense weights.
+"""Read weights that other libraries have quantized, and dequantize them.
 
-transformers with bitsandbytes, in 4 bits: `X.weight` has packed codes, two in a byte, with `X.weight.absmax` (a
-scale for each block), `X.weight.quant_map` (the 16 levels) and, as JSON in bytes,
-`X.weight.quant_state.bitsandbytes__nf4`. With double quantization the scales are bytes, too, with `nested_absmax`,
-`nested_quant_map` and an offset. https://github.com/bitsandbytes-foundation/bitsandbytes
+bitsandbytes (4 bits, as transformers writes it): `X.weight` has packed codes, two in a byte. Its parts are
+`X.weight.absmax` (a scale for each block), `X.weight.quant_map` (the 16 levels) and
+`X.weight.quant_state.bitsandbytes__nf4` (JSON as bytes). With double quantization, the scales are codes of one
+byte, decoded by `nested_absmax`, `nested_quant_map` and an offset.
+https://github.com/bitsandbytes-foundation/bitsandbytes
 
 compressed-tensors: `pack-quantized` stores `X.weight_packed` (int32: the codes of a row, lowest bit first),
 `X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and
@@ -34,11 +35,11 @@ NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
-"""Bits that readers of compressed-tensors have kernels for."""
+"""Bits per code for which readers of compressed-tensors have kernels."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
-    """The tensors, with the parts of each quantized weight replaced by a dense one, dequantized when read.
+    """The tensors; the parts of each quantized weight become one dense tensor, which is dequantized when read.
 
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
     ignored. Raises ValueError for an unknown quantization, and for parts that are missing or do not fit together.
@@ -111,7 +112,7 @@ def _dense_blocks(parts: Weights, state: Mapping[str, Any], origin: str) -> Lazy
 
 
 def _scaled(levels: Tensor, codes: Tensor, scale: Tensor, block: int) -> Tensor:
-    """Levels of codes (N,), multiplied by the scale (B,) of each block of `block` codes, in float32."""
+    """The levels of codes (N,), multiplied by a scale (B,) for each block of `block` codes, in float32."""
     blocks = F.pad(levels.float()[codes.int()], (0, -len(codes) % block)).view(-1, block)
     return (blocks * scale.float()[:, None]).flatten()[: len(codes)]
 
@@ -163,5 +164,5 @@ def _packed_rows(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
 
 
 def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Codes in float32 of rows of int32."""
+    """Unpack `count` codes from each row of int32; returns them in float32."""
     return unpack(packed.contiguous().view(torch.uint8), bits, count).float()

@@ -1,1 +1,1 @@
-"""Weight files: safetensors and pickles, read without executing anything, and written tensor by tensor."""
+"""Weight files: read safetensors and pickles without executing anything; write safetensors tensor by tensor."""

@@ -1,7 +1,7 @@
-"""Lazy tensors: shape and dtype are known before the values are read, as from the header of a memory-mapped file.
+"""Lazy tensors: shape and dtype are known, for example from a file's header, before the values are read.
 
-Pages of a mapped file are read when a tensor's values are used. The mapping is copy on write, as torch needs
-writable tensors; changes to them stay in this process.
+Pages of a memory-mapped file are read when a tensor's values are used. The mapping is copy on write, since torch
+needs writable tensors; changes to the tensors stay in this process.
 """
 
 import mmap
@@ -56,12 +56,12 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors under the names and in the layouts of the conversions, converted when read."""
+    """The tensors with the conversions' names and layouts; they are converted when they are read."""
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
 def hf_weights(names: Names, weights: Weights) -> dict[str, LazyTensor]:
-    """A model's tensors under the names and in the layouts of another format, whose table has all of them."""
+    """A model's tensors with the names and layouts of another format; the table `names` must have every tensor."""
     conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     return renamed(conversions, weights)
@@ -81,7 +81,7 @@ def computed(
     read: Callable[[], Tensor],
     sources: Collection[LazyTensor],
 ) -> LazyTensor:
-    """A lazy tensor that `read` computes from the sources; releasing it releases them all."""
+    """A lazy tensor that `read` computes from the sources; releasing the tensor releases all sources."""
 
     def release() -> None:
         for source in sources:
@@ -91,7 +91,7 @@ def computed(
 
 
 def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, LazyTensor]:
-    """The same tensors, except that `tick` is called with a tensor's bytes when it is released."""
+    """The same tensors; when one is released, `tick` is also called with its size in bytes."""
 
     def release(tensor: LazyTensor) -> None:
         tensor.release()
@@ -101,16 +101,16 @@ def track_reads(weights: Weights, tick: Callable[[int], None]) -> dict[str, Lazy
 
 
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """The same tensors in another dtype."""
+    """The same tensors, cast to another dtype when they are read."""
     read = lambda tensor: tensor.read().to(dtype)
     return {key: replace(w, dtype=dtype, read=partial(read, w)) for key, w in weights.items()}
 
 
 class MappedFile:
-    """A regular file that tensors are views of. Raises ValueError for anything else at its path.
+    """A memory-mapped file whose tensors are views of the mapping. Raises ValueError unless it is a regular file.
 
-    The file is mapped once, for the first tensor. ValueError is raised if it changed before that; if it is
-    truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
+    The file is mapped once, when its first tensor is read; if it has changed by then, ValueError is raised. If it
+    is truncated afterwards, the process is killed (SIGBUS), as with every mapped file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,9 +132,9 @@ class MappedFile:
     ) -> Tensor:
         """A tensor at `offset` bytes in the file, as a view of the mapping.
 
-        `stride` counts elements and is contiguous by default. Tensors that are not aligned to their item size are
-        copied, as are bool tensors, since a byte other than 0 and 1 is no valid bool in C++. Raises ValueError if
-        the tensor is not within the file.
+        `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
+        size are copied. Bool tensors are copied too, since a byte other than 0 and 1 is no valid bool in C++.
+        Raises ValueError if the tensor is not within the file.
         """
         if reason := shape_error(shape := tuple(shape)):
             raise ValueError(f"{self.path}: a tensor at byte {offset} {reason}")
@@ -175,7 +175,7 @@ class MappedFile:
         dtype: torch.dtype,
         stride: Sequence[int] | None = None,
     ) -> LazyTensor:
-        """The lazy `tensor` of this name."""
+        """A lazy tensor that reads `tensor(offset, shape, dtype, stride)`; `name` is for error messages."""
         read = partial(self.tensor, offset, shape, dtype, stride)
         return LazyTensor(shape, dtype, f"{self.path.name}: {name}", read, self.release)
 
@@ -192,9 +192,9 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """A file whose content matches its name, mapped, and open at its start.
+    """Yield a mapped file, and the file open at its start. Raises ValueError if its content does not fit its name.
 
-    A ValueError inside becomes one line for users that ends with the remedy.
+    A ValueError in the context becomes one line for users that ends with the remedy.
     """
     mapped = MappedFile(path)
     with mapped.open() as file:
@@ -206,7 +206,7 @@ def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]
 
 
 def shape_error(shape: Sequence[int]) -> str:
-    """The reason why torch does not support a tensor of this shape; empty if it does."""
+    """The reason why a tensor of this shape is not supported; empty if it is supported."""
     if len(shape) > MAX_DIMS:
         return f"has {len(shape)} dimensions; at most {MAX_DIMS} are read"
     if min(shape, default=0) < 0:

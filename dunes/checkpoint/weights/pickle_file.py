@@ -1,4 +1,4 @@
-"""Tensors of `torch.save` files, read without executing anything.
+"""Read the tensors of `torch.save` files without executing anything.
 
 A pickle is a program for a stack machine (<https://docs.python.org/3/library/pickletools.html>) that may name and
 call any function. The standard library's pure-Python unpickler is restricted here to the opcodes and names that
@@ -76,12 +76,12 @@ _STORAGES: dict[tuple[str, str], torch.dtype] = {
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of a `torch.save` file, by name, in the file's order, in either of torch's two formats.
+    """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
-    Keys of nested dicts are joined with dots. If a dict "state_dict" or "model" exists, only its tensors are
-    returned, without an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may share
-    storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line, for a
-    damaged file and for any opcode or name that is not a tensor's.
+    Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
+    tensors are returned, not an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may
+    share storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line,
+    for a damaged file and for any opcode or name that torch does not write for tensors.
     """
     with open_mapped(path, _REMEDY) as (mapped, file):
         content, places = (_read_zip if file.read(4) == b"PK\3\4" else _read_legacy)(file, mapped.size)
@@ -89,7 +89,7 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _lazy(mapped: MappedFile, name: str, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> LazyTensor:
-    """The tensor with values in the file. Raises ValueError if its storage is not there."""
+    """A lazy tensor that reads its values from the file. Raises ValueError if the file lacks its storage."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
     begin, available = places.get(storage.key, (0, -1))
     if storage.count * size > available:
@@ -102,7 +102,7 @@ def _lazy(mapped: MappedFile, name: str, tensor: _Tensor, places: Mapping[str, t
 
 
 def _read_zip(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """The content of a file from torch 1.6 or later, and offset and size in bytes of each storage."""
+    """The unpickled content of a file from torch 1.6 or later, and each storage's offset and size in bytes."""
     files = entries(file, size)
     (prefix, *others) = {name.split("/")[0] for name in files} or {""}
     pickle = files.get(f"{prefix}/data.pkl")
@@ -126,7 +126,7 @@ def _read(file: BinaryIO, place: tuple[int, int], most: int) -> bytes:
 
 
 def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int, int]]]:
-    """`_read_zip` for files from before torch 1.6: five pickles, then the size and values of each storage."""
+    """Read a file from before torch 1.6, like `_read_zip`: five pickles, then each storage's size and values."""
     file.seek(0)
     unpickler = _Unpickler(file, _MAX_READS_LEGACY)
     if file.read(1) != b"\x80":
@@ -152,7 +152,7 @@ def _read_legacy(file: BinaryIO, size: int) -> tuple[object, dict[str, tuple[int
 
 
 class _Dict(dict[object, object]):
-    """A dict of a pickle, with unique string or integer keys: hashing a nested tuple can take exponential time."""
+    """A dict in a pickle; keys must be unique strings or integers, as hashing nested tuples can take very long."""
 
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
@@ -163,7 +163,7 @@ class _Dict(dict[object, object]):
 
 
 class _BoundedFile:
-    """A file of pickles that limits the number of reads and of bytes."""
+    """Wraps a file of pickles to limit the number of reads and the number of bytes read."""
 
     def __init__(self, file: BinaryIO | io.BytesIO, reads: int) -> None:
         self.file, self.left, self.reads = file, MAX_BYTES, reads
@@ -189,9 +189,9 @@ class _BoundedFile:
 
 
 class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
-    """Reads the pickles of one file in order; `storages` are the storages that they refer to, by key.
+    """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
-    Only numbers and strings are compared, hashed or printed, as a few opcodes can build a value of 2^n parts.
+    Only numbers and strings are compared, hashed or printed, since a few opcodes can build a value of 2^n parts.
     """
 
     stack: list[Any]
@@ -216,7 +216,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         return value
 
     def find_class(self, module: str, name: str) -> object:
-        """The stand-in for a name. Raises ValueError for any name without one."""
+        """The stand-in for a name. Raises ValueError if the name has no stand-in."""
         if (module, name) not in _STAND_INS:
             raise ValueError(f"its pickle imports {ascii(f'{module}.{name}')[1:-1]}")
         return _STAND_INS[module, name]
@@ -235,7 +235,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         return storage
 
     def load_frame(self) -> None:
-        """Skip the size of a frame, whose opcodes are read like others."""
+        """Skip a frame's size; the opcodes in the frame are then read like all others."""
         self.read(8)
 
     def load_dict(self) -> None:
@@ -247,7 +247,7 @@ class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the 
         self.stack[-1].encode()
 
     def load_build(self) -> None:
-        """Drop a state dict's `_metadata`, the only state that an object may have."""
+        """Drop the `_metadata` of a state dict. Raises ValueError if an object has any other state."""
         state, value = self.stack.pop(), self.stack[-1]
         if type(value) is not _Dict or type(state) is not _Dict or state.keys() != {"_metadata"}:
             raise ValueError("its pickle sets attributes of an object")
@@ -278,7 +278,7 @@ def _parameter(tensor: object, grad: object, hooks: object) -> _Tensor:
 def _tensor(
     storage: object, offset: object, size: object, step: object, grad: object, hooks: object, *more: object
 ) -> _Tensor:
-    """The tensor for the arguments of `torch._utils._rebuild_tensor_v2`; `more` is its metadata."""
+    """The tensor that these arguments of `torch._utils._rebuild_tensor_v2` describe; `more` is its metadata."""
     shape, stride = _sizes(size), _sizes(step)
     if not isinstance(storage, _Storage) or type(offset) is not int or offset < 0 or len(shape) != len(stride):
         raise ValueError("a tensor has no storage, an invalid offset, or not one stride for each size")
@@ -295,7 +295,7 @@ def _tensor(
 
 
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """True if two indices may refer to the same element, as a stride is within the extent of smaller ones."""
+    """True if a stride is within the extent of smaller strides, so that two indices may share an element."""
     reach = 0
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step <= reach and 0 not in shape:
@@ -305,7 +305,7 @@ def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _tensors_by_name(content: object) -> dict[str, _Tensor]:
-    """Tensors of nested dicts, by names joined with dots."""
+    """Tensors of nested dicts, each named by its keys, joined with dots."""
     if type(content) is not _Dict:
         raise ValueError("it is not a dict of tensors")
     inner = {key: value for key in ("state_dict", "model") if type(value := content.get(key)) is _Dict}
@@ -346,7 +346,7 @@ _STAND_INS: dict[tuple[str, str], object] = {
 
 
 class _Bounded:
-    """A file that limits the size of a read, as zipfile trusts the archive's directory size."""
+    """Wraps a file to limit the size of a read, since zipfile trusts the size of the central directory."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.seek, self.tell, self.seekable = file, file.seek, file.tell, file.seekable
@@ -360,8 +360,8 @@ class _Bounded:
 def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     """Offset and length in bytes of each file in a zip archive of `size` bytes, by name.
 
-    Raises ValueError unless all files are stored (neither compressed nor encrypted) before the directory, without
-    overlap, and under unique relative names.
+    Raises ValueError unless all files in the zip are uncompressed and unencrypted, lie before the central
+    directory without overlap, and have unique relative names.
     """
     file.seek(max(size - 22, 0))
     if not (tail := file.read(22)).startswith(_END) or tail[20:] != b"\0\0":
@@ -390,7 +390,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
 
 
 def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Offset of a file's data. Raises ValueError unless the local header agrees with the directory."""
+    """Offset of a file's data. Raises ValueError if the file's own header contradicts the central directory."""
     name = info.filename
     plain = info.orig_filename.isprintable() and "\\" not in name and len(name.encode()) <= 1024
     if not plain or any(part in ("", ".", "..") for part in info.orig_filename.split("/")):

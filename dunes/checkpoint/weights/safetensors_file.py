@@ -1,7 +1,7 @@
-"""Safetensors files, read as lazy tensors and written tensor by tensor, so that a model may be larger than memory.
+"""Read safetensors files as lazy tensors and write them tensor by tensor, so a model may be larger than memory.
 
-The safetensors library checks the header; offsets are read here, so that a file larger than memory can be mapped.
-In addition, names must be unique and printable, and the memory that a header takes is limited before it is parsed.
+The safetensors library checks the header. This module reads the tensors' offsets itself, so that it can map a file
+larger than memory. It also requires unique printable names, and limits a header's size before parsing it.
 The format: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 SHARD = 5_000_000_000
 """Largest size of a shard in bytes, as in Hugging Face's tools."""
 MAX_HEADER_BYTES = 32_000_000
-"""Largest size of a header."""
+"""Largest size of a header in bytes."""
 MAX_TENSORS = 100_000
 MAX_NAME_BYTES = 512
 
@@ -75,7 +75,7 @@ def check_name(name: str) -> str:
 
 
 def quote(value: object) -> str:
-    """Text for an error message of a value from an untrusted file: one short line; containers by type only."""
+    """A value from an untrusted file, as one short line for an error message; of a container, only its type."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
     if isinstance(value, int) and abs(value) >> 70:
@@ -118,7 +118,7 @@ def _lazy_tensor(mapped: MappedFile, begin: int, name: str, entry: Any) -> LazyT
 
 
 def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
-    """Write the tensors into one file, or into shards of at most `shard` bytes with an index.
+    """Write the tensors into one file in the folder, or into shards of at most `shard` bytes with an index.
 
     Tensors are read one at a time and released afterwards. Raises OSError if a file cannot be written.
     """
@@ -138,7 +138,7 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
 
 
 def write_file(path: Path, weights: Weights) -> None:
-    """Write the tensors into one file, like `write_tensors`."""
+    """Write the tensors into one file; they are read one at a time, as in `write_tensors`."""
     # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
