@@ -32,7 +32,7 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens; `bytes` and `chars` have 1 per token."""
+"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens; `bytes` and `chars` have one."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""

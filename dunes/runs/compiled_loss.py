@@ -57,7 +57,7 @@ def compile_loss(run: Run, line: Line) -> None:
 def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
-    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config and runs
+    For a run with fixed steps, the NOMINAL speed is assumed. The result thus depends only on the config, and runs
     can be repeated.
     """
     config = run.config

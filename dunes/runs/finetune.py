@@ -84,10 +84,11 @@ UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
-    """Finetune a model and save it in the folder, or resume the folder's run; `options` are fields of `RunOptions`.
+    """Finetune a model and save it in the folder, or resume the run in the folder.
 
-    The first `examples` training examples are printed, with the trained tokens highlighted. Returns the exit
-    status of `execute_run`. Raises ValueError, before writing, for invalid options or data.
+    `options` are fields of `RunOptions`. The first `examples` training examples are printed, with the trained
+    tokens highlighted. Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid
+    options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
@@ -232,8 +233,8 @@ def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> l
     """Make the method's changes to the model, freeze all other weights, and return the changes.
 
     Full finetuning trains in float32, because updates are smaller than bfloat16's precision. With `fill=False`,
-    for a model on fake tensors, values are not read, cast or initialised. Raises ValueError if the method cannot be
-    applied to the model.
+    for a model on fake tensors, values are not read, cast or initialised. Raises ValueError if the method does not
+    apply to the model.
     """
     spec, changes = config.spec, list[Change]()
     if spec.adapter is None:
@@ -394,11 +395,11 @@ class FinetuneTask:
 
     @property
     def _budget(self) -> float:
-        """Seconds for each measurement of the base model; infinite if `before` already has the limits to use."""
+        """Seconds for each measurement of the base model; infinite without a time limit, and for later models."""
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model gave, or as the time budget allows."""
+        """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
         answers, end, loaded = list[str](), monotonic() + self._budget, self._gathered
         for record in self.data.val_records[: ANSWERED if self.before is UNMEASURED else len(self.before.answers)]:
             answers.append(self._answer(loaded, record))

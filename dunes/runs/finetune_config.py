@@ -186,7 +186,7 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
     "LoRA against full"). For adapters, the default is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR; with higher rates, the validation loss rises
+    https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
     multiplies updates of `B`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps,
     and the limits of these defaults.

@@ -42,8 +42,8 @@ from dunes.units import plural
 MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default chat template by format. For other formats, the default is chatml if the tokenizer has its special tokens,
-and mistral otherwise."""
+"""Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
+mistral otherwise."""
 
 PLAIN_KINDS = ("completion", "text")
 """Formats whose records are plain text, to which no chat template is applied."""
@@ -120,7 +120,7 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; if the tokenizer is unchanged, the base model's."""
+        """Name of the finetuned model's chat template, or None; with an unchanged tokenizer, the base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -175,7 +175,7 @@ def _split_examples(
     base: LoadedModel,
     write: Callable[[Sequence[Record]], list[Example]],
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """Divide the rows; returns (config with context length, training examples, validation examples, their records).
+    """Divide the rows; returns config with context length, training and validation examples, validation records.
 
     Records are split by hash; the end of each large text is for validation. Examples without a target within the
     context are used for validation only if no others remain.
@@ -213,9 +213,9 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
 def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
     """The configured context length, or a power of two that fits the longest example.
 
-    For plain text, the default is at most the base model's context length. Raises ValueError for a length above the
-    limit. With learned position embeddings, the limit is the base model's context length; with rotary embeddings,
-    it is at least MAX_CONTEXT.
+    For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
+    the limit. With learned position embeddings, the limit is the base model's context length; with rotary
+    embeddings, it is at least MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -271,7 +271,7 @@ def read_dataset(
 
 
 def _has_records(file: SourceFile) -> bool:
-    """True if a file is read as records. A .json file named by the user always is: without records it is invalid."""
+    """True if a file is read as records, as a .json file named by the user always is."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 
@@ -317,8 +317,8 @@ def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], 
 class Baseline:
     """A model's validation score, its score on the forgetting data, and its answers.
 
-    `text` is the fingerprint of the forgetting data, and `limits` are the token limits of the two scores. `seconds`
-    is the time to measure forgetting and to generate the answers.
+    `text` is the fingerprint of the forgetting data, and `limits` are the token limits of the two scores.
+    `seconds` is the time to measure forgetting and to generate the answers.
     """
 
     score: Score
@@ -382,7 +382,7 @@ class Baseline:
 def score_within(
     seconds: float, score: Callable[[int], Score | None], most: int, available: int
 ) -> tuple[Score | None, int]:
-    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the token limit used."""
+    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the token limit."""
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
