@@ -182,7 +182,7 @@ def doctor(
 
 
 def _say(line: str) -> None:
-    """Print a line on standard error, which may be closed while a server lives on."""
+    """Print a line to standard error; ignores errors, as standard error may be closed while the server runs."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 

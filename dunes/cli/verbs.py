@@ -1,4 +1,4 @@
-"""The verbs. Docstrings are shown by -h; imports are inside the functions, so that help is fast."""
+"""The verbs of the command line. Help shows their docstrings; functions import late, so that help is fast."""
 
 import gc
 import sys
@@ -110,7 +110,7 @@ def _run(
     options: RunOptions,
     **more: int,
 ) -> int:
-    """Start a run, which also gets the names of options set on the command line, even to their defaults."""
+    """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
@@ -128,7 +128,10 @@ def _run(
 
 @contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A context without garbage collection, which takes a quarter of the start-up; its objects are frozen."""
+    """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
+
+    Afterwards, the objects created are excluded from later collections.
+    """
     gc.disable()
     try:
         yield
@@ -232,7 +235,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized cache; prints that the compiled step is not used with it."""
+    """The format of a quantized KV cache, or None; prints that the compiled step is not used with it."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -242,7 +245,7 @@ def _cache_format(bits: str | None) -> "CacheFormat | None":
 
 
 def _input_lines() -> Iterator[str]:
-    """Lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
+    """Yields lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys)
     while True:
@@ -458,7 +461,7 @@ def inspect(
 
 
 def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
-    """Print the table of a folder's modules, run on ids for a language model, else on numbers from 0 to 1."""
+    """Print a table of a model's modules. A language model runs on token ids, other networks on random numbers."""
     import torch
 
     from dunes import tree
@@ -495,10 +498,11 @@ Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
 
 
 class _Format(NamedTuple):
-    """A form that `dunes export` writes.
+    """A format that `dunes export` writes.
 
-    `write(folder, out, dtype)` and, for networks, `write_network(folder, out, sizes)` are functions of a module of
-    checkpoint, and return what the user is shown. `no_dtype` is the reason why a form has no choice of dtype.
+    `write` and `write_network` are "module:function" in `dunes.checkpoint`. The functions `write(folder, out,
+    dtype)` and, for networks, `write_network(folder, out, sizes)` return text for the user. `no_dtype` is the
+    reason why the format has no choice of dtype, or "".
     """
 
     about: str
@@ -523,7 +527,7 @@ _FORMATS = {
         "weights are written in float32",
     ),
 }
-"""The forms by name, besides hf."""
+"""The export formats other than hf, by name."""
 _LISTED = ", ".join(f"{name} ({form.about})" for name, form in _FORMATS.items())
 
 
@@ -572,7 +576,7 @@ def _export(function: str, model: str, out: Path, *options: Any) -> None:
 
 
 def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
-    """True for a folder without a language model. Raises ValueError for options that do not fit."""
+    """True if the folder's model is not a language model. Raises ValueError for options that do not fit it."""
     from dunes import checkpoint
 
     folder = checkpoint.locate_model(model).folder

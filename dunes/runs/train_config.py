@@ -206,7 +206,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
 
 def _parse_factor(text: str) -> tuple[str, float]:
-    """Parse GLOB=FACTOR into (glob, factor). Raises ValueError for other text, or if the factor is not positive."""
+    """Parse GLOB=FACTOR into (glob, factor). Raises ValueError for other text, and for a factor of 0 or less."""
     glob, _, factor = text.rpartition("=")
     with suppress(ValueError):
         if glob and 0 < float(factor) < math.inf:

@@ -128,7 +128,7 @@ class Unit:
         return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The function to compile; returns [loss, count, norm, finite] of each step (K, 4), float64, and metrics."""
+        """The function to compile; returns [loss, count, norm, finite] per step (K, 4), float64, and metrics."""
         size, values, metrics = len(batch[0]) // self.steps, [], []
         for k in range(self.steps):
             value, means = self._one(tuple(t[k * size : (k + 1) * size] for t in batch), lrs[k])
@@ -281,7 +281,7 @@ def _watched(trainer: Trainer) -> Iterator[list[bool]]:
 
 
 def _check_rows(tensors: Sequence[Tensor], steps_per_call: int) -> None:
-    """Raises ValueError if the tensors differ in length or have numbers that are not finite, or for no step per call."""
+    """Raises ValueError if lengths of tensors differ, numbers are not finite, or `steps_per_call` is below 1."""
     if len({len(t) for t in tensors}) != 1:
         raise ValueError(f"tensors of {[len(t) for t in tensors]} rows; expected at least one, all of one length")
     if steps_per_call < 1:

@@ -38,7 +38,7 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of the class scores `model(x)` (B, classes) for labels y (B,), and the number of labels.
+    """Summed cross entropy of the class scores `model(x)` (B, classes) for labels y (B,), and their number.
 
     Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """

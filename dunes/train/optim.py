@@ -119,7 +119,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output layers: linear layers whose output width is no other layer's input width; if none, the last one."""
+    """The output layers: linear layers whose output width is no other layer's input width, or the last layer."""
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
@@ -273,7 +273,7 @@ def _fusable(model: nn.Module) -> bool:
 
 
 class RuleOptimizer(Optimizer):
-    """Base class of custom optimizers. A subclass defines `update`, the rule, and `start`, a parameter's first state.
+    """Base class of custom optimizers. A subclass defines `update`, the rule, and `start`, the initial state.
 
     `update` returns new tensors and modifies nothing in place, so the same code works in the plain loop and in a
     compiled step.

@@ -45,7 +45,7 @@ class Schedule:
 
     @classmethod
     def steps(cls, total: int, warmup: int = 0, decay: float = 0.5, lowest: float = 0.0) -> "Schedule":
-        """A schedule of `total` steps whose factor decays in the last steps; `decay` is their share of all steps."""
+        """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
         _check_share("decay", decay)
         return cls(warmup, lowest, [Record(total - round(total * decay), total)])
 
@@ -108,7 +108,7 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, first: int, start: float) -> bool:
-        """True if a record is due: the decay starts, half of the remaining time or steps has passed, or time is up."""
+        """True if the decay starts, if half of the remaining time or steps has passed, or if time is up."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)
