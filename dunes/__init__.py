@@ -2,7 +2,8 @@
 
 `import dunes` is fast: a room (subpackage) is imported, and torch with it, when it is first used.
 `help(dunes.train)` begins with the main names of that room. A name with a dot is imported from its module:
-`train.train` of `runs` by `from dunes.runs.train import train`. docs/api.md lists the public names. The rooms:
+`train.train` of the room `runs` by `from dunes.runs.train import train`. docs/api.md lists the public names. The
+rooms:
 """
 
 import importlib

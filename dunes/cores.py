@@ -25,11 +25,11 @@ OWN_CHOICE = frozenset({
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
-"""Threads sleep early if they wait for cores for more than this many seconds per second. Beside one other program,
-they wait 0.7."""
+"""Threads sleep early if they wait for cores for more than this many seconds per second. While one other program
+runs, they wait 0.7 seconds per second."""
 FREE = 0.05
-"""Cores count as idle if threads wait for them for less than this many seconds per second. If no other program
-runs, they wait 0.01."""
+"""Cores count as idle if threads wait for them for less than this many seconds per second. While no other program
+runs, threads wait 0.01 seconds per second."""
 PATIENCE = 8
 """Number of consecutive measurements with idle cores after which waiting threads spin again."""
 _TASKS = Path("/proc/self/task")

@@ -25,9 +25,9 @@ UNKNOWN_SECONDS = 2.0
 """The remaining time is estimated once this many seconds have passed."""
 T = TypeVar("T")
 Line = Callable[[str], object]
-"""Called with a line of text for the user."""
+"""A function that is called with a line of text for the user."""
 Show = Callable[[str, float], object]
-"""Called with a description of the current phase and the fraction of the work done."""
+"""A function that is called with a description of the current phase and the fraction of the work done."""
 _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 WIDTH = 240
@@ -130,7 +130,7 @@ def report(text: str, done: float) -> None:
 
 @contextmanager
 def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
-    """Show a phase of the work, which lasts from fraction `start` to fraction `end` of the work.
+    """Show a phase that covers the work from fraction `start` to fraction `end`.
 
     Loops inside the `with` block report their progress within the phase.
     """

@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-`Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, as the inference
-benchmarks of gpt-fast and nanochat do. Experts are counted as often as uniform routing would select them.
+`Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, like the inference
+benchmarks of gpt-fast and nanochat. Experts are counted as often as uniform routing would select them.
 """
 
 import warnings

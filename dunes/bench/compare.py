@@ -1,9 +1,9 @@
 """Find significant differences between two sets of measurements, A and B.
 
 Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the logarithms of the
-ratios; the interval is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to
-outliers
-(https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
+ratios. The interval is Wilcoxon's signed-rank interval: it assumes no normal distribution and is robust to
+outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
+https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
 import math
@@ -90,7 +90,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's median rates during A and during B; the program does not cause a difference between these."""
+    """The machine's median rates during A and during B; a difference between them is not caused by the program."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))

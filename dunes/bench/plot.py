@@ -184,7 +184,7 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """Bar chart of the time of each module, including its submodules, by phase; blocks are summed."""
+    """Bar chart of the time of each module, including its submodules, by phase; equal blocks are summed."""
     p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [

@@ -1,4 +1,4 @@
-"""Measurements as tidy records, one per lap, in a JSONL file.
+"""Read, write and summarize measurements: a JSONL file has one record (row) per lap.
 
 A row contains the case (the columns in SETTING), the machine (`machine` and its properties), the round, and the
 result (`seconds` of one run, `amount` of `unit`, ...).

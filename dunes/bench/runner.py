@@ -26,7 +26,7 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of the ratio of process growth to the size of its tensors; fragmentation makes it larger than 1
+"""Upper bound of (growth of the process / size of its tensors); fragmentation makes this ratio larger than 1
 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
@@ -60,7 +60,7 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: compile native code first if there is none, which takes one to two minutes per shape."""
+    """For decode: compile native code first if it is missing, which takes one to two minutes per shape."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ def race(
 ) -> Iterator[Lap]:
     """Time all workloads in turn; yields `rounds` laps of each, in the order A B, then B A, then A B.
 
-    The alternating order cancels a steady drift of speed in the comparison of any two workloads. At first, each
-    workload runs twice without a lap, to load kernels and to choose the number of runs per lap. `before(name)` is
-    called before each lap, and is not timed.
+    The alternating order cancels a steady drift of speed in the comparison of any two workloads. First, each
+    workload runs twice without yielding a lap, to load kernels and to choose the number of runs per lap.
+    `before(name)` is called before each lap, and is not timed.
     """
     runs = {}
     for name, work in works.items():

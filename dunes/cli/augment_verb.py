@@ -38,7 +38,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        into: For an adapter trained on a quantized base: merge into the dequantized weights, or the original ones.
+        into: For an adapter trained on a quantized base: merge into the dequantized or the original weights.
     """
     import torch
 

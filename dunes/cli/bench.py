@@ -196,8 +196,8 @@ def memory(
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
-        checkpointing: With activation checkpointing of each block.
-        inference: A prompt and one generated token instead of a training step.
+        checkpointing: Use activation checkpointing in each block.
+        inference: Estimate a prompt and one generated token instead of a training step.
         check: Also run the step, and report the memory that it and the process allocated.
         picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """

@@ -85,8 +85,8 @@ def finetune(
 ) -> int:
     """Finetune a model on instructions, chats, prompts and completions, or plain text.
 
-    Reports on the data before the first step, and at the end the validation loss, what was forgotten, and answers
-    before and after.
+    Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting, and
+    answers before and after finetuning.
 
     Example: dunes finetune runs/project --data alpaca.json --out runs/helper
 
@@ -150,17 +150,17 @@ def generate(
     cache: CacheBits = None,
     any_base: AnyBase = False,
 ) -> int:
-    """Generate text, streamed.
+    """Generate text, and print it while it is generated.
 
-    At the end, standard error gets two rates: of prefill (up to the first token) and of decoding.
+    At the end, prints two rates to standard error: of prefill (up to the first token) and of decoding.
 
     Example: dunes generate runs/project "def main("
 
     Args:
         prompt: The text to continue; without one, a new document is generated.
-        lookup: Speculate by prompt lookup, for text with repetition; the output is the same.
-        draft: Speculate with a smaller model that has the same tokenizer; the output has the same distribution.
-        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
+        lookup: Speculative decoding by prompt lookup, for repetitive text; the output is the same.
+        draft: Speculative decoding with a smaller model of the same tokenizer; the output has the same distribution.
+        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -212,7 +212,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
-        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
+        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import measure
@@ -268,8 +268,8 @@ def compile_(
 ) -> None:
     """Compile the decoding of a model for this machine, which makes generate and chat faster.
 
-    The result serves every model of this shape, and is stored in $DUNES_HOME or the user's cache folder. It takes
-    one to two minutes and a C++ compiler (install g++).
+    The result is used for every model of this shape, and is stored in $DUNES_HOME or the user's cache folder.
+    Compiling takes one to two minutes, and needs a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 
@@ -294,10 +294,10 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete a line of code or text, up to the text behind the cursor; lines below are used as context, too.
+    """Complete a line of code or text, up to the text after the cursor; lines below are used as context, too.
 
-    A run that is still in training, or was stopped, completes by copying from the training files. A running `dunes
-    serve` of the model is asked, which takes a tenth of the time.
+    A run that is still in training, or was stopped, completes by copying from the training files. If `dunes serve`
+    is running with this model, that server completes the line, in a tenth of the time.
 
     Example: dunes complete runs/project src/main.py:12:9
 
@@ -359,9 +359,9 @@ def evaluate(
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
-        completion: Complete lines of unseen files, by the model and by copying alone: exact match, keys saved,
-            latency.
-        lines: Lines per file that are typed key by key with --completion.
+        completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact match,
+            keys saved, latency.
+        lines: With --completion, number of lines per file that are typed key by key.
         all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
         out: JSON file for the full results of the tasks, including every sample.
     """
@@ -421,7 +421,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory it needs, and problems of loading it, without loading it.
+    """Show a model folder's contents, the memory it needs, and problems in loading it; the model is not loaded.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
@@ -432,8 +432,8 @@ def inspect(
     Args:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
-        example: Sizes of the network's input, batch included, for that table; without them, a network that is no
-            language model has a table without shapes and FLOPs.
+        example: Sizes of the network's input for that table, including the batch size; without them, the table of
+            a network that is no language model lacks shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection

@@ -1,7 +1,7 @@
 """Record the memory of every tensor from its allocation until it is freed, on any device, real or fake.
 
-The results of each operation are recorded by a dispatch mode. A storage is freed with its last tensor. Memory that
-an operation allocates and frees internally is not recorded.
+The results of each operation are recorded by a dispatch mode. A storage is freed when its last tensor is deleted.
+Memory that an operation allocates and frees internally is not recorded.
 """
 
 import gc
@@ -263,7 +263,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     allocation.phase, allocation.allocated = "before", 0
 
     def finish(self) -> None:
-        """Count temporaries of the forward pass that are still live as activations: no backward pass used them."""
+        """Change the kind of the forward pass's live temporaries to activations: no backward pass used them."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

@@ -140,7 +140,7 @@ def is_first() -> bool:
 
 
 def decide(value: T) -> T:
-    """The value passed by rank 0, on all ranks."""
+    """Return the value of rank 0 on all ranks."""
     values = [value]
     if count() > 1:
         dist.broadcast_object_list(values, src=0)
@@ -149,12 +149,12 @@ def decide(value: T) -> T:
 
 
 def largest(*values: float) -> list[float]:
-    """For each value, the largest of all ranks' values."""
+    """For each value, its largest value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
 def total(*values: float) -> list[float]:
-    """For each value, the sum over all ranks."""
+    """For each value, its sum over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
@@ -174,7 +174,7 @@ def add(tensor: Tensor) -> None:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Wait for all ranks. Raises ValueError, naming the fact, if some rank's fact differs from rank 0's."""
+    """Wait for all ranks. Raises ValueError, naming the fact, if a fact of some rank differs from rank 0's."""
     everyone: list[Any] = [None] * count()
     if count() > 1:
         dist.all_gather_object(everyone, dict(facts))
@@ -203,7 +203,7 @@ def rows(size: int) -> slice:
 
 
 def shard(model: M, units: Iterable[nn.Module]) -> M | None:
-    """Shard the trainable parameters over the ranks. Those of each unit are gathered only while the unit computes.
+    """Shard the trainable parameters over the ranks. A unit's parameters are gathered only while it computes.
 
     Frozen parameters, which may have another dtype, stay on every rank. Returns a copy of the model on the meta
     device, to pass to `unsharded`; None for a single process.
@@ -222,7 +222,7 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
 
 
 def unsharded(model: M, outline: M | None) -> M:
-    """A sharded model with complete tensors: on the first rank, `outline` filled with the gathered values.
+    """Gather a model that `shard` has sharded: returns `outline`, on the first rank with the complete tensors.
 
     `outline` is the result of `shard`; if it is None, returns the model.
     """
@@ -250,7 +250,7 @@ def part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def interleaved(own: Tensor, size: int) -> Tensor:
-    """Gather `size` items (size, ...); each rank passes its own, every `count`-th item, in `own` (N, ...)."""
+    """Gather items of all ranks into (size, ...); `own` (N, ...) has this rank's items, every `count`-th item."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

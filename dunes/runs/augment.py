@@ -37,9 +37,9 @@ from dunes.units import format_bytes, plural
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
 """Progress values from 0 to 1: start and end of the change, then the starts of the later phases."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of the files of a model."""
+"""Suffixes of files from which a model is read."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
-"""Keys of a card that undoing the last change removes, since they describe the changed model."""
+"""Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 
 
 def augment_folder(
@@ -155,7 +155,10 @@ def _changed(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """Token ids to score in the report. None if no sources are given and the card's validation text is missing."""
+    """Token ids to score in the report.
+
+    None if the model has no tokenizer, or if no sources are given and the card's validation text is not available.
+    """
     if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
         return None
     try:
@@ -205,7 +208,7 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the last change of a folder, which must be `name`, and write the original model to `out`.
+    """Undo the last change of the model in a folder, which must be `name`, and write the original model to `out`.
 
     Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
     bit to the original model, raises ValueError and writes nothing.
@@ -251,7 +254,10 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
 def _check(
     staged: Path, out: Path, loaded: LoadedModel, expected: Tensor, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Entries for the card of a written model. Raises ValueError if its logits differ from the expected logits."""
+    """Compare the logits of a written model with `expected`; returns entries for its card.
+
+    Raises ValueError if the logits differ.
+    """
     with phase("comparing", COMPARING, MEASURING):
         difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
     return {"augmented": {**facts, "verified": difference}}
@@ -291,7 +297,10 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """Records of the changes made before those in `loaded.architecture`; for a plain model, all in its card."""
+    """Records of changes that are older than those in `loaded.architecture`.
+
+    For a plain model, these are all changes recorded in its card.
+    """
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)
     return earlier

@@ -32,7 +32,7 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens; `bytes` and `chars` have one."""
+"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens. `bytes` and `chars` tokens have one."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
@@ -44,14 +44,14 @@ MAX_PARAMETERS_PER_TOKEN = 2.0
 """A model with more parameters per unique token than this memorises the text."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
-"""Coefficients of bits/byte, fitted to the sweep: the irreducible loss, then (factor, exponent) for the number of
-parameters and for the number of tokens."""
+"""Coefficients of the formula for bits/byte, fitted to the sweep: the irreducible loss, then (factor, exponent)
+for the number of parameters and for the number of tokens."""
 
 EPOCH_DECAY = 5.0
-"""Decay constant, in epochs, of the value of repeated text (15 in the paper)."""
+"""The value of repeated text decays exponentially with this constant, in epochs (15 in the paper)."""
 
 ARITHMETIC, PASSES = 0.79, 24.1
-"""Factors for FLOPs and for activation bytes in the time of a step, fitted to timings of 16 models."""
+"""Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
 
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
@@ -68,7 +68,7 @@ FEW_EPOCHS = 3.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of a machine: `matmul` is FLOP/s of matrix products in `dtype`, `read` is memory bytes/s."""
+    """Measured rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s)."""
 
     threads: int
     dtype: Dtype
@@ -79,7 +79,7 @@ class Machine:
 def with_hardware(config: T) -> T:
     """The config, with threads and dtype chosen for this machine if they are unset.
 
-    Also sets PyTorch's number of threads. Raises ValueError for more than four threads per core.
+    Also sets PyTorch's number of threads. Raises ValueError for more than four threads per processor.
     """
     threads, cores = config.threads or measure.choose_threads(), os.cpu_count() or 1
     if threads > 4 * cores:
@@ -98,7 +98,7 @@ def autocast_dtype(config: RunConfig) -> torch.dtype:
 
 
 def measure_machine(config: TrainConfig) -> Machine:
-    """Rates of this machine in the config's dtype, measured once in a few seconds."""
+    """Measure the rates of this machine in the config's dtype; takes a few seconds the first time."""
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
@@ -107,7 +107,10 @@ def measure_machine(config: TrainConfig) -> Machine:
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
-    """The config with measured rates, and with this context length and a default batch size if they are unset."""
+    """Measure this machine; returns the config with the rates, and the machine.
+
+    An unset context length is set to `context_length`, an unset batch size to its default.
+    """
     config = with_hardware(config)
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
@@ -120,8 +123,8 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    If the config is complete, the machine is not measured. The config of a resumed run may lack options that are
-    measured again; its dropout and weight decay stay as they are, even if unset.
+    If the config is complete, the machine is not measured. In the config of a resumed run, options that are to be
+    measured again may be unset; dropout and weight decay are not changed, even if they are unset.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
@@ -186,7 +189,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 def size_warning(config: TrainConfig) -> str:
     """A warning if --size is too small for the vocabulary, else "".
 
-    Raises ValueError if it is too small for the number of experts.
+    Raises ValueError if --size is too small for the number of experts.
     """
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
@@ -295,7 +298,7 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
-    """Yields (inputs, outputs, fraction of the tokens that it multiplies) of each matrix; experts are below 1.
+    """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
 
     Modules that wrap linear layers list further matrices in `added_products`.
     """
@@ -353,7 +356,7 @@ def format_parameters(total: int, active: int) -> str:
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
-    """Lines that report the chosen options; `why` is the reason for the size if it was chosen here."""
+    """Lines that report the chosen options; `why` is the reason for the size if it was chosen automatically."""
     return [
         describe_machine(machine),
         f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "

@@ -20,7 +20,7 @@ from dunes.train.loss import Loss
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
 WORTH = 2.0
-"""A loss is compiled if the time saved is more than this multiple of the time to compile: above 12.5 minutes."""
+"""A loss is compiled if it saves more than this multiple of the time to compile, so in runs above 12.5 minutes."""
 
 NOMINAL = 30e9
 """Assumed FLOP/s of a thread, to estimate the duration of a run with fixed steps."""

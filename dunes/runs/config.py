@@ -145,7 +145,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self)}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of the differences from an earlier config, by field; with `asked`, of these fields only."""
+        """Texts that describe differences from an earlier config, by field; with `asked`, only of these fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"

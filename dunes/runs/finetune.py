@@ -299,7 +299,10 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
 
 
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids of text like the base model's training data; if no such text is available, None and a message."""
+    """Token ids of text like the base model's training data.
+
+    If no such text is available, displays a message and returns None.
+    """
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
         ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)
@@ -377,12 +380,12 @@ class FinetuneTask:
 
     @property
     def _gathered(self) -> LoadedModel | None:
-        """The unsharded model, to generate text with; None on all ranks but the first, as only it generates."""
+        """The unsharded model, which generates text on the first rank; None on the other ranks."""
         loaded = replace(self.loaded, model=ranks.unsharded(self.loaded.model, self.outline))
         return loaded if ranks.is_first() else None
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers; a known validation `score` is not measured again."""
+        """Score the model and generate its answers. If `score` is given, it is the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
         forgetting, text_limit = score_within(self._budget, self.score_forgetting, text_limit, available)
@@ -395,7 +398,10 @@ class FinetuneTask:
 
     @property
     def _budget(self) -> float:
-        """Seconds for each measurement of the base model; infinite without a time limit, and for later models."""
+        """Maximum seconds for each measurement of the base model.
+
+        Infinite for a run without a time limit, and for the finetuned model.
+        """
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:

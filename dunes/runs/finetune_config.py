@@ -27,7 +27,7 @@ MAX_ADAPTER_LR = 0.005
 class MethodSpec:
     """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
 
-    Either is None if the method has no such step.
+    Each of them is None if the method has no such step.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -80,7 +80,7 @@ class ExampleData:
     forgetting_data: Annotated[
         tuple[str, ...], flag("SOURCE", "the validation text of the base's own training")
     ] = ()
-    """Files and folders of text like the base model was trained on, to measure forgetting."""
+    """Files and folders with text like the base model's training text, to measure forgetting."""
     max_truncated: Annotated[float, flag("FRACTION")] = 0.05
     """Refuse data if a larger fraction of the examples would be truncated."""
     packing: Annotated[bool, flag("", "packed")] = True
@@ -105,9 +105,9 @@ class Adapter:
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
-    """With lora-experts: low-rank experts at each linear layer, each of --rank."""
+    """With lora-experts: number of low-rank experts at each linear layer; each has rank --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
-    """With lora-experts: experts that compute each token."""
+    """With lora-experts: number of experts that compute each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
     """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
     experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""

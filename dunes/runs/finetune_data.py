@@ -175,7 +175,7 @@ def _split_examples(
     base: LoadedModel,
     write: Callable[[Sequence[Record]], list[Example]],
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """Divide the rows; returns config with context length, training and validation examples, validation records.
+    """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
     Records are split by hash; the end of each large text is for validation. Examples without a target within the
     context are used for validation only if no others remain.
@@ -271,7 +271,7 @@ def read_dataset(
 
 
 def _has_records(file: SourceFile) -> bool:
-    """True if a file is read as records, as a .json file named by the user always is."""
+    """True if a file is read as records; always true for a .json file named by the user."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 

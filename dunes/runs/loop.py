@@ -103,11 +103,11 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
-    """Train the model of a run; a resumed run first restores its last state. The caller must have `run_lock`.
+    """Train the model of a run; a resumed run first restores its last state. Call it inside `run_lock`.
 
-    `timings` are of the preparation, which counts as elapsed time. Returns an exit status: 0, 128 + the number of
-    the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from
-    NaN or infinity.
+    `timings` are the seconds of the preparation, which count as elapsed time. Returns an exit status: 0, 128 + the
+    number of the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not
+    recover from NaN or infinity.
     """
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
@@ -346,7 +346,7 @@ class NonFatal:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step: it returns a warning once, and else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step: it returns one warning in total, else ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -380,7 +380,7 @@ def _cores() -> int:
 
 
 def _load() -> float:
-    """Average number of running processes in the last minute."""
+    """Average number of running processes in the last minute; infinite if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf
 
 

@@ -76,7 +76,7 @@ def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Pairs (step, validation loss in nats/token); for a record that has only bits/byte, they are converted."""
+    """Pairs (step, validation loss in nats/token); a record that has only bits/byte is converted."""
     points = []
     for record in records:
         loss = record.get("validation_loss")

@@ -205,11 +205,11 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end; the final validation runs at the last one's speed."""
+        """Estimated seconds from the last step to the end, if validation is as fast as it was the last time."""
         return CLOSING + self.task.closing_seconds + self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
 
     def check(self, limit: int) -> Score:
-        """Validate the model on about `limit` tokens, and store its weights if they are the best so far."""
+        """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""
         start = perf_counter()
         self.last = score = self.task.score(limit)
         (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
@@ -241,7 +241,7 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make the parameters trainable whose own name or module's name matches the globs, and freeze the others.
+    """Make a parameter trainable if its name or its module's name matches the globs, and freeze all others.
 
     Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
     """

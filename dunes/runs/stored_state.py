@@ -98,7 +98,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless both have equal names, shapes and dtypes, and all stored values are finite."""
+    """Raise ValueError unless stored tensors have the expected names, shapes and dtypes and only finite values."""
     if unmatched := sorted(expected.keys() ^ stored.keys()):
         difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")

@@ -163,7 +163,7 @@ def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedMod
 def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None) -> dict[Tensor, float]:
     """The learning-rate factors of trainable parameters; the last GLOB=FACTOR that matches a parameter applies.
 
-    Raises ValueError for a glob that matches no trainable parameter, and for `new` if the last change added none.
+    Raises ValueError for a glob that matches no trainable parameter, and in the same cases as `resolve_new`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     chosen: dict[Tensor, float] = {}

@@ -13,7 +13,7 @@ from dunes.flags import REQUIRED, Family, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
-"""Smallest valid --size; in a smaller value, the unit was probably forgotten."""
+"""Smallest valid --size; a user who gives a smaller value has probably forgotten the unit."""
 
 WIDTH_STEP = 32
 """All widths are multiples of this number, which is the smallest head dimension."""
@@ -52,9 +52,9 @@ class ModelShape:
     experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family is qwen3_moe."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
-    """Experts that compute each token."""
+    """Number of experts that compute each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
-    """Further experts that compute every token."""
+    """Number of further experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
     """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
     size: Annotated[

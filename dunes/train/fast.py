@@ -25,8 +25,8 @@ from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
-"""Numbers of plain steps, which create the optimizer's state, and of timed calls of the unit, before the faster
-loop is chosen."""
+"""Number of plain steps at the start, which create the optimizer's state, and number of timed calls of the unit.
+After these, the faster loop is chosen."""
 
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
@@ -41,15 +41,15 @@ def fast_run(
 ) -> Iterator[Step]:
     """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yields each step.
 
-    `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of one size. The first steps run in the
-    plain loop. Then the unit is compiled, and used if it is faster; `line` gets one line with the loop chosen and
-    the reason. A unit has `steps_per_call` steps. It has only one if the model draws random numbers, if the
-    optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps, because rates are
-    read once per unit. When the first step of a unit is yielded, all steps of the unit are already done. A caller
-    that stops early may thus have trained for up to `steps_per_call` - 1 more steps; `trainer.number` counts them.
+    `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of the same size. The first steps run in
+    the plain loop. Then the unit is compiled, and used if it is faster; `line` is called with a text about the
+    loop chosen and the reason. A unit has `steps_per_call` steps. It has a single step if the model draws random
+    numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps,
+    because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit are done.
+    If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
-    loop runs from then on, and `line` gets the name of the change. Raises ValueError for rows that are not finite,
+    loop runs from then on, and `line` is called with the change. Raises ValueError for rows that are not finite,
     and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
     _check_rows(tensors, steps_per_call)
@@ -264,7 +264,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
 
 @contextmanager
 def _watched(trainer: Trainer) -> Iterator[list[bool]]:
-    """Yields a list that gets an item for each call of the trainer's loss: True if it drew random numbers."""
+    """Yields a list. Each call of the trainer's loss adds an item: True if the loss drew random numbers."""
     state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
     draws, loss = list[bool](), trainer.loss
 

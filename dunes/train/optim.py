@@ -63,8 +63,8 @@ def muon(
 
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
-    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width; if all
-    widths match, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are not used,
+    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width; if no
+    layer is such, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are not used,
     so a wrapped or compiled model is split in the same way. `muon_split` shows the split.
 
     `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
@@ -119,7 +119,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output layers: linear layers whose output width is no other layer's input width, or the last layer."""
+    """The output layers: linear layers whose output width is not the input width of another linear layer.
+
+    If no layer is such, the last linear layer.
+    """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
@@ -191,7 +194,7 @@ class Muon(Optimizer):
 
 
 def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalised wide matrices (N, rows, columns); each rank computes a share of the N."""
+    """Orthogonalised wide matrices (N, rows, columns); each rank computes some of the N matrices."""
     own = orthogonalise(wide[ranks.rank() :: ranks.count()], dtype=dtype)
     return ranks.interleaved(own, len(wide))
 

@@ -1,4 +1,4 @@
-"""The learning rate schedule, a pure function of the step and of recorded decisions.
+"""The learning rate schedule: a pure function of the step and of recorded decisions.
 
 The schedule is warm-up, constant rate, linear decay (https://arxiv.org/abs/2405.18392). A record contains the step
 at which the decay starts and the step at which the run ends. A run with a fixed number of steps has one record
@@ -72,9 +72,10 @@ class Schedule:
 class Clock:
     """Adds records to a schedule so that the run ends `seconds` after its start.
 
-    The first step starts at `begin` seconds. Call `update` after each step. Once the pace is known, it shortens a
-    warm-up longer than a fifth of the steps. When the decay has to start, it adds a record. Each time that half of
-    the remaining time has passed, it corrects the end, so that the run ends in time even if its pace changes.
+    The first step starts at `begin` seconds. Call `update` after each step. Once the pace is known, the clock
+    shortens a warm-up that is longer than a fifth of the steps. When the decay has to start, the clock adds a
+    record. Each time that half of the remaining time has passed, it adds another record with a corrected end, so
+    that the run ends in time even if its pace changes.
     """
 
     schedule: Schedule
@@ -93,7 +94,7 @@ class Clock:
         _check_share("decay", self.decay)
 
     def update(self, step: int, elapsed: float) -> None:
-        """Update the schedule after `step` steps; `elapsed` are all seconds since the start of the run."""
+        """Update the schedule after `step` steps; `elapsed` is the time since the start of the run, in seconds."""
         records, left = self.schedule.records, self.seconds - elapsed
         first, start = self._since or (step, elapsed)
         self._since = first, start

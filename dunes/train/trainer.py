@@ -51,10 +51,11 @@ class Diverged(RuntimeError):
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element. A
-    third element may map names to metrics, which are pairs (sum, count) of scalars or of vectors; the step has
-    their means. Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the
-    norm `clip`. `lr_scale(step)` is a factor on the learning rates of the optimizer's groups during that step.
+    `loss(model, batch)` returns (sum, count): the sum is a tensor of one element, the count is such a tensor or a
+    number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of vectors, whose
+    means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the total count, then
+    clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the optimizer's groups during
+    that step.
     Between steps, the groups have their own rates, so PyTorch's schedulers and `group["lr"] = x` can be used in
     the loop body. `seed` seeds all randomness inside a step; random numbers drawn between steps do not affect it.
     Gradients are computed for the parameters of the model, of the optimizer, and of a loss that is a module. A
@@ -120,7 +121,7 @@ class Trainer:
         return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
 
     def buffers(self) -> list[Tensor]:
-        """The buffers of the model, and of a loss that is a module, that a step may change."""
+        """The buffers that a step may change: those of the model, and those of the loss if it is a module."""
         return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -136,7 +137,10 @@ class Trainer:
         return self.number * self.accumulate
 
     def run(self, batches: Iterable[Any]) -> Iterator[Step]:
-        """Train on the batches; yields a `Step` after each step. Batches too few for a last step are dropped."""
+        """Train on the batches; yields a `Step` after each step.
+
+        If fewer than `accumulate` batches remain at the end, they are dropped.
+        """
         share_cores()
         stream = iter(batches)
         while True:
@@ -294,7 +298,7 @@ class Trainer:
             )
 
     def names(self, params: Set[Tensor]) -> str:
-        """Text with the names of up to eight of these parameters, of the model and of a loss that is a module."""
+        """Text with the names of these parameters in the model, or in a loss that is a module; at most eight names."""
         named = (m.named_parameters(prefix) for prefix, m in self._modules().items())
         names = [name for name, p in chain(*named) if p in params]
         return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
@@ -346,7 +350,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name. A module may list its own in `mutable_buffers`; default: all."""
+    """Buffers that training may change, by name; a module with an attribute `mutable_buffers` lists its own in it."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
