@@ -58,7 +58,7 @@ class Report:
 
     @property
     def between(self) -> float:
-        """Seconds during which no operation ran: time of Python, and waiting."""
+        """Seconds during which no operation ran: Python code and waiting."""
         return max(0.0, self.wall - sum(e.seconds for e in self.entries))
 
     def inside(self) -> dict[str, dict[str, float]]:

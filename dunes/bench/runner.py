@@ -144,7 +144,7 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError if memory does not suffice for all models at once and the peak of the one that runs."""
+    """Raise ValueError if memory does not suffice: all models are in memory at once, and one of them runs."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(

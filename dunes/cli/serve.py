@@ -164,7 +164,7 @@ def doctor(
     Example: dunes doctor --file src/main.py:12:9
 
     Args:
-        address: The server's address; if the server needs a key, it is read from DUNES_API_KEY.
+        address: The server's address. A key, if the server needs one, is read from DUNES_API_KEY.
         file: Cursor position to complete at.
     """
     from dunes.serve.doctor import AFTER, BEFORE, examine

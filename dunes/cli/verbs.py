@@ -159,7 +159,8 @@ def generate(
     Args:
         prompt: The text to continue; without one, a new document is generated.
         lookup: Speculative decoding by prompt lookup, for repetitive text; the output is the same.
-        draft: Speculative decoding with a smaller model of the same tokenizer; the output has the same distribution.
+        draft: Speculative decoding with a smaller model of the same tokenizer; the output distribution is the
+        same.
         cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
     """
     with _quick_imports():

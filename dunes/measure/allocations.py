@@ -97,8 +97,8 @@ def in_backward() -> bool:
 class Allocation:
     """An allocated storage: size in bytes, owner (the module or function that allocated it), and lifetime.
 
-    `allocated` and `freed` are the numbers of the events at which it was allocated and freed; `freed` is None
-    while it is allocated.
+    Allocations and frees are numbered events. `allocated` and `freed` are the event numbers of this storage;
+    `freed` is None while the storage is live.
     """
 
     size: int

@@ -284,7 +284,7 @@ def _cpu_quota() -> int:
 
 
 def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -> float:
-    """The highest sample of a rate, which is sampled until samples agree; cached on disk for this machine."""
+    """The highest sample of a rate; samples are taken until they agree. Cached on disk for this machine."""
     name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
     if name in _rates:
         return _rates[name]

@@ -35,7 +35,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def restarted() -> bool:
-    """True if torchrun restarted this process after one of its processes failed."""
+    """True if torchrun restarted this process because a process of the run had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 

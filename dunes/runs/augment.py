@@ -102,7 +102,7 @@ def _changed(
     validation: Sequence[str] | None,
     request: dict[str, Any],
 ) -> Edit[list[str]]:
-    """Load and change the model in a folder; returns a function that saves it and one that checks the saved files.
+    """Load and change the model in a folder; returns two functions: to save it, and to check the saved files.
 
     Finished blocks are stored in `out` until the end.
     """
@@ -208,7 +208,7 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the last change of the model in a folder, which must be `name`, and write the original model to `out`.
+    """Undo the last change, which must be `name`, of the model in a folder; write the original model to `out`.
 
     Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
     bit to the original model, raises ValueError and writes nothing.
@@ -220,7 +220,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
-    """Undo the last change of a model; returns a function that saves it and one that checks the saved files."""
+    """Undo the last change of a model; returns two functions: to save it, and to check the saved files."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     recorded = records(loaded)

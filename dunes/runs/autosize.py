@@ -32,7 +32,7 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens. `bytes` and `chars` tokens have one."""
+"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens (1 byte for `bytes` and `chars`)."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
@@ -240,7 +240,7 @@ def vocabulary(config: TrainConfig) -> int:
 def config_for(config: TrainConfig, vocab: int) -> Any:
     """The family's model config, with the configured shape or with about the configured number of parameters.
 
-    The number includes embeddings. The width is 32 or a multiple of 64, with about one layer for each 64 of width.
+    The number includes embeddings. The width is 32 or a multiple of 64. The number of layers is about width / 64.
     The hidden widths of all experts add up to the hidden width of a dense model.
     """
     dense = _dense_config(config, vocab)

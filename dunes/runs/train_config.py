@@ -34,7 +34,7 @@ class TextData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
-    """Validation split: whole files, or the last tenth of every file."""
+    """Validation split: complete files, or the last tenth of every file."""
     separate_documents: bool = False
     """Let no token attend to other documents in its window; the default is one long text."""
     follow_links: bool = False

@@ -45,7 +45,7 @@ class Step:
 
 
 class Diverged(RuntimeError):
-    """Raised when too many steps in a row had a loss or gradient that is not finite; these changed no weights."""
+    """Raised when too many steps in a row were skipped; the weights are as before these steps."""
 
 
 class Trainer:
@@ -298,7 +298,7 @@ class Trainer:
             )
 
     def names(self, params: Set[Tensor]) -> str:
-        """Text with the names of these parameters in the model, or in a loss that is a module; at most eight names."""
+        """Text with the names of up to eight of these parameters, in the model or in a loss that is a module."""
         named = (m.named_parameters(prefix) for prefix, m in self._modules().items())
         names = [name for name, p in chain(*named) if p in params]
         return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
@@ -350,7 +350,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name; a module with an attribute `mutable_buffers` lists its own in it."""
+    """Buffers that training may change, by name. If a module has `mutable_buffers`, only those in that list."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
