@@ -67,7 +67,7 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as [loss, tokens, bytes]; None for None. The loss of a diverged model may be NaN.
+    """The `Score` stored as [loss_sum, tokens, size]; None for None. The loss of a diverged model may be NaN.
 
     Raises TypeError or ValueError for other values.
     """
