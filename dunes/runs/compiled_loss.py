@@ -33,7 +33,7 @@ SAMPLES = 10
 
 
 def compile_loss(run: Run, line: Line) -> None:
-    """Replace the trainer's loss by a compiled one if `--compile on` asks for it or the run is long enough.
+    """Replace the trainer's loss by a compiled one with `--compile on`, and in long runs with `--compile auto`.
 
     A resumed run repeats its earlier choice. `line` is called with messages for the user. Raises ValueError if
     `--compile on` is impossible.
