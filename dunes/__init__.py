@@ -1,8 +1,9 @@
 """astral dunes: build, train, change and use small transformers on your own machine.
 
-`import dunes` loads nothing heavy: a room is imported, and torch with it, when it is first asked for.
-`help(dunes.train)` begins with the main names of that room. A name with a dot is imported from its module, as
-`train.train` of runs by `from dunes.runs.train import train`. docs/api.md lists the public names. The rooms:
+`import dunes` is fast: a room (subpackage) is imported, and torch with it, when it is first used.
+`help(dunes.train)` begins with the main names of that room. A name with a dot is imported from its module:
+`train.train` of the room `runs` by `from dunes.runs.train import train`. docs/api.md lists the public names. The
+rooms:
 """
 
 import importlib

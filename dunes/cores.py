@@ -1,12 +1,12 @@
-"""OpenMP threads spin while the cores are idle, and sleep early while other programs compete for them.
+"""Let waiting OpenMP threads spin while the cores are idle, and sleep early while other programs use the cores.
 
-A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. Beside other programs
-it takes the core from the thread it waits for: a training step took 25 times as long. Always sleeping early costs
-an idle machine 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever"). libgomp
-spins less when it manages more threads than there are processors, and checks this at each wait (`do_spin` in
-config/linux/wait.h, `gomp_managed_threads` in team.c). So one thread measures how long this process's threads
-wait for a core. While they wait long, another thread keeps an idle OpenMP team, which makes the number of threads
-exceed the processors.
+A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. If other programs run,
+it takes the core from the thread for which it waits: a training step took 25 times as long. On an idle machine,
+always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever").
+libgomp spins less while it manages more threads than the machine has processors, and checks this at each wait
+(`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher thread measures the time that
+this process's threads wait for a core. While this time is long, another thread keeps an idle OpenMP team, so that
+libgomp manages more threads than processors.
 """
 
 import ctypes
@@ -21,15 +21,17 @@ from time import perf_counter, sleep
 OWN_CHOICE = frozenset({
     "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_STACKSIZE", "GOMP_STACKSIZE",
 })  # fmt: skip
-"""Variables by which users choose how OpenMP waits or binds threads; any of them disables the watcher."""
+"""Environment variables by which users choose how OpenMP waits or binds threads; each disables the watcher."""
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
-"""Seconds waited per second above which threads sleep early: 0.7 beside one other program."""
+"""Threads sleep early if they wait for cores for more than this many seconds per second. While one other program
+runs, they wait 0.7 seconds per second."""
 FREE = 0.05
-"""Seconds waited per second below which cores count as idle: 0.01 when nothing else runs."""
+"""Cores count as idle if threads wait for them for less than this many seconds per second. While no other program
+runs, threads wait 0.01 seconds per second."""
 PATIENCE = 8
-"""Consecutive measurements with idle cores before waiting threads spin again."""
+"""Number of consecutive measurements with idle cores after which waiting threads spin again."""
 _TASKS = Path("/proc/self/task")
 _watcher: threading.Thread | None = None
 _lock = threading.Lock()
@@ -53,7 +55,7 @@ def share_cores() -> None:
 
 
 def _after_fork() -> None:
-    """Reset the watcher and its lock: a forked child has no other threads, and their locks are never released."""
+    """Reset the watcher and its lock in a forked child: it has no other threads, so their locks stay locked."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 
@@ -63,7 +65,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def reports_waits() -> bool:
-    """True if the kernel reports how long threads wait for a core."""
+    """True if the kernel reports the time that threads wait for a core."""
     return Path("/proc/self/schedstat").exists()
 
 
@@ -78,7 +80,7 @@ def wait_times() -> dict[str, float]:
 
 
 def waiting_seconds(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Seconds that threads have waited between two measurements; threads that have ended are left out."""
+    """Total seconds that threads waited between two measurements; threads that have ended are left out."""
     return sum(max(0.0, seconds - before.get(thread, 0.0)) for thread, seconds in after.items())
 
 
@@ -104,7 +106,7 @@ def _watch() -> None:
 def _start_team(size: int) -> threading.Event:
     """Start an idle OpenMP team of `size` threads that lasts until the returned event is set.
 
-    Raises AttributeError without libgomp, and RuntimeError if that many threads cannot be started.
+    Raises AttributeError if libgomp is not loaded, and RuntimeError if so many threads cannot be started.
     """
     process, end = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)

@@ -1,4 +1,4 @@
-"""The Python environment: its optional packages, and child processes that import from the same places."""
+"""The Python environment: import optional packages, and start child processes with the same `sys.path`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """Import a module of an optional package. Raises ValueError that names the extra if it cannot be imported."""
+    """Import a module of an optional package. If that fails, raises ValueError that names the extra to install."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -18,9 +18,9 @@ def extra(module: str, name: str) -> Any:
 
 
 def python_command(*arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command and environment that run Python with these arguments and this process's `sys.path`.
+    """The command and the environment that run Python with these arguments and this process's `sys.path`.
 
-    `-P` keeps the working directory, where a user's `json.py` may lie, out of `sys.path`.
+    `-P` keeps the working directory out of `sys.path`, since it may contain a `json.py` of the user.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": path}

@@ -1,8 +1,8 @@
-"""Progress shown to the user, as a bar on a terminal or a line every few seconds elsewhere, and tables.
+"""Show progress to the user, as a bar on a terminal or as a line every few seconds elsewhere; print tables.
 
-Work reports its phases, and loops inside them their progress, through context variables, so that no function needs
-an argument for it: `with Display() as display, shown_by(display.state): ...`. rich is imported when something is
-shown.
+Code reports its phases with `phase`, and loops inside a phase report their progress with `each` or `advance`. The
+reports go through context variables, so functions need no argument for them:
+`with Display() as display, shown_by(display.state): ...`. rich is imported only when a display or table is used.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 EVERY = 10.0
-"""Seconds between plain lines."""
+"""Seconds between two plain lines of progress."""
 KNOWN = 0.01
-"""Fraction of the work before which no remaining time is estimated."""
+"""The remaining time is estimated once this fraction of the work is done."""
 UNKNOWN_SECONDS = 2.0
-"""Seconds before which no remaining time is estimated."""
+"""The remaining time is estimated once this many seconds have passed."""
 T = TypeVar("T")
 Line = Callable[[str], object]
-"""Called with a line of text for the user."""
+"""A function that is called with a line of text for the user."""
 Show = Callable[[str, float], object]
-"""Called with a description of the current phase and the fraction of the work done."""
+"""A function that is called with a description of the current phase and the fraction of the work done."""
 _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 WIDTH = 240
-"""Width of the longest line: narrow screens wrap it, since truncated figures would mislead."""
+"""Maximum line width of tables, in characters. Narrow terminals wrap lines: truncated figures would mislead."""
 
 
 def _console() -> "Console":
@@ -42,17 +42,18 @@ def _console() -> "Console":
 
 @dataclass
 class Display:
-    """`with Display(console) as display:`, then `display.state(...)` after each step and `display.line(text)`.
+    """Shows the progress and messages of a task on a console.
 
-    A quiet display shows neither progress nor `detail`, only warnings and results.
+    Inside `with Display(console) as display:`, call `display.state(...)` after each step, and
+    `display.line(text)`. A quiet display shows neither progress nor `detail`, only warnings and results.
     """
 
     console: "Console" = field(default_factory=_console)
     quiet: bool = False
     silent: bool = False
-    """True for ranks other than the first, which show nothing."""
+    """True to show nothing, as on all ranks except the first."""
     patience: float = 0.0
-    """Seconds before the first plain line."""
+    """Seconds before the first plain line of progress."""
 
     def __enter__(self) -> Self:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -80,7 +81,7 @@ class Display:
             self.line(f"{done:4.0%}  {text}")
 
     def time_left(self, text: str, done: float) -> None:
-        """Show the progress, and the estimated remaining time at the present rate."""
+        """Show the progress, with the remaining time estimated from the average rate so far."""
         elapsed = monotonic() - self._start
         can_estimate = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
         remaining = elapsed * (1 / done - 1) if can_estimate else None
@@ -98,7 +99,7 @@ class Display:
             self.line(text)
 
     def print_highlighted(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
-        """Print text with some parts highlighted: in colour, or in brackets where there is none."""
+        """Print text with the marked parts highlighted: in colour, or in brackets if the console has no colour."""
         from rich.text import Text
 
         no_colour = self.console.color_system is None
@@ -110,7 +111,10 @@ class Display:
 
 @contextmanager
 def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
-    """Call `show`, or the outer one, for what is reported inside, with the fraction done on another `scale`."""
+    """Inside the `with` block, call `show` for each report, after mapping the fraction done by `scale`.
+
+    By default, `show` is the function already in use outside.
+    """
     outer = show or _show.get()
     token = _show.set(lambda text, done: outer(text, scale(done)))
     try:
@@ -126,7 +130,10 @@ def report(text: str, done: float) -> None:
 
 @contextmanager
 def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
-    """Show a phase from `start` to `end` of the work, and the fraction of it that loops inside report."""
+    """Show a phase that covers the work from fraction `start` to fraction `end`.
+
+    Loops inside the `with` block report their progress within the phase.
+    """
     show, reached = _show.get(), 0.0  # a loop may report from another thread
 
     def listen(share: float) -> None:
@@ -143,12 +150,15 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
 
 def is_shown() -> bool:
-    """True if a phase is shown already, so that no second display is needed."""
+    """True if a phase is in progress, so that no second display is needed."""
     return _listener.get() is not None
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """A function to call with each part of `total` that is done, within `start` to `end` of the current phase."""
+    """A function to call with the amount of work done since its last call, out of `total`.
+
+    It reports progress from fraction `start` to fraction `end` of the current phase.
+    """
     listener, done = _listener.get(), 0.0
 
     def report(part: float) -> None:
@@ -161,7 +171,7 @@ def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[flo
 
 
 def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator[T]:
-    """Iterate over the items, reporting progress from `start` to `end` of the current phase."""
+    """Yields the items, and reports progress from fraction `start` to fraction `end` of the current phase."""
     report = advance(len(items), start, end)
     for item in items:
         yield item

@@ -1,6 +1,7 @@
 """Benchmarks, profiles of time and memory, tables, plots, comparisons.
 
-Start with `benchmark` and `runner.bench`, `race` for two sides, `profile_modules` and `allocations`.
+Start with `benchmark` and `runner.bench`. `race` compares workloads, `profile_modules` measures the time of
+modules, and `allocations` records memory.
 """
 
 from dunes.bench.benchmarks import BENCHMARKS, benchmark

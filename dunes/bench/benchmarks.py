@@ -7,8 +7,8 @@
         "Token embeddings alone."
         ...
 
-`Work.bytes` counts each weight once per batch, and the keys and values of earlier tokens, as the inference
-benchmarks of gpt-fast and nanochat do. Experts count as often as uniform routing would select them.
+`Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, like the inference
+benchmarks of gpt-fast and nanochat. Experts are counted as often as uniform routing would select them.
 """
 
 import warnings
@@ -42,7 +42,10 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: its default batch size, its memory estimate (if any), and the settings that it uses."""
+    """A benchmark: function that makes the workload, default batch size, memory estimate, and settings it uses.
+
+    `memory` is None if the memory is not estimated.
+    """
 
     make: Make
     batch: int
@@ -51,12 +54,12 @@ class Benchmark:
 
     @property
     def about(self) -> str:
-        """A one-line description."""
+        """A one-line description of the benchmark, from its function's docstring."""
         return (self.make.__doc__ or self.make.__name__).strip().splitlines()[0]
 
 
 BENCHMARKS: dict[str, Benchmark] = {}
-"""The registered benchmarks by name."""
+"""The registered benchmarks, by name."""
 
 
 def benchmark(
@@ -195,9 +198,10 @@ def _stored_bytes(module: nn.Module) -> int:
 
 
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
-    """Bytes of weights, codes and scales that a forward pass of `tokens` tokens reads.
+    """Bytes of weights, codes and scales that a forward pass over `tokens` tokens reads.
 
-    Embeddings count a few rows, adapters only if active, experts as often as uniform routing would select them.
+    Embedding tables are left out, since only a few rows are read, unless the head uses the table too. Only active
+    adapters are counted. Experts are counted as often as uniform routing would select them.
     """
     tied = _table(model).nbytes if model.head is None else 0
     all_weights, embeddings = _active_bytes(model), _active_bytes(model.embed)
@@ -217,7 +221,7 @@ def _table(model: Decoder) -> torch.Tensor:
 
 
 def cache_elements(model: Decoder, tokens: float) -> float:
-    """Elements of the KV cache read for the next token after `tokens` tokens, bounded by each layer's window."""
+    """Number of KV-cache elements read for the next token after `tokens` tokens, given each layer's window."""
     layers = (m for m in model.modules() if isinstance(m, Attention))
     return sum((m.k.out_features + m.v.out_features) * min(tokens, m.window or tokens) for m in layers)
 
@@ -228,7 +232,7 @@ def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:
 
 
 def _text(size: int) -> str:
-    """The first `size` characters of the standard library, from its files in order."""
+    """The first `size` characters of the training text of the standard library's files."""
     text = ""
     for document in collect_corpus(["stdlib"]).train:
         text += "".join(document.text())

@@ -1,8 +1,9 @@
-"""Significant differences between two sets of measurements.
+"""Find significant differences between two sets of measurements, A and B.
 
-Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the log ratios; the
-interval is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to outliers
-(https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
+Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the logarithms of the
+ratios. The interval is Wilcoxon's signed-rank interval: it assumes no normal distribution and is robust to
+outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
+https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
 import math
@@ -19,7 +20,10 @@ CONFIDENCE = 0.99
 
 @dataclass(frozen=True)
 class Difference:
-    """Ratio of B's seconds to A's: the estimate and its confidence interval, None for too few rounds."""
+    """Ratio of B's seconds to A's seconds in one case; `interval` is its confidence interval.
+
+    The interval is None if the rounds are too few.
+    """
 
     what: str
     ratio: float
@@ -28,7 +32,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """True if B and A differ at the given confidence."""
+        """True if A and B differ at the given confidence: the interval does not contain 1."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
     @property
@@ -44,23 +48,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of the cases on both sides, cases on only one, and columns that differ between the two sides."""
+    """Differences of the cases in both A and B, names of cases in only one of them, and differing columns."""
 
     differences: list[Difference]
     unmatched: list[str]
     differing: dict[str, tuple[Any, Any]]
 
     def record(self) -> dict[str, Any]:
-        """A record for JSON."""
+        """The comparison as a JSON object."""
         results = [asdict(d) | {"significant": d.significant, "verdict": d.verdict} for d in self.differences]
         return {"differences": results, "unmatched": self.unmatched, "differing": self.differing}
 
 
 def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) -> Comparison:
-    """Pair the cases on both sides. Raises ValueError if there are none, and for an invalid confidence.
+    """Compare the cases that were measured in both A and B.
 
-    A column with one value in A and one in B does not distinguish cases: it may differ (another model or number of
-    threads), and is then listed in `differing`.
+    A column that has a single value in A and a single value in B does not distinguish cases. If these two values
+    differ (another model or number of threads), the column is listed in `differing`. Raises ValueError if no case
+    was measured in both, and for an invalid confidence.
     """
     if not 0.5 <= confidence < 1:
         raise ValueError(f"--confidence is {confidence}; expected a number from 0.5 to below 1")
@@ -85,7 +90,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's median rates during A and B; a difference between them is not due to the program."""
+    """The machine's median rates during A and during B; a difference between them is not caused by the program."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -107,14 +112,14 @@ def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: floa
 def hodges_lehmann(
     values: Sequence[float], confidence: float = CONFIDENCE
 ) -> tuple[float, tuple[float, float] | None]:
-    """The Hodges-Lehmann median and its confidence interval, None for too few values."""
+    """The Hodges-Lehmann median of the values and its confidence interval, which is None for too few values."""
     means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
     count = _critical(len(values), (1 - confidence) / 2)
     return median(means), None if count is None else (means[count], means[-1 - count])
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at either end, from the signed ranks of n values; None for too few.
+    """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
 
     It is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """

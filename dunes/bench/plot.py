@@ -1,4 +1,4 @@
-"""Plots of measurements, with plotnine. Each function returns a plot; `save_plot` writes it.
+"""Plots of measurements, drawn with plotnine. The plotting functions return a plot; `save_plot` writes it.
 
 The colours are Okabe and Ito's palette for colour-blind readers (https://jfly.uni-koeln.de/color/).
 """
@@ -41,7 +41,7 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
 
 
 def save_plot(plot: Any, path: Path) -> None:
-    """Write the plot. Raises ValueError for an unsupported file name."""
+    """Write the plot to a file. Raises ValueError if the file name does not end in .svg or .png."""
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"{path}: expected a file name that ends in .svg or .png")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,13 +49,16 @@ def save_plot(plot: Any, path: Path) -> None:
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """k and a of y = a x^k, by linear regression of the logarithms."""
+    """(k, a) of the power law `y = a x^k`, fitted by linear regression of the logarithms."""
     slope, intercept = linear_regression([math.log(v) for v in x], [math.log(v) for v in y])
     return slope, math.exp(intercept)
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Lines of at least two summaries that differ only in the axis, by the settings that distinguish the lines."""
+    """Groups of two or more summaries that differ only in the axis; each group becomes a line of a plot.
+
+    The keys are texts with the settings that distinguish the groups.
+    """
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
     columns = [n for n in SETTING if n not in along]
     groups = group_rows(results, columns)
@@ -65,9 +68,9 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
 
 
 def scaling(results: Sequence[Row], axis: str, of: str) -> Any:
-    """Plot a column over an axis, both logarithmic, each line with its fitted exponent.
+    """Plot column `of` over column `axis`, both logarithmic; the legend shows each line's fitted exponent.
 
-    `results` are summaries. Raises ValueError if no two of them differ in the axis alone.
+    `results` are summaries. Raises ValueError if no two of the summaries differ only in the axis.
     """
     p, records = extra("plotnine", "plot"), list[dict[str, Any]]()
     for name, members in scaling_lines(results, axis).items():
@@ -96,9 +99,9 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates with their values, and intervals unless `interval` is empty.
+    """A bar chart of rates, labelled with their values; it shows intervals unless `interval` is empty.
 
-    Takes records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
+    `results` are records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
     p = extra("plotnine", "plot")
     frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
@@ -121,7 +124,7 @@ def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 
 def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
     """Plot rates over their limits, both logarithmic; the dashed line is rate = limit.
 
-    Takes records with `name`, `rate`, `limit` and `unit`.
+    `results` are records with `name`, `rate`, `limit` and `unit`.
     """
     p = extra("plotnine", "plot")
     labels = [f"{f['name']}: {f['rate'] / f['limit']:.0%}" for f in results]
@@ -141,9 +144,9 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
 
 
 def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes") -> Any:
-    """Plot validation bits/byte of several runs, over `minutes`, `tokens` or `steps`.
+    """Plot the validation bits/byte of several runs over `minutes`, `tokens` or `steps`.
 
-    `runs` maps names to the records of metrics.jsonl. Raises ValueError if nothing was measured.
+    `runs` maps names to the records of metrics.jsonl. Raises ValueError if no run has a validation loss.
     """
     records = []
     for name, lines in runs.items():
@@ -169,7 +172,7 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A run's steps: tokens and minutes so far, and validation bits/byte, None if not measured."""
+    """For each step of a run: tokens and minutes so far, and validation bits/byte (None if not measured)."""
     results, tokens, seconds = [], 0, 0.0
     for line in lines:
         if "loss" not in line:
@@ -181,7 +184,7 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """Bar chart of the time of each module with its submodules, by phase; equal blocks are summed."""
+    """Bar chart of the time of each module, including its submodules, by phase; equal blocks are summed."""
     p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
@@ -224,7 +227,10 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write all plots of these measurements: scaling over each axis that varies, and a bar chart of rates."""
+    """Write all plots of these measurements, and return their paths.
+
+    The plots are: scaling over each axis that varies, a bar chart of rates, and rates over limits if known.
+    """
     results, paths = summaries(rows), []
     for axis in AXES:
         if scaling_lines(results, axis):

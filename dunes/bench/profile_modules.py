@@ -1,4 +1,4 @@
-"""Time by module and by kind of operation, forward and backward, from PyTorch's profiler."""
+"""Measure the time of each module and of each kind of operation, forward and backward, by PyTorch's profiler."""
 
 import os
 import re
@@ -34,12 +34,12 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Patterns of operation names by kind; the first match counts, everything else is elementwise."""
+"""Regular expressions for operation names, by kind. The first match counts; other operations are elementwise."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Self time of an operation in seconds, summed over its calls."""
+    """The self time of an operation in one module and phase, in seconds, summed over its calls."""
 
     phase: str
     module: str
@@ -51,20 +51,21 @@ class Entry:
 
 @dataclass
 class Report:
-    """A profile; `wall` is the wall-clock time."""
+    """The result of a profile; `wall` is the wall-clock time in seconds."""
 
     entries: list[Entry] = field(default_factory=list)
     wall: float = 0.0
 
     @property
     def between(self) -> float:
-        """Seconds in which no operation ran: Python and waiting."""
+        """Seconds during which no operation ran: Python code and waiting."""
         return max(0.0, self.wall - sum(e.seconds for e in self.entries))
 
     def inside(self) -> dict[str, dict[str, float]]:
-        """Seconds of each module with its submodules, by phase; equal blocks are summed.
+        """Seconds of each module, including its submodules, by phase.
 
-        "" is the total; operations outside of modules (the loss, the optimizer) are under OUTSIDE.
+        Modules whose names differ only in a number, such as blocks, are summed. Key "" has the total; key OUTSIDE
+        has operations outside of modules (the loss, the optimizer).
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
@@ -81,15 +82,15 @@ class Report:
         return {kind: dict(sums[kind]) for kind in sorted(sums, key=lambda kind: -sums[kind].total())}
 
     def record(self) -> dict[str, Any]:
-        """The sums, for JSON."""
+        """The sums of the profile as a JSON object."""
         return {"wall": self.wall, "between": self.between, "kinds": self.kinds(), "modules": self.inside()}
 
 
 @contextmanager
 def profile_modules(model: nn.Module) -> Iterator[Report]:
-    """`with profile_modules(model) as report:` times the operations inside; read the report afterwards.
+    """`with profile_modules(model) as report:` times the operations in the block; read the report afterwards.
 
-    A module's time covers the operations in its own forward and their backward. The profiler adds some
+    A module's time includes the operations in its own forward pass and their backward pass. The profiler adds some
     microseconds per operation.
     """
     report, cuda = Report(), measure.device().type == "cuda"
@@ -106,7 +107,7 @@ def profile_modules(model: nn.Module) -> Iterator[Report]:
 
 @contextmanager
 def _mark_modules(model: nn.Module) -> Iterator[None]:
-    """Mark the forward of each module for the profiler."""
+    """Inside the `with` block, mark the forward pass of each module for the profiler."""
     names, open_ranges = {module: name for name, module in model.named_modules()}, list[Any]()
 
     def begin(module: nn.Module, inputs: Any) -> None:
@@ -123,7 +124,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Operations with the module whose forward or backward called them."""
+    """Entries of the operations; each has the module in whose forward or backward pass the operation ran."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:
@@ -139,7 +140,7 @@ def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
 
 
 def profile_work(work: Work) -> tuple[Report, float]:
-    """The report of one run, and the relative overhead of the profiler: 0.1 for 10 %."""
+    """Profile one run of the workload; returns the report and the profiler's relative overhead (0.1 for 10 %)."""
     assert work.model is not None, "the caller asked for a benchmark that runs a model"
     unprofiled = []
     for _ in range(4):  # the first runs load kernels
@@ -154,7 +155,7 @@ def profile_work(work: Work) -> tuple[Report, float]:
 
 
 def kind_of_operation(operation: str) -> str:
-    """The kind of an operation, by its name."""
+    """The kind of the operation with this name."""
     base_name = operation.removeprefix("aten::").removesuffix("_backward").removesuffix("_")
     return next((name for name, pattern in KINDS.items() if re.search(pattern, base_name)), "elementwise")
 

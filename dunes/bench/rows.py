@@ -1,7 +1,7 @@
-"""Measurements as tidy records, one per lap, in a JSONL file.
+"""Read, write and summarize measurements: a JSONL file has one record (row) per lap.
 
-A row has the case (`benchmark` and the columns in SETTING), the machine (`machine` and its properties), the round,
-and the result (`seconds` of one run, `amount` of `unit`, ...).
+A row contains the case (the columns in SETTING), the machine (`machine` and its properties), the round, and the
+result (`seconds` of one run, `amount` of `unit`, ...).
 """
 
 import subprocess
@@ -20,11 +20,11 @@ Row = dict[str, Any]
 SETTING = (
     "benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device", "form",
 )  # fmt: skip
-"""Columns that identify a case."""
+"""Columns whose values identify a case."""
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to the file."""
+    """Append a row to the file; creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     append_record(path, row)
 
@@ -32,7 +32,7 @@ def append_row(path: Path, row: Row) -> None:
 def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
     """All rows of a .jsonl file; `warn` is called with a message about invalid lines.
 
-    Raises ValueError that names the file if it has no measurements.
+    Raises ValueError, naming the file, if the file is missing or contains no measurements.
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; create it with: dunes bench train --size 3m --out {path}")
@@ -43,7 +43,7 @@ def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
 
 
 def _is_row(record: Row) -> bool:
-    """True if a record is a lap."""
+    """True if a record is a valid row."""
     try:
         texts = all(isinstance(record[name], str) for name in ("benchmark", "unit"))
         return texts and 0 < record["seconds"] < inf and 0 <= record["amount"] < inf
@@ -52,7 +52,7 @@ def _is_row(record: Row) -> bool:
 
 
 def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tuple[Any, ...], list[Row]]:
-    """The rows by their values in these columns, in the order of first occurrence."""
+    """Group the rows by their values in these columns; groups are in the order of first occurrence."""
     results: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         results[tuple(row.get(name) for name in columns)].append(row)
@@ -60,10 +60,10 @@ def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tu
 
 
 def summarize(rows: Sequence[Row]) -> Row:
-    """The rounds of one case as one record: medians, and the quartiles of the seconds.
+    """Summarize the rounds of one case in one record: medians, and the quartiles of the seconds.
 
-    `limit` is the roofline rate: the lower of the highest measured read rate and the matrix product rate, over the
-    bytes and the operations of one unit.
+    `limit` is the roofline rate in units per second: the lower of (highest measured read rate / bytes per unit)
+    and (matrix product rate / operations per unit).
     """
     first = rows[0]
     seconds = [float(row["seconds"]) for row in rows]
@@ -83,12 +83,12 @@ def summarize(rows: Sequence[Row]) -> Row:
 
 
 def summaries(rows: Iterable[Row]) -> list[Row]:
-    """One record per case."""
+    """Summaries of the rows: one record per case."""
     return [summarize(group) for group in group_rows(rows).values()]
 
 
 def source_commit() -> str | None:
-    """The commit of the running source tree, with + if it has changes; None outside of a checkout."""
+    """The git commit of the running source tree, with "+" if files have changed; None outside a checkout."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,6 +1,6 @@
-"""Run a benchmark over settings: estimate the memory first, then append each lap to the file.
+"""Run a benchmark for several settings: estimate the memory first, then time laps and append each to a file.
 
-Workloads are timed in alternation, so that drift of the machine's speed favours none.
+Workloads are timed in alternation, so that a drift of the machine's speed affects all of them equally.
 """
 
 import itertools
@@ -26,11 +26,11 @@ from dunes.runs.train_config import parse_size
 from dunes.units import format_bytes, format_seconds
 
 FRAGMENTS = 1.5
-"""Upper bound of process growth over the size of its tensors, due to fragmentation
+"""Upper bound of (growth of the process / size of its tensors); fragmentation makes this ratio larger than 1
 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
-"""Minimum seconds of a lap; shorter work is repeated within it."""
+"""Minimum duration of a lap in seconds; in a lap, shorter workloads are run several times."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -60,15 +60,15 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: compile native code first if there is none, which takes one to two minutes per shape."""
+    """For decode: compile native code first if it is missing, which takes one to two minutes per shape."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case to time.
+    """A case to time: a model with a setting.
 
-    `bytes` is the size of its weights, `resident` its memory between runs, `peak` the estimated peak (None:
-    unknown).
+    `bytes` is the size of the model's weights, `resident` is the memory between runs, and `peak` is the estimated
+    peak memory (None if unknown), all in bytes.
     """
 
     subject: Subject
@@ -88,7 +88,7 @@ def cases(name: str, request: Request) -> list[Case]:
 
 
 def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, Setting]]:
-    """Each subject with each setting. Raises ValueError for invalid settings."""
+    """All pairs of a subject and a setting of the request. Raises ValueError for invalid settings."""
     counts = {"batch": request.batches, "context-length": request.contexts, "threads": request.threads}
     for option, values in counts.items():
         if min(values, default=1) < 1:
@@ -114,7 +114,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
 
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
-    """Dtypes and numbers of threads, measured if not given."""
+    """The dtypes and numbers of threads of a request; if none are given, those chosen for this machine."""
     dtype = torch.float32
     if name in ("train", "score") and not request.dtypes:  # as in `dunes train` and `dunes eval`
         dtype = measure.choose_dtype(measure.device())
@@ -144,7 +144,7 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError if the machine would swap: all models are in memory, one runs at a time."""
+    """Raise ValueError if memory does not suffice: all models are in memory at once, and one of them runs."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
@@ -155,7 +155,7 @@ def _check_memory(results: Sequence[Case]) -> None:
 
 @dataclass(frozen=True)
 class Lap:
-    """One timing: mean seconds per run over `runs`, and seconds to the first token."""
+    """One timing of a workload: mean seconds per run over `runs` runs, and seconds to the first token."""
 
     name: str
     round: int
@@ -172,10 +172,11 @@ def race(
     least: float = LEAST,
     clock: Callable[[], float] = perf_counter,
 ) -> Iterator[Lap]:
-    """Yield laps of all workloads in turn, `rounds` of each: A B, then B A, then A B.
+    """Time all workloads in turn; yields `rounds` laps of each, in the order A B, then B A, then A B.
 
-    Alternating the order cancels a steady drift in the comparison of any two. Each workload first runs twice
-    untimed, to load kernels and set the number of runs per lap. `before(name)` is called before each lap, untimed.
+    The alternating order cancels a steady drift of speed in the comparison of any two workloads. First, each
+    workload runs twice without yielding a lap, to load kernels and to choose the number of runs per lap.
+    `before(name)` is called before each lap, and is not timed.
     """
     runs = {}
     for name, work in works.items():
@@ -190,7 +191,7 @@ def race(
 
 
 def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, float | None]:
-    """Seconds per run without the setup, and seconds including `then`, None without it."""
+    """Seconds per run without the setup, and seconds including `then` (None if the workload has no `then`)."""
     total = extended = 0.0
     for _ in range(runs):
         state = work.setup()
@@ -206,10 +207,10 @@ def _time(work: Work, runs: int, clock: Callable[[], float]) -> tuple[float, flo
 
 
 def bench(name: str, request: Request, rounds: int, out: Path, least: float = LEAST) -> list[rows.Row]:
-    """Time the cases in turn, and append a row to `out` after each lap.
+    """Time the cases of a request in turn, and append a row to `out` after each lap; returns the rows.
 
-    The phase, the remaining time once it is known, and the fraction of laps done are shown. Raises ValueError for
-    invalid requests before anything is timed.
+    Shows the phase, the remaining time once it is known, and the fraction of laps done. Raises ValueError for an
+    invalid request, before any timing.
     """
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; expected at least 1")
@@ -240,14 +241,14 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's peak rates: of matrix products, measured in each round, and of reads, the highest so far."""
+    """Measures peak rates of the machine: of matrix products, once per round, and of reads, the highest so far."""
 
     def __init__(self) -> None:
         self._matmul: dict[tuple[Any, ...], float] = {}
         self._read: dict[tuple[int, int], dict[int, float]] = {}
 
     def matmul(self, dtype: str, threads: int, round: int) -> float:
-        """FLOP/s in this dtype, or in float32 if that is faster, measured once per round."""
+        """FLOP/s of matrix products in this dtype, or in float32 if float32 is faster; measured once per round."""
         key = (dtype, threads, round)
         if key not in self._matmul:
             dtypes = (getattr(torch, name) for name in {dtype, "float32"})
@@ -255,7 +256,7 @@ class Ceilings:
         return self._matmul[key]
 
     def read(self, size: int, threads: int, round: int) -> float:
-        """The highest read rate so far in bytes/s over `size` bytes, measured once per round."""
+        """The highest rate so far, in bytes/s, of reading `size` bytes; measured once per round."""
         tries = self._read.setdefault((size, threads), {})
         if round not in tries:
             tries[round] = measure.read_rate(measure.device(), size, 0.1)
@@ -285,5 +286,5 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
 
 
 def default_path(name: str) -> Path:
-    """The default file of a benchmark's rows."""
+    """The default path of a benchmark's file of rows, with the current time."""
     return Path("runs", "bench", f"{name}-{datetime.now():%Y%m%d-%H%M%S}.jsonl")

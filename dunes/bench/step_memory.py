@@ -1,4 +1,4 @@
-"""Estimated and measured memory of one step."""
+"""Estimate and measure the memory of one training or inference step."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.units import format_bytes
 
 PROCESS_BYTES = 0.5e9
-"""Bytes of Python and torch in the process that runs the step."""
+"""Memory in bytes of Python and torch in the process that runs the step."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MemoryEstimate:
     log: Allocations
 
     def measure(self) -> MeasuredMemory:
-        """Measure the step in a new process. Raises ValueError if it would not fit into free memory."""
+        """Measure the memory of the step in a new process. Raises ValueError if it exceeds free memory."""
         if (free := measure.free_memory(measure.device())) and free < self.log.peak + PROCESS_BYTES:
             raise ValueError(
                 f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "
@@ -50,7 +50,7 @@ class MemoryEstimate:
         return _measure_in_child(self)
 
     def record(self, truth: MeasuredMemory | None) -> dict[str, Any]:
-        """A record for JSON."""
+        """The estimate, and the measurement `truth` if given, as a JSON object."""
         shape = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         kinds = {str(kind): size for (kind,), size in self.log.by("kind").items()}
         results = {"subject": self.subject.name, **shape, "inference": self.inference, "peak": self.log.peak}
@@ -58,7 +58,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(subject: Subject, setting: Setting, checkpointing: bool, inference: bool) -> MemoryEstimate:
-    """Estimate a step of this setting on tensors without data."""
+    """Estimate the memory of a step with this setting, on tensors without data."""
     shape = Shape(setting.batch, setting.context, getattr(torch, setting.dtype), checkpointing)
     return MemoryEstimate(subject, shape, inference, _work(inference)(subject.outline, shape))
 
@@ -68,7 +68,7 @@ def _work(inference: bool) -> Any:
 
 
 TRIMMING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""glibc settings that return freed memory at once, so that resident memory matches the tensors' size."""
+"""glibc settings to return freed memory to the system at once, so that resident memory matches the tensors."""
 
 
 def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
@@ -88,7 +88,7 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
-    """Run the estimated step after a small one that loads the kernels."""
+    """Run the step on real tensors and measure its memory; a small step before it loads the kernels."""
     subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])

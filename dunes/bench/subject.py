@@ -1,4 +1,4 @@
-"""Workloads and the models that they run: a model folder, or a shape with random weights."""
+"""Workloads, and the models that they run: a model folder, or a shape (family and size) with random weights."""
 
 import atexit
 import shutil
@@ -30,12 +30,12 @@ CONTEXT = 256
 
 @dataclass(frozen=True)
 class Work:
-    """A workload to time: `run(setup())`, of which only `run` is timed.
+    """A workload to time: `run(setup())`. Only `run` is timed.
 
-    `then` is called with the result of `run`; its end gives a second time, the time to first token.
+    `then` is called with the result of `run`; the time until it ends is the time to first token.
 
-    One run processes `amount` of `unit` (tokens, bytes, ...) with `flops` floating-point operations and at least
-    `bytes` bytes read, 0 if unknown; `model` is the model that runs, if any.
+    One run processes `amount` units (`unit`: tokens, bytes, ...), does `flops` floating-point operations, and
+    reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.
     """
 
     run: Callable[[Any], object]
@@ -47,14 +47,14 @@ class Work:
     model: nn.Module | None = None
     then: Callable[[Any], object] | None = None
     form: str | None = None
-    """Name of the timed implementation if there are several; a column of the rows."""
+    """Name of the implementation that is timed, if several exist; stored in the column `form` of the rows."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a measurement: batch size, sequence length, dtype of matrix products, threads.
+    """Settings of a measurement: batch size, sequence length, dtype of matrix products, number of threads.
 
-    With `compile`, native code for decoding is compiled first if there is none.
+    If `compile` is true, native code for decoding is compiled first unless it exists.
     """
 
     batch: int
@@ -68,7 +68,7 @@ class Setting:
 class Subject:
     """A model to measure: a folder, or a family with about `size` parameters.
 
-    `outline` builds it with uninitialised weights, at no cost on fake or meta tensors.
+    `outline` builds the model with uninitialised weights, which cost no memory on fake or meta tensors.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Subject:
 
     @cached_property
     def saved_folder(self) -> Path:
-        """The model's folder; a temporary one for a shape."""
+        """The model's folder. A shape is first saved to a temporary folder, with random weights."""
         if self.folder is not None:
             return self.folder
         folder = scratch()
@@ -101,7 +101,7 @@ class Subject:
 
 
 def scratch() -> Path:
-    """A temporary folder, removed when the process ends."""
+    """A new temporary folder, which is removed when the process ends."""
     path = Path(mkdtemp(prefix="dunes-bench-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
@@ -115,7 +115,7 @@ def of_folder(folder: Path) -> Subject:
 
 
 def of_shape(family: str, size: int, context: int = CONTEXT) -> Subject:
-    """A family's model of about `size` parameters, with random weights."""
+    """A model of this family with about `size` parameters and random weights."""
     config = config_for(TrainConfig.of({"family": family, "size": str(size), "context_length": context}), VOCAB)
     name, outline = f"{family} {format_count(size)}", lambda: FAMILIES[family].build(config)
     return Subject(name, family, context, outline, size=size)

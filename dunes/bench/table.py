@@ -1,4 +1,4 @@
-"""Measurements as plain text."""
+"""Print measurements as plain text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from dunes.units import format_bytes, format_count, format_seconds, plural
 
 
 def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per case: the settings that distinguish it, and its results."""
+    """Print one line per case: the settings in which cases differ, and the results."""
     differ = [n for n in SETTING[1:] if len({str(f.get(n)) for f in results}) > 1]
     columns = [n for n in differ if n not in ("family", "parameters") or "subject" not in differ] or ["subject"]
     formats: dict[str, Callable[[Mapping[str, Any]], str]] = {
@@ -45,7 +45,7 @@ def _first_token(f: Mapping[str, Any]) -> str:
 
 
 def print_comparison(results: Comparison, confidence: float) -> None:
-    """Print the differences with their intervals, and the columns in which the two sides differ."""
+    """Print the columns in which A and B differ, and the differences in time with their intervals."""
     for name, (a, b) in results.differing.items():
         values = f"A {a}, B {b}"
         if a and not isinstance(a, str):
@@ -62,7 +62,7 @@ def print_comparison(results: Comparison, confidence: float) -> None:
 
 
 def print_times(report: Report, overhead: float) -> None:
-    """Print where the time went: by kind of operation, and by module, with bars."""
+    """Print tables of the time by kind of operation and by module, with bars."""
     phases = [p for p in PHASES if any(e.phase == p for e in report.entries)]
     kinds = report.kinds() | {"between operations (Python, waiting)": {"": report.between}}
     for title, results in (("kind of operation", kinds), ("module, with its submodules", report.inside())):
@@ -79,7 +79,7 @@ def print_times(report: Report, overhead: float) -> None:
 
 
 def print_memory(log: Allocations) -> None:
-    """Print the allocations at the peak."""
+    """Print the memory at the peak, by kind, and the modules or functions that allocated most of it."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
@@ -95,7 +95,7 @@ def print_memory(log: Allocations) -> None:
 
 
 def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[MeasuredMemory | None]) -> None:
-    """Print one line per step: its estimated memory and the measured memory."""
+    """Print one line per step, with its estimated memory and its measured memory if known."""
     lines = []
     for f, truth in zip(results, truths, strict=True):
         kinds = {kind: size for (kind,), size in f.log.by("kind").items()}
@@ -111,7 +111,7 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
 
 
 def bar(share: float, width: int = 30) -> str:
-    """A bar of up to `width` characters, in eighths."""
+    """A text bar for `share` (0 to 1), up to `width` characters long; its length has steps of 1/8 character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 

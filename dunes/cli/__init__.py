@@ -1,4 +1,4 @@
 """The `dunes` command: parses arguments, calls the library, prints results.
 
-`main.main` is the command; `main.run_recipe` runs a recipe like one of its verbs.
+`main.main` runs the command; `main.run_recipe` runs a recipe like a verb of the command.
 """

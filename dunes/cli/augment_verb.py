@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command per modification, each from folder to folder."""
+"""`dunes augment ...`: one command per modification; each reads a model folder and writes another."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        into: For an adapter trained on a quantized base: merge into the dequantized weights, or the original ones.
+        into: For an adapter trained on a quantized base: merge into the dequantized or the original weights.
     """
     import torch
 
@@ -56,7 +56,7 @@ def merge(
 
 
 def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
-    """The command of a change, with flags for its offered options."""
+    """The command for the change `name`, with flags for the options in `options_type`."""
     group = name.replace("-", "_")
 
     def command(model: str, out: Path, **settings: Any) -> None:
@@ -85,7 +85,7 @@ def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
 
 
 def _augment(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Make the change from folder to folder, and print its report."""
+    """Make a change to the model in a folder, write the result to `out`, and print a report."""
     from dunes import checkpoint, measure
     from dunes.runs.augment import augment_folder, quantize_folder
 
@@ -101,7 +101,7 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
 
 
 def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Undo the change from folder to folder, and print the report. Raises ValueError for other options."""
+    """Undo the last change, write the result to `out`, and print a report. Raises ValueError for other options."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 
@@ -113,7 +113,7 @@ def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """Show progress by a bar on a terminal, by a line every ten seconds elsewhere."""
+    """Inside the `with` block, show progress as a bar on a terminal, or as a line every ten seconds elsewhere."""
     from rich.console import Console
 
     from dunes.progress import EVERY, Display, shown_by

@@ -21,7 +21,7 @@ Json = Annotated[bool, tyro.conf.arg(name="json", help="Print one JSON document 
 
 
 def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
-    """Print the record as JSON, or as text."""
+    """Print the record as JSON, or call `print_text`."""
     if as_json:
         print(json.dumps(record))
     else:
@@ -29,14 +29,14 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
 
 
 def commands() -> dict[str, Callable[..., Any]]:
-    """The commands below `dunes bench`."""
+    """The subcommands of `dunes bench`, by name."""
     benchmarks = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
     of_models = with_trust(benchmarks | {"memory": memory})
     return of_models | {"compare": compare, "plot": plot}
 
 
 def _benchmark_command(name: str, about: str) -> Callable[..., int]:
-    """The command of one benchmark."""
+    """The command that runs the benchmark `name`."""
 
     def command(
         model: Request,
@@ -196,8 +196,8 @@ def memory(
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
-        checkpointing: With activation checkpointing of each block.
-        inference: A prompt and one generated token instead of a training step.
+        checkpointing: Use activation checkpointing in each block.
+        inference: Estimate a prompt and one generated token instead of a training step.
         check: Also run the step, and report the memory that it and the process allocated.
         picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """

@@ -1,4 +1,4 @@
-"""The command line, also of recipes. Verbs import torch themselves, so that help is fast."""
+"""Run the command line, also for recipes. Only the verbs' functions import torch, so that help is fast."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ VERBS = (
     "inspect", "convert", "export", "augment", "compile", "bench",
 )  # fmt: skip
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
-"""Functions of verbs whose names are taken by Python's builtins."""
+"""Names of the functions for verbs that have the name of a Python builtin."""
 TRUST = {
     "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
     "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
@@ -33,7 +33,7 @@ ABOUT = "Build, train, change and use small transformers on your own machine. --
 
 
 def main() -> None:
-    """Run the command line; a user error exits with 2 and prints one line."""
+    """Run the command line. A user error prints one line and exits with status 2."""
     exit_with(_main, "dunes")
 
 
@@ -66,7 +66,10 @@ def _main() -> int:
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
-    """Exit with the status that `work` returns (None: 0); 2 and one line for a user error, 130 after Ctrl-C."""
+    """Call `work`, and exit with the status that it returns (0 for None).
+
+    For a user error, print one line and exit with 2; after Ctrl-C, exit with 130.
+    """
     share_cores()
     try:
         status = work() or 0
@@ -87,7 +90,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
 
 
 def version() -> str:
-    """The versions of dunes, torch and Python."""
+    """A line with the versions of dunes, torch and Python."""
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 
@@ -97,7 +100,7 @@ def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
 
 
 def run(program: str, about: str, commands: dict[str, Callable[..., Any]], arguments: list[str]) -> int:
-    """Parse the arguments and call the command they name."""
+    """Parse the arguments and call the command that they name; returns its exit status."""
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     status = tyro.extras.subcommand_cli_from_dict(
         commands, args=arguments, prog=program, description=about, config=config
@@ -106,7 +109,7 @@ def run(program: str, about: str, commands: dict[str, Callable[..., Any]], argum
 
 
 def with_trust(commands: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Add the options of TRUST to the commands."""
+    """The commands, with the options in TRUST added to each."""
     return {name: _with_options(command) for name, command in commands.items()}
 
 
@@ -136,17 +139,17 @@ def keyword(name: str, default: Any, annotation: Any) -> Parameter:
 
 
 def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
-    """The command, whose flags follow from these parameters."""
+    """The command with this signature, from which tyro makes its flags."""
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
 def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
-    """Call `main` with the command-line arguments, and exit with the status it returns (None: 0).
+    """Call `main` with the command-line arguments, and exit with the status that it returns (0 for None).
 
-    The line of `doc` that starts with "python" names the arguments; names in brackets are optional. A wrong number
-    of arguments prints that line and exits with 2; -h prints `doc`.
+    The line of `doc` that starts with "python" lists the arguments; names in brackets are optional. If the number
+    of arguments is wrong, prints that line and exits with 2. With -h, prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
     arguments, (_, program, *names) = sys.argv[1:], usage.split()

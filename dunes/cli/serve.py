@@ -38,13 +38,13 @@ def serve(
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
     It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and its address shows a page to try it.
-    Saved changes to the training sources can be copied from within two seconds.
+    After a file of the training sources is saved, completion copies from its new text within two seconds.
 
     Example: dunes serve runs/project
 
     Args:
         host: Address to listen on. Addresses that other machines can reach need a key in DUNES_API_KEY.
-        port: Port; llama.vim asks 8012.
+        port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
         acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
@@ -164,7 +164,7 @@ def doctor(
     Example: dunes doctor --file src/main.py:12:9
 
     Args:
-        address: The server's address; a key is taken from DUNES_API_KEY.
+        address: The server's address. A key, if the server needs one, is read from DUNES_API_KEY.
         file: Cursor position to complete at.
     """
     from dunes.serve.doctor import AFTER, BEFORE, examine
@@ -182,7 +182,7 @@ def doctor(
 
 
 def _say(line: str) -> None:
-    """Print a line on standard error, which may be closed while a server lives on."""
+    """Print a line to standard error; ignores errors, as standard error may be closed while the server runs."""
     with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 

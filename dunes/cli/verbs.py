@@ -1,4 +1,4 @@
-"""The verbs. Docstrings are shown by -h; imports are inside the functions, so that help is fast."""
+"""The verbs of the command line. Help shows their docstrings; functions import late, so that help is fast."""
 
 import gc
 import sys
@@ -85,8 +85,8 @@ def finetune(
 ) -> int:
     """Finetune a model on instructions, chats, prompts and completions, or plain text.
 
-    Reports on the data before the first step, and at the end the validation loss, what was forgotten, and answers
-    before and after.
+    Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting, and
+    answers before and after finetuning.
 
     Example: dunes finetune runs/project --data alpaca.json --out runs/helper
 
@@ -110,7 +110,7 @@ def _run(
     options: RunOptions,
     **more: int,
 ) -> int:
-    """Start a run, which also gets the names of options set on the command line, even to their defaults."""
+    """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
@@ -128,7 +128,10 @@ def _run(
 
 @contextmanager
 def _quick_imports() -> Iterator[None]:
-    """A context without garbage collection, which takes a quarter of the start-up; its objects are frozen."""
+    """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
+
+    Afterwards, the objects created are excluded from later collections.
+    """
     gc.disable()
     try:
         yield
@@ -147,17 +150,18 @@ def generate(
     cache: CacheBits = None,
     any_base: AnyBase = False,
 ) -> int:
-    """Generate text, streamed.
+    """Generate text, and print it while it is generated.
 
-    At the end, standard error gets two rates: of prefill (up to the first token) and of decoding.
+    At the end, prints two rates to standard error: of prefill (up to the first token) and of decoding.
 
     Example: dunes generate runs/project "def main("
 
     Args:
         prompt: The text to continue; without one, a new document is generated.
-        lookup: Speculate by prompt lookup, for text with repetition; the output is the same.
-        draft: Speculate with a smaller model that has the same tokenizer; the output has the same distribution.
-        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
+        lookup: Speculative decoding by prompt lookup, for repetitive text; the output is the same.
+        draft: Speculative decoding with a smaller model of the same tokenizer; the output distribution is the
+        same.
+        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -209,7 +213,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
-        cache: Quantize all but the last keys and values, for long texts: less memory, slower.
+        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import measure
@@ -232,7 +236,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized cache; prints that the compiled step is not used with it."""
+    """The format of a quantized KV cache, or None; prints that the compiled step is not used with it."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -242,7 +246,7 @@ def _cache_format(bits: str | None) -> "CacheFormat | None":
 
 
 def _input_lines() -> Iterator[str]:
-    """Lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
+    """Yields lines typed in a terminal until Ctrl-D; Ctrl-C discards a line."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys)
     while True:
@@ -265,8 +269,8 @@ def compile_(
 ) -> None:
     """Compile the decoding of a model for this machine, which makes generate and chat faster.
 
-    The result serves every model of this shape, and is stored in $DUNES_HOME or the user's cache folder. It takes
-    one to two minutes and a C++ compiler (install g++).
+    The result is used for every model of this shape, and is stored in $DUNES_HOME or the user's cache folder.
+    Compiling takes one to two minutes, and needs a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 
@@ -291,10 +295,10 @@ def complete(
     *,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete a line of code or text, up to the text behind the cursor; lines below are used as context, too.
+    """Complete a line of code or text, up to the text after the cursor; lines below are used as context, too.
 
-    A run that is still in training, or was stopped, completes by copying from the training files. A running `dunes
-    serve` of the model is asked, which takes a tenth of the time.
+    A run that is still in training, or was stopped, completes by copying from the training files. If `dunes serve`
+    is running with this model, that server completes the line, in a tenth of the time.
 
     Example: dunes complete runs/project src/main.py:12:9
 
@@ -356,9 +360,9 @@ def evaluate(
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
-        completion: Complete lines of unseen files, by the model and by copying alone: exact match, keys saved,
-            latency.
-        lines: Lines per file that are typed key by key with --completion.
+        completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact match,
+            keys saved, latency.
+        lines: With --completion, number of lines per file that are typed key by key.
         all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
         out: JSON file for the full results of the tasks, including every sample.
     """
@@ -418,7 +422,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory it needs, and problems of loading it, without loading it.
+    """Show a model folder's contents, the memory it needs, and problems in loading it; the model is not loaded.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
@@ -429,8 +433,8 @@ def inspect(
     Args:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
-        example: Sizes of the network's input, batch included, for that table; without them, a network that is no
-            language model has a table without shapes and FLOPs.
+        example: Sizes of the network's input for that table, including the batch size; without them, the table of
+            a network that is no language model lacks shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
@@ -458,7 +462,7 @@ def inspect(
 
 
 def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
-    """Print the table of a folder's modules, run on ids for a language model, else on numbers from 0 to 1."""
+    """Print a table of a model's modules. A language model runs on token ids, other networks on random numbers."""
     import torch
 
     from dunes import tree
@@ -495,10 +499,11 @@ Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
 
 
 class _Format(NamedTuple):
-    """A form that `dunes export` writes.
+    """A format that `dunes export` writes.
 
-    `write(folder, out, dtype)` and, for networks, `write_network(folder, out, sizes)` are functions of a module of
-    checkpoint, and return what the user is shown. `no_dtype` is the reason why a form has no choice of dtype.
+    `write` and `write_network` are "module:function" in `dunes.checkpoint`. The functions `write(folder, out,
+    dtype)` and, for networks, `write_network(folder, out, sizes)` return text for the user. `no_dtype` is the
+    reason why the format has no choice of dtype, or "".
     """
 
     about: str
@@ -523,7 +528,7 @@ _FORMATS = {
         "weights are written in float32",
     ),
 }
-"""The forms by name, besides hf."""
+"""The export formats other than hf, by name."""
 _LISTED = ", ".join(f"{name} ({form.about})" for name, form in _FORMATS.items())
 
 
@@ -572,7 +577,7 @@ def _export(function: str, model: str, out: Path, *options: Any) -> None:
 
 
 def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
-    """True for a folder without a language model. Raises ValueError for options that do not fit."""
+    """True if the folder's model is not a language model. Raises ValueError for options that do not fit it."""
     from dunes import checkpoint
 
     folder = checkpoint.locate_model(model).folder

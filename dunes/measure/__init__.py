@@ -1,6 +1,7 @@
 """Speed, threads and memory of this machine, and the memory of tensors.
 
-Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations` of a piece of work.
+Start with `device`, `choose_dtype`, `use_best_threads`, `peak_memory`, and `allocations`, which records a
+workload.
 """
 
 from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations

@@ -1,7 +1,7 @@
-"""Memory of every tensor from allocation to free, on any device, with real or fake tensors.
+"""Record the memory of every tensor from its allocation until it is freed, on any device, real or fake.
 
-The results of each operation are recorded by the dispatcher; a storage is freed with its last tensor. Memory that
-an operation allocates and frees internally is not recorded.
+The results of each operation are recorded by a dispatch mode. A storage is freed when its last tensor is deleted.
+Memory that an operation allocates and frees internally is not recorded.
 """
 
 import gc
@@ -26,15 +26,15 @@ from torch.utils._pytree import tree_leaves
 
 Kind = Literal["parameters", "gradients", "optimizer", "cache", "activations", "temporaries"]
 KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activations", "temporaries")
-"""The kinds of memory that `allocations` tells apart."""
+"""The kinds of memory that `allocations` distinguishes."""
 
 
 class ModuleTracker:
-    """`with ModuleTracker(model) as tracker:`, then `tracker.now()` is the dotted name of the running module.
+    """Tracks the running module: in `with ModuleTracker(model) as tracker:`, `tracker.now()` returns its name.
 
-    In a forward pass it is the innermost module whose `forward` runs. In a backward pass it is the module whose
-    forward created the running graph node: nodes are numbered in order of creation, so recording the numbers at
-    which modules begin and end suffices. The model has hooks only inside the `with`.
+    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, it is
+    the module whose forward pass created the running graph node. Graph nodes are numbered in order of creation, so
+    the tracker records the numbers at which modules begin and end. The model has hooks only inside the `with`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -58,7 +58,10 @@ class ModuleTracker:
         self._hooks.close()
 
     def now(self) -> str | None:
-        """The running module, or the one whose parameter's own graph node runs; None outside all modules."""
+        """Dotted name of the running module; None outside all modules.
+
+        If the graph node of a parameter runs, the name of the parameter's module.
+        """
         if self.stack:
             return self.stack[-1]
         node: Any = torch._C._current_autograd_node()
@@ -79,7 +82,7 @@ class ModuleTracker:
         self._note()
 
     def _note(self) -> None:
-        """Record the innermost module as the creator of the next nodes, unless they are created in backward."""
+        """Record the innermost module as the creator of the next graph nodes, except in a backward pass."""
         if not in_backward():
             self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
             self._names.append(self.stack[-1] if self.stack else "")
@@ -92,9 +95,10 @@ def in_backward() -> bool:
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: bytes, owner (the module that allocated it, or a function outside modules), and lifetime.
+    """An allocated storage: size in bytes, owner (the module or function that allocated it), and lifetime.
 
-    `allocated` and `freed` are numbers of allocation and free events; `freed` is None for live allocations.
+    Allocations and frees are numbered events. `allocated` and `freed` are the event numbers of this storage;
+    `freed` is None while the storage is live.
     """
 
     size: int
@@ -109,13 +113,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Allocations:
-    """All allocations of a workload, in order."""
+    """All allocations of a workload, in the order in which they were recorded."""
 
     made: list[Allocation]
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes allocated after each event."""
+        """Number of live bytes after each event."""
         changes = [0] * (1 + max((max(a.allocated, a.freed or 0) for a in self.made), default=0))
         for a in self.made:
             changes[a.allocated] += a.size
@@ -134,12 +138,12 @@ class Allocations:
         return self.live.index(self.peak)
 
     def live_at(self, moment: int | None = None) -> list[Allocation]:
-        """Live allocations after an event, by default at the peak."""
+        """Allocations that are live after event number `moment`; by default, at the peak."""
         moment = self.moment if moment is None else moment
         return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
-        """Live bytes after an event (default: the peak), summed by fields of Allocation, largest first."""
+        """Live bytes after an event (default: the peak), summed by these fields of `Allocation`, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
@@ -185,7 +189,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def record(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
-        """Record the tensor's storage if it is new; returns its entry."""
+        """Record the tensor's storage if it is new; returns its `Allocation`, or None for an empty storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.recorded:
@@ -207,7 +211,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "backward" if in_backward() else "forward"
 
     def _find_owner(self) -> tuple[str, bool]:
-        """The running module or function, and True if a KV cache allocates."""
+        """Name of the running module or function, and True if a KV cache is allocating."""
         frame = sys._getframe(2)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
@@ -232,7 +236,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             allocation.kind = "temporaries"
 
     def record_model(self, model: nn.Module) -> None:
-        """Record the tensors that the model has already."""
+        """Record the existing parameters, gradients and buffers of the model."""
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             for t, kind in ((tensor, "parameters"), (tensor.grad, "gradients")):
                 if t is not None and (allocation := self.record(t, "held before", kind)):  # type: ignore[arg-type]
@@ -259,7 +263,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     allocation.phase, allocation.allocated = "before", 0
 
     def finish(self) -> None:
-        """Count live temporaries of the forward pass as activations: there was no backward pass."""
+        """Change the kind of the forward pass's live temporaries to activations: no backward pass used them."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

@@ -1,8 +1,8 @@
-"""Properties of this machine: device, memory, rates, and the dtype and number of threads chosen by them.
+"""Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on dtype and threads, so these must not depend on the current load: they follow from
-instruction sets and cores. If only a measurement can decide, it continues until samples agree, and is stored in
-the cache folder for this machine and version of PyTorch.
+Training results depend on the dtype and the number of threads. So these are chosen by instruction sets and cores,
+and not by the current load. If only a measurement can decide, it continues until samples agree; the result is
+stored in the cache folder for this machine and version of PyTorch.
 """
 
 import ctypes
@@ -28,18 +28,19 @@ from dunes.cores import FREE, wait_times, waiting_seconds
 from dunes.files.atomic import cache_home, write_file
 
 DEVICES = ("cpu", "cuda", "mps")
-"""The types of devices that `set_device` knows."""
+"""The device types that `set_device` accepts."""
 _device_set: str | None = None
 FASTER = 1.5
-"""Speed-up over float32's matrix products at which bfloat16 is chosen."""
+"""bfloat16 is chosen if its matrix products are more than this many times as fast as float32's."""
 AGREEMENT = 0.95
-"""Samples agree if they reach this fraction of the best one."""
+"""Samples agree if they reach this fraction of the best sample."""
 AGREEING = 3
 """Number of samples that must agree."""
 LONGEST = 2.0
-"""Seconds after which a measurement ends unsure: the machine is busy, and the result is not stored."""
+"""Maximum seconds of a measurement. If samples do not agree by then, the machine is busy, and the result is not
+stored."""
 _rates: dict[str, float] = {}
-"""Rates measured by this process."""
+"""Rates that this process has measured, by name."""
 _unsure: set[str] = set()
 """Names of rates that are not stored, since samples did not agree."""
 
@@ -47,7 +48,7 @@ _unsure: set[str] = set()
 def set_device(name: str | None) -> None:
     """Make `device` return the device of this name, one of DEVICES; None restores the default.
 
-    Raises ValueError if this machine does not have it.
+    Raises ValueError if PyTorch cannot use this device on this machine.
     """
     global _device_set
     usable = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -57,7 +58,7 @@ def set_device(name: str | None) -> None:
 
 
 def device() -> torch.device:
-    """The device set with `set_device`; else CUDA if available, else Apple's GPU, else the CPU."""
+    """The device set by `set_device`. By default, the first available of: CUDA, Apple's GPU, the CPU."""
     if _device_set is not None:
         return torch.device(_device_set)
     mps = "mps" if torch.backends.mps.is_available() else "cpu"
@@ -65,7 +66,7 @@ def device() -> torch.device:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """True if this error means out of memory, on any device."""
+    """True if the error means that memory ran out, on any device."""
     messages = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, MemoryError) or any(m in str(error) for m in messages)
 
@@ -73,8 +74,9 @@ def out_of_memory(error: BaseException) -> bool:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer.
 
-    glibc returns large blocks to the system at once; a training step then spends a third of its time on page
-    faults (4M parameters, 2 threads: 5.3k tokens/s without this, 7.8k with it), prefill a tenth (10M, 256 tokens).
+    By default, glibc returns large blocks to the system at once. A training step then spends a third of its time
+    on page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a
+    tenth (10M parameters, 256 tokens).
     """
     trim_threshold, mmap_max = -1, -4
     if sys.platform == "linux":
@@ -85,10 +87,11 @@ def keep_freed_memory() -> None:
 
 
 def flush_denormals() -> None:
-    """Flush denormal numbers to zero, in this thread and threads that it starts.
+    """Flush denormal numbers to zero, in this thread and in threads that it starts later.
 
     Processors are ten times slower on denormals: a softmax over 512 x 4,096 logits of a confident model took 7.6
-    ms with and 0.7 ms without them. Call it before the first operation, which starts the other threads.
+    ms with denormals and 0.7 ms without. Call this function before the first operation, which starts other
+    threads.
     """
     for dtype in (np.float32, np.float64):
         np.finfo(dtype)  # numpy before 2.4 measures denormals at the first call, and warns if they are zero
@@ -96,7 +99,7 @@ def flush_denormals() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes: on the GPU if it uses one, else resident."""
+    """Peak memory of this process in bytes: GPU memory if `device` is a CUDA device, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with suppress(OSError, StopIteration), open("/proc/self/status") as file:
@@ -107,7 +110,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> int:
-    """Reset `peak_memory` if possible (CUDA, Linux); returns the bytes now in use."""
+    """Reset `peak_memory` where the system allows it (CUDA, Linux); returns the bytes now in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -117,7 +120,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def resident_memory() -> int:
-    """Resident memory of this process in bytes, or its peak on systems that report only the peak."""
+    """Resident memory of this process in bytes; peak resident memory on systems that report only the peak."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -126,7 +129,7 @@ def resident_memory() -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes available without swapping; 0 if unknown."""
+    """Bytes of memory available on the device without swapping; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
@@ -138,7 +141,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_free() -> int:
-    """Free bytes below a container's memory limit."""
+    """Bytes that this process can still allocate before it reaches its container's memory limit."""
     free, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
     with suppress(OSError, ValueError):  # cached files can be evicted
         cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
@@ -156,7 +159,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def fingerprint() -> dict[str, str | int]:
-    """Hardware and software that speed depends on; `machine` is a short digest of the rest."""
+    """Facts about hardware and software that affect speed; `machine` is a short digest of the other entries."""
     facts: dict[str, str | int] = {
         "cpu": processor().get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -171,7 +174,7 @@ def fingerprint() -> dict[str, str | int]:
 
 @functools.cache
 def processor() -> dict[str, str]:
-    """The name of the processor and its instructions ("flags" on x86, "Features" on ARM); empty but on Linux."""
+    """Name and instruction sets of the processor ("flags" on x86, "Features" on ARM). Empty except on Linux."""
     with suppress(OSError):
         fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         values = {key.strip(): value.strip() for key, _, value in fields}
@@ -187,7 +190,7 @@ def _memory() -> int:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a square matrix product, under the current load."""
+    """FLOP/s of a product of two square matrices of this size, measured under the current load."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
     count, start = 0, 0.0
     while count < 3 or perf_counter() - start < seconds:
@@ -212,19 +215,19 @@ def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -
 
 
 def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
-    """FLOP/s of a square matrix product on this machine when idle; measured once, then cached."""
+    """FLOP/s of a product of square matrices on this machine when it is idle; measured once, then cached."""
     # One product per sample: a longer sample would be interrupted on a busy machine.
     return _cached_rate(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
 
 
 def peak_read_rate(device: torch.device) -> float:
-    """Memory read bandwidth of this machine in bytes/s when idle; measured once, then cached."""
+    """Memory read bandwidth in bytes/s of this machine when it is idle; measured once, then cached."""
     return _cached_rate("read", device, lambda: read_rate(device, 1 << 26, 0.0))
 
 
 @functools.cache
 def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if its matrix products are clearly faster here, else float32."""
+    """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32."""
     fast = has_fast_bfloat16(device)
     if fast is None:
         half, full = (peak_matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
@@ -233,7 +236,7 @@ def choose_dtype(device: torch.device) -> torch.dtype:
 
 
 def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """True if instructions make bfloat16 products fast, False if not, None if only timing tells."""
+    """True if the device has instructions for fast bfloat16 products, False if not, None if only timing tells."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
@@ -246,7 +249,7 @@ def has_fast_bfloat16(device: torch.device) -> bool | None:
 
 
 def choose_threads() -> int:
-    """Number of threads to use: OMP_NUM_THREADS, else the physical cores available to this process."""
+    """Number of threads to use: OMP_NUM_THREADS if set, else the number of physical cores for this process."""
     if threads := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
         with suppress(ValueError):
             return max(1, int(threads))
@@ -254,12 +257,12 @@ def choose_threads() -> int:
 
 
 def use_best_threads() -> None:
-    """Use the number of threads that `choose_threads` returns."""
+    """Set PyTorch's number of threads to the result of `choose_threads`."""
     torch.set_num_threads(choose_threads())
 
 
 def _physical_cores() -> int:
-    """Number of physical cores available to this process; on a Mac, of performance cores."""
+    """Number of physical cores available to this process; on a Mac, number of performance cores."""
     if not hasattr(os, "sched_getaffinity"):
         with suppress(OSError, ValueError, subprocess.SubprocessError):
             command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
@@ -273,7 +276,7 @@ def _physical_cores() -> int:
 
 
 def _cpu_quota() -> int:
-    """Processors of a container's quota, rounded up."""
+    """Number of processors in the container's CPU quota, rounded up; very large without a quota."""
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
@@ -281,7 +284,7 @@ def _cpu_quota() -> int:
 
 
 def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -> float:
-    """The highest sample, taken until samples agree; cached on disk for this machine."""
+    """The highest sample of a rate; samples are taken until they agree. Cached on disk for this machine."""
     name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
     if name in _rates:
         return _rates[name]
@@ -305,6 +308,9 @@ def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -
 
 
 def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
-    """True if samples agree, without waits for cores since `start` (under a steady load samples agree, too)."""
+    """True if samples agree, and threads hardly waited for cores since `start`.
+
+    Without the second condition, samples could also agree under a steady load.
+    """
     alone = waiting_seconds(before, wait_times()) <= FREE * (perf_counter() - start)
     return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]

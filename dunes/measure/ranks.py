@@ -1,7 +1,7 @@
-"""Ranks: the processes that torchrun started for one run, each with a share of the rows of every batch.
+"""Ranks: the processes that torchrun starts for one run; each computes a share of the rows of every batch.
 
-A process alone is rank 0 of 1, for which the functions here return what they get. Ranks call the same functions in
-the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
+A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
+the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 """
 
 import faulthandler
@@ -25,9 +25,9 @@ from dunes.measure import machine
 from dunes.units import format_seconds
 
 LIMIT = 1800.0
-"""Seconds that a rank waits for the others by default: rank 0 may tokenize, or fit completion, meanwhile."""
+"""Default number of seconds that a rank waits for the others; rank 0 may tokenize or fit completion meanwhile."""
 STALLED = 5
-"""Exit status of a rank that waited in vain."""
+"""Exit status of a rank that has waited too long for another rank."""
 _last = 0.0
 _alone = ContextVar("alone", default=False)
 T = TypeVar("T")
@@ -35,22 +35,22 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def restarted() -> bool:
-    """True in a process that torchrun started again, after one of its processes failed."""
+    """True if torchrun restarted this process because a process of the run had failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def asked() -> bool:
-    """True in a process that torchrun started together with others."""
+    """True if torchrun started this process together with others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @contextmanager
 def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path()) -> Iterator[None]:
-    """Join the other processes that torchrun started, if any, to train on a device of this type.
+    """Join the other processes started by torchrun, if any, to train on a device of this type.
 
-    A rank that waits for the others for `limit` seconds writes its threads' stacks into the folder and exits.
-    Of several ranks' errors the first is raised, and the other ranks end with status 2. Raises ValueError for more
-    ranks than GPUs, and if another rank ends.
+    A rank that has waited `limit` seconds for the others writes its threads' stacks into the folder and exits. If
+    several ranks fail, the first rank raises its error, and the others exit with status 2. Raises ValueError if a
+    machine has more ranks than GPUs, and if another rank ends.
     """
     if not asked():
         yield
@@ -80,7 +80,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
 
 
 def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
-    """Exit when the last exchange with the other ranks is `limit` seconds ago, until the end of the run."""
+    """Watch this rank until the run ends; exit once the last exchange with other ranks is `limit` seconds ago."""
     _alive()
     while not ended.wait(min(1.0, limit / 4)):
         if monotonic() - _last < limit:
@@ -115,7 +115,7 @@ def _backend() -> str:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this rank work as if it were the only process, as for an estimate."""
+    """Inside the `with` block, treat this rank as the only process, for example to make an estimate."""
     token = _alone.set(True)
     try:
         yield
@@ -130,17 +130,17 @@ def count() -> int:
 
 
 def rank() -> int:
-    """The number of this rank, also before it has joined the others."""
+    """The number of this rank; also available before it has joined the others."""
     return dist.get_rank() if count() > 1 else 0 if _alone.get() else int(os.environ.get("RANK", "0"))
 
 
 def is_first() -> bool:
-    """True for the rank that writes files and decides."""
+    """True on rank 0, which writes files and makes decisions."""
     return rank() == 0
 
 
 def decide(value: T) -> T:
-    """The value of rank 0."""
+    """Return the value of rank 0 on all ranks."""
     values = [value]
     if count() > 1:
         dist.broadcast_object_list(values, src=0)
@@ -149,12 +149,12 @@ def decide(value: T) -> T:
 
 
 def largest(*values: float) -> list[float]:
-    """The largest of the ranks' values, for each of them."""
+    """For each value, its largest value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
 def total(*values: float) -> list[float]:
-    """The sum of the ranks' values, for each of them."""
+    """For each value, its sum over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
@@ -168,13 +168,13 @@ def _reduced(values: Iterable[float], operation: Any) -> list[float]:
 
 
 def add(tensor: Tensor) -> None:
-    """Replace a tensor by the sum of the ranks' tensors."""
+    """Replace a tensor in place by the sum of all ranks' tensors."""
     if count() > 1:
         dist.all_reduce(tensor)
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Wait for all ranks. Raises ValueError, naming the first fact in which one differs from rank 0."""
+    """Wait for all ranks. Raises ValueError, naming the fact, if a fact of some rank differs from rank 0's."""
     everyone: list[Any] = [None] * count()
     if count() > 1:
         dist.all_gather_object(everyone, dict(facts))
@@ -186,7 +186,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """The result of the work, which the first rank of each machine does before the others, who use its cache."""
+    """The result of `work()`, called by each machine's first rank before the others, which can use its cache."""
     first = count() == 1 or os.environ["LOCAL_RANK"] == "0"
     result = work() if first else None
     agree({})
@@ -194,7 +194,7 @@ def in_turn(work: Callable[[], T]) -> T:
 
 
 def rows(size: int) -> slice:
-    """The rows of this rank in a batch of `size` rows. Raises ValueError if they do not divide."""
+    """This rank's rows in a batch of `size` rows. Raises ValueError if the number of ranks does not divide it."""
     if size % count():
         fitting = f"{size - size % count() or count()} or {size + count() - size % count()}"
         raise ValueError(f"--batch is {size}, of all ranks; {count()} ranks do not divide it; use {fitting}")
@@ -203,10 +203,10 @@ def rows(size: int) -> slice:
 
 
 def shard(model: M, units: Iterable[nn.Module]) -> M | None:
-    """Shard the parameters over the ranks, to be gathered for one unit at a time, and the rest for the model.
+    """Shard the trainable parameters over the ranks. A unit's parameters are gathered only while it computes.
 
     Frozen parameters, which may have another dtype, stay on every rank. Returns a copy of the model on the meta
-    device, for `unsharded`; None for one process.
+    device, to pass to `unsharded`; None for a single process.
     """
     if count() == 1:
         return None
@@ -222,7 +222,10 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
 
 
 def unsharded(model: M, outline: M | None) -> M:
-    """The values of a model that `shard` has sharded, in its outline on the first rank; the model without one."""
+    """Gather a model that `shard` has sharded: returns `outline`, on the first rank with the complete tensors.
+
+    `outline` is the result of `shard`; if it is None, returns the model.
+    """
     if outline is None:
         return model
     state = {name: full(tensor).cpu() for name, tensor in model.state_dict().items()}
@@ -232,12 +235,12 @@ def unsharded(model: M, outline: M | None) -> M:
 
 
 def full(value: Any) -> Any:
-    """The value, of a sharded tensor with the parts of all ranks."""
+    """The value itself; for a sharded tensor, the complete tensor gathered from all ranks."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def part(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded as another one."""
+    """This rank's part of a tensor, sharded like the tensor `like`; the tensor itself if `like` is not sharded."""
     if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -247,7 +250,7 @@ def part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def interleaved(own: Tensor, size: int) -> Tensor:
-    """The `size` items of which each rank has every `count`-th in its tensor (N, ...)."""
+    """Gather items of all ranks into (size, ...); `own` (N, ...) has this rank's items, every `count`-th item."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

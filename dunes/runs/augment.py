@@ -1,4 +1,4 @@
-"""Change the model in a folder and write the result to another, verified, with a report."""
+"""Change the model in a folder, write the result to another folder, verify it, and report the effect."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Progress, from 0 to 1, at the start and end of the change, and at the start of the later phases."""
+"""Progress values from 0 to 1: start and end of the change, then the starts of the later phases."""
 READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of files that a model is read from."""
+"""Suffixes of files from which a model is read."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
-"""Keys of a card that do not describe the model before its last change."""
+"""Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 
 
 def augment_folder(
@@ -51,16 +51,17 @@ def augment_folder(
     validation: Sequence[str] | None = None,
     **request: Any,
 ) -> list[str]:
-    """Make the change `name` to the model in a folder, and write the result to `out`; returns a report.
+    """Make the change `name` to the model in a folder, and write the result to `out`; returns lines of a report.
 
-    `request` are options of the change. Unless `calibration` is None, the change also gets token ids of these
-    sources, or if empty of the model's training text. Unless `validation` is None, the report compares size,
-    memory and speed before and after, and the loss on these sources, or if empty on the validation text that the
-    card records. The written model is loaded again and compared with the model in memory. Raises ValueError if
-    `out` exists, for invalid options, and, with nothing written, if the comparison fails or `folder` changes.
+    `request` has options of the change. With `calibration`, the change also gets token ids of these sources; an
+    empty sequence selects the model's training text. With `validation`, the report compares size, memory and speed
+    before and after, and the loss on these sources; an empty sequence selects the validation text recorded in the
+    card. The written model is loaded again and compared with the model in memory. Raises ValueError if `out`
+    exists or an option is invalid. If the comparison fails or files in `folder` change meanwhile, raises
+    ValueError and writes nothing.
 
-    To save memory, a change that is made block by block stores its finished blocks in `out` until the end. After a
-    change was killed, another call starts from the beginning.
+    To save memory, a change that proceeds block by block stores its finished blocks in `out` until the end. If the
+    process is killed, the next call starts from the beginning.
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)
@@ -73,7 +74,7 @@ def augment_folder(
 
 
 def _spill_into(folder: Path) -> Spill:
-    """A function that writes tensors to a folder and returns memory-mapped views of the files."""
+    """A function that writes tensors to a new file in the folder and returns memory-mapped tensors from it."""
     numbers = count()
 
     def spill(tensors: Tensors) -> Tensors:
@@ -86,7 +87,7 @@ def _spill_into(folder: Path) -> Spill:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, times and inode of each file of a model, including an adapter's base, by path."""
+    """Size, times and inode of each file of a model, by path; for an adapter, also of its base's files."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
@@ -101,7 +102,10 @@ def _changed(
     validation: Sequence[str] | None,
     request: dict[str, Any],
 ) -> Edit[list[str]]:
-    """The model in a folder after a change; its finished blocks are stored in `out`."""
+    """Load and change the model in a folder; returns two functions: to save it, and to check the saved files.
+
+    Finished blocks are stored in `out` until the end.
+    """
     stamp = _source_stamp(folder)
     with phase("reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
@@ -151,7 +155,10 @@ def _changed(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """Token ids to score in the report; None without sources if the card's validation text is missing."""
+    """Token ids to score in the report.
+
+    None if the model has no tokenizer, or if no sources are given and the card's validation text is not available.
+    """
     if loaded.tokenizer is None or not (sources or trained_text(loaded.card).get("split")):
         return None
     try:
@@ -174,11 +181,11 @@ def quantize_folder(
     validation: Sequence[str] | None = None,
     **request: Any,
 ) -> list[str]:
-    """`augment_folder` for quantization, by default to nf4.
+    """Quantize the model in a folder, by default to nf4; arguments and result are like `augment_folder`'s.
 
-    The default method is gptq for int4 and int3 if there is calibration text, from the `calibration` sources or
-    the model's training, else rtn. Raises ValueError as `augment_folder`, and for sources with a method that reads
-    none.
+    The default method is gptq if `kind` is int4 or int3 and calibration text is available (the `calibration`
+    sources, or the model's training text); otherwise it is rtn. Raises ValueError in the same cases as
+    `augment_folder`, and if `calibration` is given with a method that reads no text.
     """
     card = read_card(readable_folder(folder))
     missing = missing_source(card)
@@ -201,10 +208,10 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the last change of a folder, which must be `name`, and write the original model to `out`.
+    """Undo the last change, which must be `name`, of the model in a folder; write the original model to `out`.
 
-    Returns a report. Raises ValueError, with nothing written, if the last change has another name, or the result
-    is not equal bit for bit to the original model.
+    Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
+    bit to the original model, raises ValueError and writes nothing.
     """
     folder = readable_folder(folder)
     line = rewrite(folder, out, partial(_restored, folder, out, name), phase("writing", WRITING, COMPARING))
@@ -213,7 +220,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
-    """The model in a folder before its last change."""
+    """Undo the last change of a model; returns two functions: to save it, and to check the saved files."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     recorded = records(loaded)
@@ -247,21 +254,24 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
 def _check(
     staged: Path, out: Path, loaded: LoadedModel, expected: Tensor, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Entries of the card for a written model. Raises ValueError if its logits differ from the expected ones."""
+    """Compare the logits of a written model with `expected`; returns entries for its card.
+
+    Raises ValueError if the logits differ.
+    """
     with phase("comparing", COMPARING, MEASURING):
         difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
     return {"augmented": {**facts, "verified": difference}}
 
 
 def records(loaded: LoadedModel) -> list[Any]:
-    """Records of all changes, in order."""
+    """Records of all changes made to a model, in order."""
     return [*history(loaded), *(change.record() for change in loaded.architecture.changes)]
 
 
 def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
     """The globs, with `new` replaced by globs of the parameters that the model's last change added.
 
-    Raises ValueError for `new` if it added none.
+    Raises ValueError for `new` if the last change added no parameters.
     """
     new = Change.of(recorded[-1]).new if "new" in globs and (recorded := records(loaded)) else ()
     if "new" in globs and not new:
@@ -270,7 +280,7 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """Text on the form of a model's folder: plain Hugging Face, or the reason why it is not."""
+    """Text that says if the model is saved as a plain Hugging Face folder, or why it cannot be."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
@@ -278,7 +288,7 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
-    """Save a loaded model after changes; the card inherits entries that stay true."""
+    """Save a loaded model after changes; its new card inherits the entries that are still true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     checkpoint.save(
@@ -287,7 +297,10 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """Records of changes that preceded the architecture's; for a plain model, all changes in its card."""
+    """Records of changes that are older than those in `loaded.architecture`.
+
+    For a plain model, these are all changes recorded in its card.
+    """
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)
     return earlier

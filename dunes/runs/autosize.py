@@ -1,8 +1,9 @@
 """Autosize: choose model size, batch size and sequence length from the minutes, the corpus and this machine.
 
 The rules come from the sweep in docs/log/training.md ("The dial"), which `benchmarks/autosize.py` repeats. A
-model's speed follows from its FLOPs and memory traffic, its loss from parameters and training tokens (the form is
-Chinchilla's, https://arxiv.org/abs/2203.15556; repeated tokens count less, https://arxiv.org/abs/2305.16264).
+model's speed is estimated from its FLOPs and memory traffic, and its loss from the numbers of parameters and
+training tokens. The formula of the loss is Chinchilla's (https://arxiv.org/abs/2203.15556); repeated tokens count
+less (https://arxiv.org/abs/2305.16264).
 """
 
 import math
@@ -31,25 +32,26 @@ from dunes.text.tokenizer import SPECIAL
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes per token of BPE with a few thousand tokens on code; `bytes` and `chars` have 1."""
+"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens (1 byte for `bytes` and `chars`)."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""Training tokens per parameter of the sweep's best models."""
+"""Ratio of training tokens to parameters of the best models in the sweep."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Parameters per unique token above which a model memorises the text."""
+"""A model with more parameters per unique token than this memorises the text."""
 
 FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
-"""The sweep's fit of bits/byte: irreducible loss, then (factor, exponent) of parameters and of tokens."""
+"""Coefficients of the formula for bits/byte, fitted to the sweep: the irreducible loss, then (factor, exponent)
+for the number of parameters and for the number of tokens."""
 
 EPOCH_DECAY = 5.0
-"""Epochs over which the value of repeated text decays (15 in the paper)."""
+"""The value of repeated text decays exponentially with this constant, in epochs (15 in the paper)."""
 
 ARITHMETIC, PASSES = 0.79, 24.1
-"""Factors of FLOPs and of activation bytes in the time of a step, fitted to 16 timed models."""
+"""Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
 
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
@@ -61,12 +63,12 @@ CONTEXT = 256
 COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # seeing more of the file improves completion enough for its time
 DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs far more decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
-"""Epochs above which a completion model gets this dropout and weight decay."""
+"""A completion model that trains for more epochs than this gets DROPOUT and WEIGHT_DECAY."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of a machine: `matmul` in FLOP/s in the dtype, `read` of memory in bytes/s."""
+    """Measured rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s)."""
 
     threads: int
     dtype: Dtype
@@ -75,7 +77,10 @@ class Machine:
 
 
 def with_hardware(config: T) -> T:
-    """The config with threads and dtype chosen for this machine unless configured; sets PyTorch's threads."""
+    """The config, with threads and dtype chosen for this machine if they are unset.
+
+    Also sets PyTorch's number of threads. Raises ValueError for more than four threads per processor.
+    """
     threads, cores = config.threads or measure.choose_threads(), os.cpu_count() or 1
     if threads > 4 * cores:
         raise ValueError(f"--threads is {threads}; this machine has {cores} processors, so at most {4 * cores}")
@@ -93,7 +98,7 @@ def autocast_dtype(config: RunConfig) -> torch.dtype:
 
 
 def measure_machine(config: TrainConfig) -> Machine:
-    """Rates of this machine in the config's dtype, measured once in a few seconds."""
+    """Measure the rates of this machine in the config's dtype; takes a few seconds the first time."""
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
@@ -102,7 +107,10 @@ def measure_machine(config: TrainConfig) -> Machine:
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
-    """The config with measured rates, and this context length and a default batch size unless configured."""
+    """Measure this machine; returns the config with the rates, and the machine.
+
+    An unset context length is set to `context_length`, an unset batch size to its default.
+    """
     config = with_hardware(config)
     machine = measure_machine(config)
     measured = replace(config, dtype=machine.dtype, threads=machine.threads, matmul=machine.matmul)
@@ -115,8 +123,8 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    Nothing is measured for a complete config. A resumed run's config may be incomplete, as options are measured
-    again; dropout and weight decay that were unset then stay unset.
+    If the config is complete, the machine is not measured. In the config of a resumed run, options that are to be
+    measured again may be unset; dropout and weight decay are not changed, even if they are unset.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
@@ -135,9 +143,9 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimates for a model: parameters, tokens/s, training tokens, epochs, validation bits/byte.
+    """Estimates for a model: parameters, training speed (tokens/s), training tokens, epochs, validation bits/byte.
 
-    `active` is the number of parameters that compute a token, which is smaller in a mixture.
+    `active` is the number of parameters that compute a token; in a mixture, it is below `parameters`.
     """
 
     parameters: int
@@ -149,9 +157,10 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The config with the size that has the lowest estimated validation loss, unless a size is configured.
+    """The config with the model size of lowest estimated validation loss, and its estimate.
 
-    For a run with fixed steps, where speed does not count, the size follows from the number of tokens.
+    A configured size is kept. In a run with fixed steps, speed does not matter, and the size follows from the
+    number of tokens.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -178,7 +187,10 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 
 
 def size_warning(config: TrainConfig) -> str:
-    """A warning if --size is too small for the vocabulary, else "". Raises ValueError if it is for the experts."""
+    """A warning if --size is too small for the vocabulary, else "".
+
+    Raises ValueError if --size is too small for the number of experts.
+    """
     count = tree.count(meta_model(config))
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
@@ -200,7 +212,7 @@ def unique_tokens(config: TrainConfig, size: int) -> float:
 
 
 def meta_model(config: TrainConfig) -> Decoder:
-    """The model of a config on the meta device, before the text is tokenized."""
+    """The model of a config on the meta device, with the vocabulary size expected before tokenizing."""
     return architecture_for(config, vocabulary(config)).outline()
 
 
@@ -226,10 +238,10 @@ def vocabulary(config: TrainConfig) -> int:
 
 
 def config_for(config: TrainConfig, vocab: int) -> Any:
-    """The family's config of the configured shape, or with about the configured number of parameters.
+    """The family's model config, with the configured shape or with about the configured number of parameters.
 
-    Embeddings count as parameters. Widths are 32 or multiples of 64, with about one layer for each 64 of width.
-    The widths of experts add up to a dense model's.
+    The number includes embeddings. The width is 32 or a multiple of 64. The number of layers is about width / 64.
+    The hidden widths of all experts add up to the hidden width of a dense model.
     """
     dense = _dense_config(config, vocab)
     if not set(EXPERT_OPTIONS) & config.changed():
@@ -257,7 +269,7 @@ def _dense_config(config: TrainConfig, vocab: int) -> Any:
 
 
 def expected_bits(parameters: int, tokens: float, unique: float) -> float:
-    """Estimated validation bits/byte on code, by the sweep's fit."""
+    """Validation bits/byte on code, estimated by the formula fitted to the sweep."""
     repetitions = max(0.0, tokens / unique - 1)
     effective = min(tokens, unique) * (1 + EPOCH_DECAY * (1 - math.exp(-repetitions / EPOCH_DECAY)))
     bits: float = FLOOR + NARROW[0] * parameters ** -NARROW[1] + SHORT[0] * effective ** -SHORT[1]
@@ -265,7 +277,7 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Estimated seconds per training token of all ranks, optimizer included, by the sweep's fit."""
+    """Seconds per training token with all ranks, including the optimizer, estimated by the fitted formula."""
     tokens = config.batch * config.context_length
     work = flops(model, config.context_length) + muon_flops(model) / tokens
     width = 1.0 if machine.dtype == "bfloat16" else 2.0
@@ -274,9 +286,9 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Training FLOPs per token, as if all weights were trained: 6 per weight of a matrix, plus attention.
+    """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus attention.
 
-    Attention counts masked scores, too, as they are computed; the optimizer is not counted.
+    Attention includes masked scores, since they are computed too. The optimizer is not included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and model.head is None:
@@ -286,9 +298,9 @@ def flops(model: nn.Module, context: int) -> float:
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
-    """Inputs and outputs of every matrix, and the fraction of tokens that it multiplies (below 1 for experts).
+    """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
 
-    Wrappers of linear layers list further matrices in `added_products`.
+    Modules that wrap linear layers list further matrices in `added_products`.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
@@ -300,7 +312,7 @@ def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
 
 
 def muon_flops(model: nn.Module) -> float:
-    """FLOPs per step of Muon's five Newton-Schulz iterations for all trainable matrices of linear layers."""
+    """FLOPs per step of Muon's five Newton-Schulz iterations on all trainable matrices of linear layers."""
     trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
     sorted_sides = (sorted(p.shape) for p in trained)
     return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
@@ -315,22 +327,22 @@ def activation_bytes(model: nn.Module, context: int) -> float:
 
 
 def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
-    """A sentence with the estimated memory of a run, its largest parts, and options that reduce it.
+    """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
 
-    `build` makes the model to train, if it continues --from.
+    For a run with --from, `build` builds its model.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
     return f"{describe_memory(estimate_memory(config, build))}; reduce {options} to need less"
 
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
-    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` makes the model of --from."""
+    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` builds the model of --from."""
     shape = Shape(config.batch, config.context_length, autocast_dtype(config))
     return process_memory(build or architecture_for(config, vocabulary(config)).build, shape)
 
 
 def describe_machine(machine: Machine) -> str:
-    """One line with the measured rates."""
+    """One line of text with the measured rates of the machine."""
     return (
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
         f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s"
@@ -338,13 +350,13 @@ def describe_machine(machine: Machine) -> str:
 
 
 def format_parameters(total: int, active: int) -> str:
-    """Text like "3.0m parameters", for a mixture with the number of active ones."""
+    """Text like "3.0m parameters"; for a mixture, also the number of active parameters."""
     suffix = f", {format_count(active)} active" if active < total else ""
     return f"{format_count(total)} parameters{suffix}"
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
-    """Lines on the chosen options; `why` is the reason for the size, if it was chosen."""
+    """Lines that report the chosen options; `why` is the reason for the size if it was chosen automatically."""
     return [
         describe_machine(machine),
         f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "

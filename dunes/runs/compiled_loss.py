@@ -1,8 +1,8 @@
-"""The loss of a run as one compiled graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
+"""Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice depends on the run's options alone, so that the same command has
-the same losses; the run's state records it. Compiled code runs in deterministic mode, as Inductor would otherwise
-add to gradients in the order of its threads.
+The loss is compiled in the first step. The choice to compile depends only on the run's options, so that the same
+command gives the same losses; the run's state records the choice. Compiled code runs in deterministic mode:
+otherwise Inductor's threads would add to gradients in varying order.
 """
 
 from itertools import islice
@@ -20,23 +20,23 @@ from dunes.train.loss import Loss
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
 WORTH = 2.0
-"""Ratio of time saved to time spent compiling above which a run is compiled: from 12.5 minutes on."""
+"""A loss is compiled if it saves more than this multiple of the time to compile, so in runs above 12.5 minutes."""
 
 NOMINAL = 30e9
-"""Assumed FLOP/s of a thread, for the duration of a run with fixed steps."""
+"""Assumed FLOP/s of a thread, to estimate the duration of a run with fixed steps."""
 
 COMPILER_BYTES = 0.7e9
-"""Memory of compiling, beside the run's."""
+"""Memory in bytes that torch.compile needs in addition to the run's own."""
 
 SAMPLES = 10
-"""Batches to compare shapes of."""
+"""Number of batches whose shapes are compared."""
 
 
 def compile_loss(run: Run, line: Line) -> None:
-    """Give the trainer a compiled loss, if configured or if the run is long enough.
+    """Replace the trainer's loss by a compiled one with `--compile on`, and in long runs with `--compile auto`.
 
-    A resumed run repeats its earlier choice. `line` gets a line for each change. Raises ValueError if `--compile
-    on` is impossible.
+    A resumed run repeats its earlier choice. `line` is called with messages for the user. Raises ValueError if
+    `--compile on` is impossible.
     """
     choice = run.config.compile
     if run.schedule.is_over(run.trainer.number):
@@ -55,8 +55,11 @@ def compile_loss(run: Run, line: Line) -> None:
 
 
 def pays(run: Run) -> bool:
-    """True if a compiled loss saves more time than it costs, at the NOMINAL speed, so that the result depends on
-    the config alone and runs can be repeated."""
+    """True if a compiled loss saves more than WORTH times the time to compile it.
+
+    For a run with fixed steps, the NOMINAL speed is assumed. The result thus depends only on the config, and runs
+    can be repeated.
+    """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length
     work = flops(run.model, config.context_length) * tokens
@@ -84,8 +87,9 @@ def why_eager(run: Run) -> str:
 def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
-    Random numbers equal the eager loss's, except for dropout in packed rows, where the eager loss skips padding.
-    The graph is compiled for the first batch; batches that need another graph, as for another length, run eagerly.
+    Dropout uses the same random numbers as in the eager loss, except for packed rows, whose padding the eager loss
+    skips. The graph is compiled for the first batch; a batch that needs another graph (of another length) runs
+    eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
     fast = torch.compile(loss, fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -99,7 +103,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
 
 
 def _compiled_or_eager(run: Run, line: Line) -> Loss:
-    """The compiled loss, replaced by the eager one after the first call that fails."""
+    """The compiled loss; after the first call that fails, the trainer uses the eager loss again."""
     eager, compiled = run.trainer.loss, None
 
     def loss(model: nn.Module, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Options of every run, from which the command line derives its flags, their defaults and their help.
+"""Options of every run; the command line takes its flags, their defaults and their help from these classes.
 
 This module does not import torch.
 """
@@ -30,7 +30,7 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
     type(None): ("none", lambda v: v is None),
 }
-"""Description and check for values of each type, as a config may come from an edited file."""
+"""Description and check for values of each type; checks are needed as a config may come from an edited file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,10 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Optimization, Hardware):
-    """Options of a run, saved in its folder. The run ends after `steps` if set, else after `minutes`."""
+    """Options of a run, saved in its folder. The run ends after `steps`; if unset, after `minutes`."""
 
     split_version: Annotated[int, tyro.conf.Suppress] = 0
-    """Version of the train/validation split; 0 in runs from before versions existed."""
+    """Version of the train/validation split; 0 in runs that are older than these versions."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
@@ -99,7 +99,7 @@ class RunConfig(Optimization, Hardware):
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", *MEASURED)
     """Fields that may change when resuming; all others affect the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
-    """Fields with paths."""
+    """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -129,11 +129,11 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def missing(self) -> str:
-        """Message about a missing required option; empty if all are set."""
+        """Message about a missing required option; empty if all required options are set."""
         return ""
 
     def with_absolute_paths(self: T) -> T:
-        """The config with absolute paths, so that the run can be resumed from another working directory."""
+        """The config with absolute paths, so that the run can also be resumed from another working directory."""
         return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
 
     def changed(self) -> set[str]:
@@ -145,7 +145,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self)}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Texts on differences from an earlier config, by field; if given, only among the fields `asked`."""
+        """Texts that describe differences from an earlier config, by field; with `asked`, only of these fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -155,7 +155,7 @@ class RunConfig(Optimization, Hardware):
 
     @classmethod
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
-        """The config from its JSON object. Raises ValueError for the config of another kind of run."""
+        """The config read from its JSON object. Raises ValueError for a config of another kind of run."""
         if not isinstance(stored, Mapping):
             raise ValueError(f"contains no run config, but a {type(stored).__name__}")
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
@@ -165,14 +165,14 @@ class RunConfig(Optimization, Hardware):
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Types that an annotation allows."""
+    """The types allowed by an annotation."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
 
 def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the value has one of the types, or is a choice of a Literal."""
+    """Raise ValueError unless the value has one of these types, or is one of the values of a Literal."""
     first = types[0]
     if get_origin(first) is Literal:
         if value not in (*get_args(first), *([None] if type(None) in types else [])):

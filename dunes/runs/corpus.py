@@ -1,4 +1,4 @@
-"""Training and validation tokens from a config's sources."""
+"""Read the text of a config's sources, and tokenize it for training and validation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,16 +32,16 @@ from dunes.text import Tokenizer, library
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
-"""Bytes of text to train a tokenizer on; more text hardly changes it."""
+"""Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
 FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
 LITTLE = 20_000
-"""Bytes of validation text below which a warning is given, as the loss is uncertain by some percent."""
+"""With fewer bytes of validation text, the user is warned: the validation loss is uncertain by some percent."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer with training and validation token ids; `fingerprints` identify all three."""
+    """A tokenizer, training token ids and validation token ids; `fingerprints` has a digest of each."""
 
     tokenizer: Tokenizer
     train: TokenIds
@@ -50,7 +50,7 @@ class Tokens:
 
 
 def gather(config: TrainConfig) -> Corpus:
-    """The corpus of the config's sources. Raises ValueError if nothing is left to train or to validate on."""
+    """The corpus of the config's sources. Raises ValueError if no text is left for training or for validation."""
     remember_sources(config.sources, config.follow_links)
     options: dict[str, Any] = {"follow_links": config.follow_links, "text_field": config.text_field}
     corpus = collect_corpus(config.sources, split_version=config.split_version, **options)
@@ -68,7 +68,7 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files, or with tails of all files if configured or for few files."""
+    """The corpus with validation files; if so configured or if files are few, with tails of all files instead."""
     few_files = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -80,7 +80,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with test files, if the config trains completion and the split is by files."""
+    """The corpus, with some files set aside for testing if the config trains completion and splits by files."""
     hold_out = config.complete and corpus.split == "files"
     return hold_out_test(corpus, split_version=config.split_version) if hold_out else corpus
 
@@ -88,7 +88,8 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    Raises ValueError for completion if `base` has no sentinels, and for --fim-rate without completion.
+    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if --fim-rate is
+    set and completion is not chosen.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -102,7 +103,7 @@ def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
-    """True to train completion by default, and the reason."""
+    """True if the model is trained for completion by default, and the reason."""
     fraction = code_fraction(corpus.documents)
     if fraction <= 0.5:
         return False, f"{fraction:.0%} of the text is source code (--complete turns it on)"
@@ -114,9 +115,9 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
-    """Tokenize the documents; by default, a tokenizer is trained on them.
+    """Tokenize the documents; if `tokenizer` is None, a tokenizer is trained on them first.
 
-    Raises ValueError if there are too few tokens for one training window, or for validation.
+    Raises ValueError if the tokens are too few for one training window, or for validation.
     """
     tokenizer, headers = tokenizer or _tokenizer(config, corpus.train, display), config.with_headers
     sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
@@ -170,7 +171,7 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """About SAMPLE bytes of text from documents across the corpus; for a `chars` tokenizer, all text."""
+    """Yields about SAMPLE bytes of text from documents across the corpus; for a `chars` tokenizer, all text."""
     total = sum(d.size for d in documents)
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
@@ -185,7 +186,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """Token ids and document starts of the texts without their tails, and of the tails."""
+    """Token ids and document starts, first of the texts without their tails, then of the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

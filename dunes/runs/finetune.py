@@ -1,4 +1,4 @@
-"""Finetuning a base model on examples."""
+"""Finetune a base model on examples."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,26 +67,28 @@ from dunes.units import format_count, plural
 BASELINE = Path("state") / "baseline.json"
 
 ANSWERED = 3
-"""Validation examples to answer before and after finetuning."""
+"""Number of validation examples that the model answers before and after finetuning."""
 
 ANSWER_TOKENS = 160
-"""Most tokens of an answer."""
+"""Maximum number of tokens of an answer."""
 
 VAL_BATCH = 16
 """Batch size of validation."""
 
 BUDGET = 0.05
-"""Fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers). The
-finetuned model is measured on the same tokens."""
+"""Each measurement of the base model (validation, forgetting, answers) takes at most about this fraction of a
+time-limited run. The finetuned model is measured on the same tokens."""
 
 UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
-"""The baseline until the base model is measured, with the most tokens to score."""
+"""Placeholder until the base model is measured; its `limits` are the maximum numbers of tokens to score."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
-    """Finetune into the folder, or resume its run; `options` are fields of `RunOptions`.
+    """Finetune a model and save it in the folder, or resume the run in the folder.
 
-    The first `examples` are printed, with trained tokens highlighted. Returns and raises as `train`.
+    `options` are fields of `RunOptions`. The first `examples` training examples are printed, with the trained
+    tokens highlighted. Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid
+    options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
@@ -111,7 +113,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 
 def load_base(config: FinetuneConfig) -> LoadedModel:
-    """The base model. Raises ValueError for an adapter, and for a model that the method cannot change."""
+    """Load the base model. Raises ValueError for an adapter, and for a model that the method cannot change."""
     if is_adapter(folder := checkpoint.locate_model(config.model).folder):
         remedy = f"merge it first: dunes augment merge {folder} OUT"
         raise ValueError(f"{folder}: an adapter, not a base model; {remedy}")
@@ -130,9 +132,9 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
 
 
 def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
-    """Report on the examples, and choose all unset options of the config.
+    """Print a report on the examples, and choose all unset options of the config.
 
-    Raises ValueError for examples that cannot be trained on.
+    Raises ValueError if the examples are not usable for training.
     """
     config, base = data.config, data.base
     context = config.context_length
@@ -157,7 +159,10 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
-    """The data with the largest micro-batch that fits into free memory; prints the estimate."""
+    """Set the largest micro-batch that fits into free memory in the data's config, and print the estimate.
+
+    Raises ValueError if a configured micro-batch does not divide the rows of a rank.
+    """
     config, free = data.config, measure.free_memory(measure.device())
     rows = len(range(config.batch)[ranks.rows(config.batch)])
     if rows % (config.micro_batch or 1):
@@ -197,7 +202,7 @@ def _full_batch(config: FinetuneConfig) -> Batch:
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
-    """The model to train, without values, for estimates on fake tensors."""
+    """The model to train, without weight values, for estimates on fake tensors."""
     stored = next(data.base.model.parameters()).dtype
     dtype = torch.float32 if data.config.spec.adapter is None else stored
     model = build_with_dtype(dtype, data.base.architecture.build)
@@ -207,7 +212,7 @@ def _meta_model(data: FinetuneData) -> Decoder:
 
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
-    """A run at step 0; `text` has the token ids for measuring forgetting."""
+    """Set up a run at step 0; `text` has the token ids on which forgetting is measured."""
     config = data.config
     model = data.base.model.to(measure.device())
     task = FinetuneTask(data, text, next(model.parameters()).dtype)
@@ -225,11 +230,11 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
-    """Make the changes of the method, freeze all other weights, and return the changes.
+    """Make the method's changes to the model, freeze all other weights, and return the changes.
 
-    Full finetuning trains in float32, as updates are smaller than bfloat16's precision. Without `fill`, for a
-    model on fake tensors, no values are read, cast or initialised. Raises ValueError for a model that the method
-    does not apply to.
+    Full finetuning trains in float32, because updates are smaller than bfloat16's precision. With `fill=False`,
+    for a model on fake tensors, values are not read, cast or initialised. Raises ValueError if the method does not
+    apply to the model.
     """
     spec, changes = config.spec, list[Change]()
     if spec.adapter is None:
@@ -255,12 +260,13 @@ def _adapter_request(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def resolve_targets(config: FinetuneConfig, base: LoadedModel) -> FinetuneConfig:
-    """The config with `new` in its target modules replaced by the parameters that the base's last change added."""
+    """The config, with `new` in its target modules replaced by globs of the parameters that the base's last change
+    added."""
     return replace(config, target_modules=resolve_new(config.target_modules, base))
 
 
 def cast_frozen_weights(model: Decoder, config: FinetuneConfig) -> None:
-    """Cast frozen weights to the dtype of matrix products, unless the run saves them."""
+    """Cast frozen weights to the dtype of matrix products, unless the run saves the complete model."""
     if not config.spec.saves_model:
         cast_frozen(model, autocast_dtype(config))
 
@@ -271,7 +277,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers, measured, or read from the file of a run with saved states."""
+    """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
     before = None
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
@@ -293,7 +299,10 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
 
 
 def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
-    """Token ids of text like the base model's training data; None, with a message, without such text."""
+    """Token ids of text like the base model's training data.
+
+    If no such text is available, displays a message and returns None.
+    """
     try:
         options = {"follow_links": data.config.follow_links} if data.config.forgetting_data else {}
         ids, files = evaluation_tokens(data.base, data.config.forgetting_data, **options)
@@ -309,10 +318,10 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 
 @dataclass(frozen=True)
 class FinetuneTask:
-    """Training on examples. `forgetting_ids` measure forgetting, `stored` is the base model's dtype.
+    """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `base` is the `base_identity` of the base model, `changes` are the changes made to it, and `outline` is the
-    model without values and shards, of several ranks.
+    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
+    it. With several ranks, `outline` is the unsharded model without weight values.
     """
 
     data: FinetuneData
@@ -371,12 +380,12 @@ class FinetuneTask:
 
     @property
     def _gathered(self) -> LoadedModel | None:
-        """The model to generate with; None on ranks other than the first, which do not."""
+        """The unsharded model, which generates text on the first rank; None on the other ranks."""
         loaded = replace(self.loaded, model=ranks.unsharded(self.loaded.model, self.outline))
         return loaded if ranks.is_first() else None
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers; `score` is its validation score if known already."""
+        """Score the model and generate its answers. If `score` is given, it is the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
         forgetting, text_limit = score_within(self._budget, self.score_forgetting, text_limit, available)
@@ -389,11 +398,14 @@ class FinetuneTask:
 
     @property
     def _budget(self) -> float:
-        """Seconds that each measurement of the base model may take; unlimited when its limits are repeated."""
+        """Maximum seconds for each measurement of the base model.
+
+        Infinite for a run without a time limit, and for the finetuned model.
+        """
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples, as many as the base model's, or as the budget permits."""
+        """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
         answers, end, loaded = list[str](), monotonic() + self._budget, self._gathered
         for record in self.data.val_records[: ANSWERED if self.before is UNMEASURED else len(self.before.answers)]:
             answers.append(self._answer(loaded, record))
@@ -403,17 +415,17 @@ class FinetuneTask:
 
     @property
     def text(self) -> str:
-        """Fingerprint of the forgetting data; empty without any."""
+        """Fingerprint of the forgetting data; empty if forgetting is not measured."""
         return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
 
     def score_forgetting(self, limit: int) -> Score | None:
-        """The score on about `limit` tokens of the forgetting data; None without such data."""
+        """The score on about `limit` tokens of the forgetting data; None if forgetting is not measured."""
         if self.forgetting_ids is None:
             return None
         return evaluate(self.data.base, self.forgetting_ids, autocast_dtype(self.config), limit)
 
     def _answer(self, loaded: LoadedModel | None, record: Record) -> str:
-        """The model's answer by greedy decoding; empty without a model."""
+        """The model's answer by greedy decoding; empty if `loaded` is None."""
         if loaded is None:
             return ""
         turns, generator = record.turns, TextGenerator(loaded)
@@ -462,7 +474,7 @@ class FinetuneTask:
         return [*lines, f"adapter: {folder}", f"try: dunes chat {folder}   or: {merge}"]
 
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
-        """Save the model or adapter, with the scores before training in its card."""
+        """Save the model or the adapter; its card also records the losses before training."""
         if after is not None:
             facts["measured"]["before"] = self.before.score.loss
         if after is not None and self.before.forgetting and after.forgetting:
@@ -483,6 +495,6 @@ class FinetuneTask:
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Append text to a file unless the file has it already, as after resuming a finished run."""
+    """Append text to a file unless the file already contains it, as it does when a finished run is resumed."""
     if not (path.is_file() and text in path.read_text(errors="replace")):
         append_text(path, text)

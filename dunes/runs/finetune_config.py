@@ -1,4 +1,4 @@
-"""Options of finetuning, read by the command line without importing torch."""
+"""Options of finetuning; importing this module does not import torch, so the command line starts quickly."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2",
 TrainOn = Literal["answers", "all"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Names in the change lora-experts by option of --method lora-experts."""
+"""Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
 
 TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well with large batches
 
@@ -25,7 +25,10 @@ MAX_ADAPTER_LR = 0.005
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Options of the `change` that adds an adapter, and of quantizing the base, or None."""
+    """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
+
+    Each of them is None if the method has no such step.
+    """
 
     adapter: Mapping[str, Any] | None = None
     quantize: Mapping[str, Any] | None = None
@@ -77,7 +80,7 @@ class ExampleData:
     forgetting_data: Annotated[
         tuple[str, ...], flag("SOURCE", "the validation text of the base's own training")
     ] = ()
-    """Files and folders of text like the base model was trained on, to measure forgetting."""
+    """Files and folders with text like the base model's training text, to measure forgetting."""
     max_truncated: Annotated[float, flag("FRACTION")] = 0.05
     """Refuse data if a larger fraction of the examples would be truncated."""
     packing: Annotated[bool, flag("", "packed")] = True
@@ -102,9 +105,9 @@ class Adapter:
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
-    """With lora-experts: low-rank experts at each linear layer, each of --rank."""
+    """With lora-experts: number of low-rank experts at each linear layer; each has rank --rank."""
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
-    """With lora-experts: experts that compute each token."""
+    """With lora-experts: number of experts that compute each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
     """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
     experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
@@ -132,7 +135,7 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
-    """Options of a finetuning run, which ends after `steps` if set, else after `minutes`, else after `epochs`."""
+    """Options of a finetuning run. It ends after `steps`; if unset, after `minutes`; if unset, after `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
@@ -161,7 +164,7 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
     @property
     def pairs(self) -> list[tuple[str, int]]:
-        """`ranks` as pairs of glob and rank. Raises ValueError for anything but GLOB=RANK."""
+        """`ranks` as pairs (glob, rank). Raises ValueError if an entry does not have the form GLOB=RANK."""
         pairs = []
         for each in self.ranks:
             glob, _, rank = each.rpartition("=")
@@ -172,7 +175,7 @@ class FinetuneConfig(ExampleData, Adapter, FinetuneOptimization, RunConfig):
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> list[str]:
-    """Options that the user set (`asked`) although they belong to another method."""
+    """Names of options set by the user (`asked`) that belong to another method."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     return [n for n in (*others, *(EXPERTS if config.spec.change != "lora-experts" else ())) if n in asked]
 
@@ -182,10 +185,11 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
     For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
-    "LoRA against full"). For adapters, it has the exponent of https://thinkingmachines.ai/blog/lora/ and 0.7 times
-    its rate, above which the validation loss rises during training, at most MAX_ADAPTER_LR, all divided by the
-    scale relative to LoRA with alpha 32, which multiplies updates of B. "Learning rates of finetuning" in the same
-    file has results for 100 to 5,000 steps, and the limits of these defaults.
+    "LoRA against full"). For adapters, the default is 0.7 times the power law of
+    https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
+    during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
+    multiplies updates of `B`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps,
+    and the limits of these defaults.
     """
     if config.lr is not None:
         return config.lr
@@ -198,7 +202,7 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
 
 def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:
-    """The configured batch size, or one with TOKENS per step and at least STEPS per epoch."""
+    """The configured batch size; by default, one that gives TOKENS per step and at least STEPS steps per epoch."""
     return config.batch or max(1, min(TOKENS // context, rows_per_epoch // STEPS))
 
 

@@ -1,4 +1,4 @@
-"""The data of a finetuning run: tokenized examples, and the base model's scores and answers on them."""
+"""Data of a finetuning run: the tokenized examples, and the base model's scores and answers on them."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,19 +42,20 @@ from dunes.units import plural
 MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format; conversations use a template whose special tokens the tokenizer has."""
+"""Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
+mistral otherwise."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Formats whose rows are complete text, without a chat template."""
+"""Formats whose records are plain text, to which no chat template is applied."""
 
 LEAST_TAIL = 16
-"""Least length of a tail in tokens."""
+"""Minimum length of a tail, in tokens."""
 
 FORGETTING_TOKENS = 65_536
-"""Tokens of the forgetting data to score before and after finetuning."""
+"""Maximum number of tokens of the forgetting data to score before and after finetuning."""
 
 PROBED = 2_048
-"""Tokens to score first, in order to estimate how many fit the time budget."""
+"""Number of tokens to score first, to estimate how many tokens fit into the time budget."""
 
 LINES, LINE = 5, 200  # of an answer in the report; characters of a line
 
@@ -63,8 +64,8 @@ LINES, LINE = 5, 200  # of an answer in the report; characters of a line
 class FinetuneData:
     """The base model and the tokenized training and validation examples.
 
-    `leaked` is the number of validation records from --val-data that are near-duplicates of training records.
-    `tokenizer` and `template` are the finetuned model's.
+    `tokenizer` and `template` are for the finetuned model. `leaked` is the number of validation records from
+    --val-data that are near-duplicates of training records.
     """
 
     config: FinetuneConfig
@@ -78,7 +79,11 @@ class FinetuneData:
 
     @classmethod
     def read(cls, config: FinetuneConfig, base: LoadedModel, display: Display) -> "FinetuneData":
-        """Tokenize the examples. Raises ValueError if they cannot be read or do not fit."""
+        """Read and tokenize the examples.
+
+        Raises ValueError if they cannot be read, if the context length is too large for the model, or if no
+        validation examples remain.
+        """
         read = partial(read_dataset, text_field=config.text_field, follow_links=config.follow_links)
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
@@ -115,33 +120,33 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; after plain text, the base model's."""
+        """Name of the finetuned model's chat template, or None; with an unchanged tokenizer, the base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
 
     @property
     def loaded(self) -> LoadedModel:
-        """The finetuned model; its module is the base's, which finetuning changes in place."""
+        """The finetuned model; it shares the base's module, since finetuning changes the module in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
 
 
 def main_records(files: Sequence[Records]) -> Records:
-    """The records that determine the template: conversations if any, as a single-turn template cannot express
-    them, else single answers, else plain text."""
+    """The records for which the template is chosen: conversations if any, otherwise single-turn Alpaca records,
+    otherwise plain text. A single-turn template could not express conversations."""
     return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
 
 
 def _single_tasks(records: Records) -> bool:
-    """True for Alpaca records without system prompt or history, which Alpaca's template can express."""
+    """True if Alpaca's template can express the records: Alpaca records without system prompt or history."""
     return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The template: the configured one, the model's own, or the default for these records."""
+    """The configured template, or the model's own, or else the default for these records."""
     if config.template:
         return templates.get_template(config.template)
     template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
@@ -156,7 +161,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> list[Example]:
-    """The tokenized rows; with `conversations`, rows of plain text among them get no template."""
+    """Tokenize the rows. If `conversations` is true, the template is not applied to plain text among the rows."""
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
         row_template = templates.get_template("plain") if plain else template
@@ -170,10 +175,10 @@ def _split_examples(
     base: LoadedModel,
     write: Callable[[Sequence[Record]], list[Example]],
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """The config with its context length, training and validation examples, and the validation records.
+    """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
-    Records are split by hash; of large texts, the ends are for validation. Examples without a target in the
-    context are not for validation.
+    Records are split by hash; the end of each large text is for validation. Examples without a target within the
+    context are used for validation only if no others remain.
     """
     share = config.val_fraction
     if share is None:
@@ -199,7 +204,7 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts, which would have the validation tail in training."""
+    """The rows without near-duplicates of large texts: with them, validation tails would also be trained on."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -208,8 +213,9 @@ def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Rec
 def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], base: LoadedModel) -> int:
     """The configured context length, or a power of two that fits the longest example.
 
-    The default for plain text is at most the base model's. Raises ValueError for a length above the limit of
-    learned position embeddings, which is the base model's, or of rotary ones, which is at least MAX_CONTEXT.
+    For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
+    the limit. With learned position embeddings, the limit is the base model's context length; with rotary
+    embeddings, it is at least MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -234,10 +240,11 @@ def own_template_name(base: LoadedModel) -> str | None:
 def read_dataset(
     source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
 ) -> tuple[list[Records], list[str]]:
-    """Records in a file, or in all files below a folder, and lines that report read and skipped files.
+    """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError, naming the file and the line or row, for invalid records, and without any.
+    `collect_corpus`. Raises ValueError for an invalid record, naming the file and the line or row, and if the
+    source contains no records.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
@@ -264,12 +271,15 @@ def read_dataset(
 
 
 def _has_records(file: SourceFile) -> bool:
-    """True to read a file as records; a .json file that the user names must have records."""
+    """True if a file is read as records; always true for a .json file named by the user."""
     return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:
-    """Split text, but no conversation, into windows of up to `context_length` + 1 ids that overlap by one id."""
+    """Split plain text into windows of up to `context_length` + 1 ids that overlap by one id.
+
+    A conversation is not split.
+    """
     if example.window_index is None:
         yield example
         return
@@ -281,16 +291,16 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """Plain texts that are each longer than this fraction of their total length."""
+    """The plain texts that are each longer than the fraction `share` of the length of all plain texts."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
 
 
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split texts into heads and tails with about `share` of their tokens; short texts have no tail.
+    """Split each text into a head and a tail with about `share` of its tokens; short texts get no tail.
 
-    A tail starts with the last training token, which predicts its first target.
+    The first token of a tail is also the last token of the head: it predicts the first target of the tail.
     """
     heads, tails = [], []
     for text in texts:
@@ -307,8 +317,8 @@ def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], 
 class Baseline:
     """A model's validation score, its score on the forgetting data, and its answers.
 
-    `text` is the fingerprint of the forgetting data, `limits` are the token limits of the two scores, and
-    `seconds` is the time taken by forgetting and answers.
+    `text` is the fingerprint of the forgetting data, and `limits` are the token limits of the two scores.
+    `seconds` is the time to measure forgetting and to generate the answers.
     """
 
     score: Score
@@ -320,7 +330,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """The baseline in a file that `write` wrote. Raises ValueError for other contents."""
+        """Read a baseline from a file written by `write`. Raises ValueError for other contents."""
         stored = json_file.read(path)
         try:
             score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
@@ -339,7 +349,7 @@ class Baseline:
         write_file(path, json.dumps(asdict(self) | scores, indent=1).encode())
 
     def compare(self, after: "Baseline", records: Sequence[Record]) -> list[str]:
-        """The final report: validation loss, forgetting, and answers before and after training."""
+        """Lines of the final report: validation loss, forgetting, and answers, before and after training."""
         values = f"{self.score.loss:.3f} nats/token before, {after.score.loss:.3f} after"
         lines = [f"validation loss of answers: {values}"]
         if not after.score.loss < self.score.loss:
@@ -362,7 +372,7 @@ class Baseline:
         return "\n".join([*rows, "", ""])
 
     def _answers(self, after: "Baseline", records: Sequence[Record]) -> Iterator[dict[str, str]]:
-        """Prompt, expected answer, and answers before and after, of each record that was answered."""
+        """For each answered record, yields the prompt, the expected answer, and the answers before and after."""
         for record, was, now in zip(records, self.answers, after.answers, strict=False):
             last = record.turns[-1]
             expected = last.text if last.role == "assistant" else ""
@@ -372,7 +382,7 @@ class Baseline:
 def score_within(
     seconds: float, score: Callable[[int], Score | None], most: int, available: int
 ) -> tuple[Score | None, int]:
-    """The score on as many tokens as fit into `seconds`, at most `most`, and this number of tokens."""
+    """Score as many tokens as fit into `seconds`, but at most `most`; returns the score and the token limit."""
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
@@ -381,7 +391,7 @@ def score_within(
 
 
 def question(turns: Conversation) -> str:
-    """The last user turn of a conversation; empty without one."""
+    """The text of the last user turn of a conversation; empty if it has no user turn."""
     return next((turn.full_text for turn in reversed(turns) if turn.role == "user"), "")
 
 

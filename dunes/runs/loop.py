@@ -1,4 +1,4 @@
-"""The training loop: steps, with validation, samples, saves and progress between them."""
+"""The training loop: runs the steps, and between them validation, samples, saves and progress reports."""
 
 import math
 import os
@@ -59,22 +59,23 @@ PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the b
 # MEMORISED times validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 SLOW = 0.5
-"""Fraction of the estimated rate, or of the threads' processor time, below which a run is slow."""
+"""A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
+of its threads' maximum."""
 WATCHED = 10
-"""Steps to time before a warning."""
+"""Number of steps that are timed before the user is warned of a slow run."""
 HOT = "not for other programs: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""Tokens per step below which fixed costs, which are not estimated, may dominate."""
+"""In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
 
 NOT_SAVED = 3
 DIVERGED = 4
 
 
 def begin_run(config: T, folder: Path, display: Display, options: RunOptions) -> T | None:
-    """The config of a new run, or of the run in the folder to resume; nothing is written.
+    """The config of a new run, or of the run to resume in the folder; no files are written.
 
-    None if a dry run only reports on the run in the folder. Raises ValueError for invalid options, and for a
-    folder that cannot be used.
+    Returns None if a dry run only reports on the existing run. Raises ValueError for invalid options, and for a
+    folder that cannot be used. Also sets the device.
     """
     TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     config = config.with_absolute_paths()
@@ -102,11 +103,11 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
-    """Train, after restoring the last state of a resumed run. The caller has acquired `run_lock`.
+    """Train the model of a run; a resumed run first restores its last state. Call it inside `run_lock`.
 
-    `timings` are the preparation's, which counts as elapsed time. Returns an exit status: 0, 128 + the number of
-    the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not recover from
-    NaN or infinity.
+    `timings` are the seconds of the preparation, which count as elapsed time. Returns an exit status: 0, 128 + the
+    number of the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not
+    recover from NaN or infinity.
     """
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
@@ -130,7 +131,7 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
 
 @contextmanager
 def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
-    """Turn FolderInUse into a warning in a dry run."""
+    """In a dry run, print a warning instead of raising FolderInUse."""
     try:
         yield
     except FolderInUse as error:
@@ -141,7 +142,10 @@ def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
 
 @dataclass
 class StopRequest:
-    """Number of the signal that requested a stop, or 0; `save` is True if a signal requested a save."""
+    """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
+
+    `save` is True if a signal requested a save.
+    """
 
     signal: int = 0
     save: bool = False
@@ -149,10 +153,10 @@ class StopRequest:
 
 @dataclass
 class Saver:
-    """Saves the run in a thread of `pool` while training continues, one save at a time, on the first rank.
+    """Saves the run on the first rank, one save at a time, in a thread of `pool` while training continues.
 
-    A failed save is reported by `line`, earlier states stay, and the next save tries again. With `strict`, the
-    next call raises OSError instead.
+    If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
+    the next call raises the save's error instead.
     """
 
     pool: ThreadPoolExecutor
@@ -161,7 +165,7 @@ class Saver:
     _pending: Future[Path] | None = None
 
     def start(self, run: Run) -> bool:
-        """Start saving the current state; False if the previous save is still in progress."""
+        """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
         snapshot = checkpoint.snapshot(run_state(run))
@@ -175,19 +179,19 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def ready(self) -> bool:
-        """True if no save is in progress; the previous one is reported if it failed."""
+        """True if no save is in progress; also reports the previous save if it failed."""
         if idle := not self.busy:
             self.wait()
         return idle
 
     def last(self, run: Run) -> bool:
-        """Save the current state and wait; False if saving failed."""
+        """Save the current state and wait until it is saved; False if saving failed."""
         self.wait()
         self.start(run)
         return ranks.decide(self.wait())
 
     def wait(self) -> bool:
-        """Wait for a save in progress; False if it failed."""
+        """Wait for the save in progress, if any; False if that save failed."""
         pending, self._pending = self._pending, None
         try:
             if pending is not None:
@@ -226,7 +230,7 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
 
 @contextmanager
 def _signals() -> Iterator[StopRequest]:
-    """Let the first SIGINT or SIGTERM request a stop after the current step, and the second exit immediately.
+    """Handle signals: the first SIGINT or SIGTERM requests a stop after the current step, a second exits at once.
 
     SIGUSR1 requests a save.
     """
@@ -308,9 +312,9 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
 
 
 def _agree(run: Run, request: StopRequest, saver: Saver) -> tuple[bool, float]:
-    """Set elapsed time and requests to the largest of all ranks, which clocks and signals would otherwise part.
+    """Set the elapsed time and the requests to the largest values of all ranks, so that all ranks act alike.
 
-    Returns True if a rank is saving, and the seconds that the end of the run takes.
+    Returns True if a rank is saving, and the estimated seconds of the end of the run.
     """
     own = monotonic() - run.start_time, request.signal, request.save, saver.busy, run.closing_seconds
     run.elapsed, number, save, busy, closing = ranks.largest(*own)
@@ -320,9 +324,9 @@ def _agree(run: Run, request: StopRequest, saver: Saver) -> tuple[bool, float]:
 
 @dataclass
 class NonFatal:
-    """Continues training when the work in `with non_fatal("sampling"):` fails.
+    """Lets training continue when the work in `with non_fatal("sampling"):` fails.
 
-    OSError and lack of memory are reported once for each kind of work; other errors are raised.
+    An OSError or lack of memory is reported, once for each kind of work. Other errors are raised.
     """
 
     display: Display
@@ -342,7 +346,7 @@ class NonFatal:
 
 
 class PaceCheck:
-    """Call `check.warning(step)` after each step: it returns a warning once if the run is slow, else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step: it returns one warning in total, else ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -376,7 +380,7 @@ def _cores() -> int:
 
 
 def _load() -> float:
-    """Average number of running processes in the last minute."""
+    """Average number of running processes in the last minute; infinite if the system does not report it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf
 
 
@@ -385,7 +389,7 @@ def _check_due(step: int) -> bool:
 
 
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
-    """Append a step to metrics.jsonl, with its loss also as an exact hex float."""
+    """Append the record of a step to metrics.jsonl; `loss_hex` is its exact loss as a hexadecimal float."""
     record: dict[str, Any] = asdict(step)
     metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
@@ -422,7 +426,10 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 def _sample(run: Run, display: Display, weights_step: int) -> str:
-    """Generate a sample with the weights of step `weights_step`, show it and append it to samples.md."""
+    """Generate a sample with the current weights, which are from step `weights_step`; show and store the sample.
+
+    It is appended to samples.md.
+    """
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
@@ -434,7 +441,7 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 
 
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
-    """Save state and results, plot the loss, and print the final report."""
+    """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     step, non_fatal = run.trainer.number, board.non_fatal
     number = ranks.decide(request.signal)  # later signals do not cut the report short
     interrupted, status = bool(number), 128 + number if number else 0
@@ -496,7 +503,7 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def early_end(run: Run, loss: float) -> str:
-    """The reason to end a time-limited run early, after a step with this training loss; "" to continue."""
+    """The reason to end a time-limited run after a step with this training loss; "" if the run continues."""
     # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""

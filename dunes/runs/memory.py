@@ -1,4 +1,4 @@
-"""Memory of training and inference, measured on real tensors or estimated on fake ones."""
+"""Memory of training and inference, measured on real tensors or estimated on fake tensors."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,15 +20,15 @@ from dunes.train.loss import Loss, next_token_loss
 Build = Callable[[], Decoder]
 
 PROCESS = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident memory at import, plus code and workspaces loaded in the first steps."""
+"""Bytes of Python and torch: resident memory at import, plus the code and workspaces that first steps load."""
 
 FRAGMENTATION = 0.45
-"""Fragmentation of glibc's heap, as a fraction of the allocations of training."""
+"""Memory lost to fragmentation of glibc's heap, as a fraction of the memory that training allocates."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a training batch; `dtype` is autocast's, `checkpointing` of activations applies to all blocks."""
+    """Shape of a training batch; `dtype` is for autocast, `checkpointing` turns on activation checkpointing."""
 
     batch: int
     context: int
@@ -42,7 +42,7 @@ def zero_batch(shape: Shape) -> Tensor:
 
 
 class TrainSetup(NamedTuple):
-    """Optimizer, loss and batch of a training step."""
+    """Functions for a training step: build the optimizer, compute the loss, make a batch."""
 
     optimizer: Callable[[nn.Module], Optimizer] = muon
     loss: Loss = next_token_loss
@@ -56,9 +56,9 @@ TRAINING = TrainSetup()
 def train_allocations(
     build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING
 ) -> Allocations:
-    """Allocations of the second training step, when the optimizer state exists.
+    """Allocations of the second training step; the first step creates the optimizer state.
 
-    `estimated` uses fake tensors, which give the same result in a fraction of a second and without memory.
+    If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory.
     """
     with _tensors(estimated), ranks.alone():
         model = build()
@@ -73,7 +73,7 @@ def train_allocations(
 
 
 def inference_allocations(build: Build, shape: Shape, estimated: bool = True) -> Allocations:
-    """Allocations of a prompt and one generated token, with the KV cache."""
+    """Allocations while computing a prompt and one generated token with the KV cache."""
     with _tensors(estimated):
         model = build_with_dtype(shape.dtype, build).eval()
         ids = torch.zeros(shape.batch, shape.context - 1, dtype=torch.long)
@@ -85,7 +85,7 @@ def inference_allocations(build: Build, shape: Shape, estimated: bool = True) ->
 
 
 def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
-    """Build the model in this dtype, as fake weights cannot be cast afterwards."""
+    """Build the model directly in this dtype, since fake weights cannot be cast afterwards."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -97,8 +97,10 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
 def process_memory(
     build: Build, shape: Shape, setup: TrainSetup = TRAINING, trainable: int | None = None
 ) -> dict[str, float]:
-    """Bytes of a training process, by purpose, estimated on fake tensors; `trainable` are the bytes of the
-    trainable weights, by default all weights."""
+    """Bytes of a training process, by purpose, estimated on fake tensors.
+
+    `trainable` is the number of bytes of the trainable weights; by default, all weights are trainable.
+    """
     log = train_allocations(build, shape, True, setup)
     parts: dict[str, float] = {str(purpose): size for (purpose,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
@@ -111,14 +113,14 @@ def process_memory(
 
 
 def describe_memory(parts: Mapping[str, float]) -> str:
-    """A sentence with the total and the largest parts."""
+    """A sentence with the total memory of a run and its three largest parts."""
     largest = sorted(parts.items(), key=lambda part: -part[1])[:3]
     listed = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in largest)
     return f"this run needs about {sum(parts.values()) / 1e9:.1f} GB, including {listed}"
 
 
 def _step(trainer: Trainer, batch: Any) -> None:
-    """A training step without the check for finite values, which fake tensors do not support."""
+    """Do a training step without checking for finite values, because fake tensors do not support the check."""
     trainer.gradients([batch])
     trainer.update()
     trainer.clear_gradients()

@@ -1,4 +1,4 @@
-"""Plots of a run's loss and load of experts, and of a comparison before and after a change."""
+"""Plots of a run's losses, of its experts' loads, and of a model before and after a change."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,14 @@ from dunes.train import Step
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 LOAD = "expert_load"
 LAST = 0.1
-"""Fraction of the steps, at the end, over which the plot averages loads."""
+"""The plot of loads averages over this last fraction of the steps."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
-    """Plot training and validation loss in nats/token over steps, with bits/byte on the right, as a PNG.
+    """Plot training and validation loss over steps as a PNG, in nats/token (left axis) and bits/byte (right axis).
 
-    `records` are lines of metrics.jsonl. `score` is the validation score of the saved weights, from step `step`.
+    `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, which are
+    from step `step`.
     """
     with _figure(path, 8, 4.5) as figure:
         axes = figure.add_subplot()
@@ -45,7 +46,7 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Plot size, memory and speed of a model after a change, relative to before, as bars in a PNG."""
+    """Draw a bar chart, as a PNG, of a model's size, memory and speed after a change relative to before it."""
     a, b = comparison.before, comparison.after
     ratios = {
         "size on disk": b.size / max(1, a.size),
@@ -66,7 +67,7 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
 
 @contextmanager
 def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A figure, which is written as a PNG at the end."""
+    """Yields an empty figure; at the end of the `with` block, writes it as a PNG."""
     from matplotlib.figure import Figure  # slow to import
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -75,7 +76,7 @@ def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Steps and validation losses in nats/token, converted from bits/byte if a record has only these."""
+    """Pairs (step, validation loss in nats/token); a record that has only bits/byte is converted."""
     points = []
     for record in records:
         loss = record.get("validation_loss")
@@ -92,14 +93,14 @@ def is_drawable(loss: float) -> bool:
 
 
 def centered_mean(values: Sequence[float], reach: int = 10) -> list[float]:
-    """Centered moving mean over up to `reach` values on either side."""
+    """Centered moving mean of the values, over up to `reach` values on either side."""
     sums = [0.0, *accumulate(values)]
     near = [min(i, len(values) - 1 - i, reach) for i in range(len(values))]
     return [(sums[i + n + 1] - sums[i - n]) / (2 * n + 1) for i, n in enumerate(near)]
 
 
 def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
-    """Bias-corrected exponential moving average with decay `keep`."""
+    """Bias-corrected exponential moving average of the values, with decay `keep`."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
@@ -110,14 +111,14 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
 def max_violation(load: Sequence[float]) -> float:
     """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    Negative entries are no experts and are ignored.
+    Negative entries only pad layers that have fewer experts; they are ignored.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def with_violation(step: Step) -> Step:
-    """The step with the metric `MaxVio`, averaged over layers, if it has loads of experts."""
+    """The step, with the mean MaxVio of its layers added to its metrics if they contain loads of experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step
@@ -127,9 +128,9 @@ def with_violation(step: Step) -> Step:
 
 
 def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Plot the loads of each layer's experts at the end, and the MaxVio of each layer over steps, as a PNG.
+    """Plot the loads of each layer's experts in the last steps, and each layer's MaxVio over steps, as a PNG.
 
-    `records` are lines of metrics.jsonl. Returns False, and draws nothing, if no step has loads.
+    `records` are the records of metrics.jsonl. If no record has loads, returns False and writes no file.
     """
     steps = [r for r in records if (r.get("metrics") or {}).get(LOAD)]
     if not steps:
@@ -142,7 +143,7 @@ def load_picture(records: Sequence[dict[str, Any]], path: Path) -> bool:
 
 
 def _draw_loads(figure: Any, loads: Sequence[Sequence[Sequence[float]]]) -> None:
-    """Heat map of layers by experts, relative to the layer's mean (1: balanced)."""
+    """Draw a heat map of loads (layers by experts), divided by the layer's mean load; 1 is balanced."""
     last = loads[-max(1, round(LAST * len(loads))) :]
     sums = [[sum(values) for values in zip(*layers, strict=True)] for layers in zip(*last, strict=True)]
     means = [sum(v for v in layer if v >= 0) / sum(v >= 0 for v in layer) for layer in sums]

@@ -1,4 +1,4 @@
-"""A run in progress: creating, saving and resuming it."""
+"""Create, save and resume a run."""
 
 import json
 import os
@@ -42,24 +42,27 @@ from dunes.train.loss import next_token_loss
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
-"""The file in a run's folder that has a record for each interval."""
+"""File in a run's folder with a JSON record for each step, and for changes of the run."""
 FORMAT = 2
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
-"""Attributes of a run that its state stores unchanged."""
+"""Attributes of `Run` that are stored unchanged in its state."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 FINAL_TOKENS = 262_144
-"""Validation tokens to score at the end of a run."""
+"""Maximum number of validation tokens to score at the end of a run."""
 CLOSING = 3.0
-"""Seconds at the end of a run for saving the model and plotting, beside the task's `closing_seconds`."""
+"""Seconds at the end of a run to save the model and plot, in addition to the task's `closing_seconds`."""
 WARMUP = 20
 Item = TypeVar("Item")
 
 
 @dataclass
 class Timings:
-    """Seconds by phase: `with timings("saves"):` adds the elapsed time to a phase, at a microsecond per use."""
+    """Seconds of each phase of a run. `with timings("saves"):` adds the time of its block to the phase "saves".
+
+    Each use costs about a microsecond.
+    """
 
     seconds: Counter[str] = field(default_factory=Counter)
     start: float = field(default_factory=lambda: monotonic())
@@ -78,11 +81,11 @@ class Timings:
             self.add(phase, perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative ones subtract time that is counted elsewhere."""
+        """Add seconds to a phase; negative seconds subtract time that is counted elsewhere."""
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, with the time to fetch each added to the phase."""
+        """Yields the items, and adds the time to fetch each item to the phase."""
         stream, end = iter(items), object()
         while True:
             with self(phase):
@@ -92,13 +95,13 @@ class Timings:
             yield item  # type: ignore[misc]
 
     def lines(self) -> list[str]:
-        """A plain table of phases with their seconds and shares."""
+        """Lines of a plain-text table with the seconds of each phase and its percentage of the total."""
         total, width = sum(self.seconds.values()) or 1.0, max(map(len, self.seconds), default=0)
         return [f"{name:{width}}  {time:8.1f} s  {time / total:6.1%}" for name, time in self.seconds.most_common()]
 
 
 class Task(Protocol):
-    """The task of a run. `fingerprints` identify its data, `tokens` is the number of validation targets."""
+    """The task of a run. `fingerprints` are digests of its data, `tokens` is the number of validation targets."""
 
     @property
     def loaded(self) -> LoadedModel:
@@ -113,15 +116,15 @@ class Task(Protocol):
 
     @property
     def closing_seconds(self) -> float:
-        """Approximate seconds of `close`, without saving."""
+        """Approximate seconds that `close` takes, not counting the time to save."""
         ...
 
     def batches(self, start: int) -> Iterator[Any]:
-        """Endless batches for the trainer, starting with batch number `start`."""
+        """Yields batches for the trainer without end, starting with batch number `start`."""
         ...
 
     def score(self, limit: int | None = None) -> Score:
-        """The score on all validation tokens or on about `limit` of them."""
+        """The score of the model on about `limit` validation tokens, or on all of them if `limit` is None."""
         ...
 
     def sample(self) -> str:
@@ -129,12 +132,14 @@ class Task(Protocol):
         ...
 
     def memory_advice(self) -> str:
-        """A sentence with the memory that the run needs and options that reduce it."""
+        """A sentence with the estimated memory of the run and the options that reduce it."""
         ...
 
     def begin(self, run: "Run") -> list[str]:
-        """Write files that are useful during the run, which was started or restored before; returns lines for the
-        user, the first one about the run."""
+        """Write files that are useful during the run; called after the run is started or restored.
+
+        Returns lines for the user; the first line describes the run.
+        """
         ...
 
     def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:
@@ -147,12 +152,13 @@ class Task(Protocol):
 
 @dataclass
 class Run:
-    """A run: its task, trainer and schedule, and its state beside the trainer's.
+    """A run in progress: its task, trainer and schedule, and further state.
 
-    `elapsed` are the seconds of all processes of the run, `start_time` is now minus `elapsed`, `begin` is
-    `elapsed` at the first step. `timings` cover all processes. `warm` is True after this process's first step,
-    `compiled` True if the loss is compiled, None if undecided. `checks_since_best` counts validations since the
-    best score. `pace` has the seconds of recent steps, without steps that loaded or compiled code.
+    `elapsed` is the run's time in seconds so far; a resumed run adds the time of its earlier processes, and
+    `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
+    step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
+    undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
+    steps, except of those that loaded or compiled code.
     """
 
     folder: Path
@@ -185,12 +191,12 @@ class Run:
         return f"{self.config.dtype} on {self.trainer.device.type}, {threads}"
 
     def done(self, step: int) -> float:
-        """Progress after this many steps, from 0 to 1."""
+        """Progress of the run after `step` steps, from 0 to 1."""
         return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
 
     @property
     def seconds_left(self) -> float:
-        """Seconds up to the time limit, or for the remaining steps at the recent pace."""
+        """Seconds until the time limit; with fixed steps, estimated seconds of the remaining steps."""
         if not self.config.steps:
             return max(0.0, self.config.seconds - self.elapsed)
         timed, number = self.timings.seconds, self.trainer.number
@@ -199,11 +205,11 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds of the end of the run, with the final validation as fast as the last one."""
+        """Estimated seconds from the last step to the end, if validation is as fast as it was the last time."""
         return CLOSING + self.task.closing_seconds + self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
 
     def check(self, limit: int) -> Score:
-        """Validate the model on about `limit` tokens, and store its weights if they are the best so far."""
+        """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""
         start = perf_counter()
         self.last = score = self.task.score(limit)
         (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
@@ -226,7 +232,7 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the result of `trainable_state`. Raises ValueError if it belongs to another model."""
+    """Load a result of `trainable_state` into the model. Raises ValueError if it is from another model."""
     state = trainable_state(model)
     check_tensors(state, weights)
     with torch.no_grad():
@@ -235,9 +241,9 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make the parameters trainable whose own or module's names match the globs, and freeze the others.
+    """Make a parameter trainable if its name or its module's name matches the globs, and freeze all others.
 
-    Raises ValueError if none matches, listing the names, and for "**" if some weights are quantized.
+    Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
     """
     if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
         raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
@@ -249,7 +255,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def selects(globs: Iterable[str], name: str) -> bool:
-    """True if the last glob that matches a parameter's name, or its module's, has no !."""
+    """True if some glob matches the parameter's name or its module's name, and the last such glob has no `!`."""
     names, selected = (name, name.rpartition(".")[0]), False
     for glob in globs:
         if any(tree.matches(glob.removeprefix("!"), n) for n in names):
@@ -258,12 +264,12 @@ def selects(globs: Iterable[str], name: str) -> bool:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `steps`, or one without an end for a time limit."""
+    """The learning-rate schedule over `config.steps`; for a time limit, a schedule whose end is decided later."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
 def new_run(folder: Path, config: RunConfig, task: Task, optimizer: Optimizer, accumulate: int = 1) -> Run:
-    """A run at step 0 with the schedule of its config, and the loss of `next_token_loss`."""
+    """A run at step 0, with the schedule of its config and the loss `next_token_loss`."""
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
     trainer = Trainer(task.loaded.model, optimizer, next_token_loss, accumulate=accumulate, **options)
@@ -280,7 +286,10 @@ def _another_run(folder: Path) -> FolderInUse:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run; the lock is released when the process dies. Raises FolderInUse if another process has it."""
+    """Lock the run's folder. Raises FolderInUse if another process has the lock.
+
+    The lock is also released when the process dies.
+    """
     if not ranks.is_first():
         yield
         return
@@ -296,9 +305,9 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save tokenizer and config. The config comes last, since it makes the folder a run.
+    """Save the tokenizer, then the config; a folder counts as a run once it has the config.
 
-    Raises FolderInUse if another process has started a run in the folder.
+    Raises FolderInUse if the folder already contains a run.
     """
     if (folder / "state" / "plan.json").exists():
         raise _another_run(folder)
@@ -312,9 +321,9 @@ def write_config(config: RunConfig, folder: Path) -> None:
 
 
 def read_config(folder: Path, config_class: type[T]) -> T | None:
-    """The config of the run in this folder, or None.
+    """The config of the run in this folder; None if the folder contains no run.
 
-    Raises ValueError, with a remedy, if it belongs to another kind of run or cannot be read.
+    Raises ValueError, with a remedy, if the config is of another kind of run or cannot be read.
     """
     path = folder / "state" / "plan.json"
     if not path.is_file():
@@ -334,11 +343,11 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
 def resolve_config(
     config: T, folder: Path, resume: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
 ) -> T:
-    """The config to use: this one in a new folder, or the stored config with `resume`.
+    """The config to use: `config` in a new folder; with `resume`, the stored config with changes in `override`.
 
-    Raises FolderInUse if the folder contains a run and `resume` is not set, ValueError if there is no run to
-    resume, or if an option that the user set (`asked`) differs from the run's and is not in `override`. Measured
-    options in `override` are measured again.
+    Raises FolderInUse if the folder contains a run and `resume` is False. Raises ValueError if the folder has no
+    run to resume, or if an option set by the user (`asked`) differs from the stored one and is not in `override`.
+    Options chosen by measuring the machine (dtype, threads, device) are chosen anew if they are in `override`.
     """
     for path in (folder, folder / "state"):
         if os.path.lexists(path) and not path.is_dir():
@@ -371,13 +380,13 @@ def resolve_config(
 
 
 def _remedy(config: RunConfig, differing: Collection[str]) -> str:
-    """Remedy for options that differ from the run's: another --out, or --override if all may change."""
+    """Advice if options differ from the run's: another --out, or --override if all of these options may change."""
     override = f", or pass --override {' '.join(differing)}" if {*differing} <= {*config.OVERRIDABLE} else ""
     return f"choose another --out{override}"
 
 
 def _check_new_folder(folder: Path) -> None:
-    """Raise ValueError unless the folder is writable and has no model from elsewhere to overwrite."""
+    """Raise ValueError if the folder is not writable, or contains a model that would be overwritten."""
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).exists():
             model = f"a model that was not made by a run ({name})"
@@ -388,7 +397,7 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def run_state(run: Run) -> dict[str, Any]:
-    """The state for resuming: a nested dict of tensors and JSON values."""
+    """The state from which the run can be resumed: a nested dict of tensors and JSON values."""
     return {
         "config": asdict(run.config),
         "fingerprints": dict(run.task.fingerprints),
@@ -405,10 +414,10 @@ def run_state(run: Run) -> dict[str, Any]:
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
-    """Restore the newest undamaged state, if any.
+    """Restore the newest undamaged state of the run; without one, start from step 0.
 
-    Raises ValueError, changing nothing, if config, data or model differ from the state's in options that are not
-    in `override`, and with `strict` if the newest state is damaged.
+    Raises ValueError, and changes nothing, if the config, data or model differs from the saved one in an option
+    that is not in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:
@@ -454,7 +463,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
-    """The card's record of the training, under the key `verb`."""
+    """Entries for the card: the training (under the key `verb`), the measured scores, and the timings."""
     progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
     measured = {name: getattr(score, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
     measured["peak_bytes"] = measure.peak_memory(run.trainer.device)
@@ -463,18 +472,18 @@ def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
 
 
 def append_metrics(folder: Path, record: dict[str, Any]) -> None:
-    """Append a record to the run's metrics, on the first rank."""
+    """On the first rank, append a record to the run's metrics.jsonl."""
     if ranks.is_first():
         append_record(folder / METRICS, record)
 
 
 def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
-    """Undamaged records of a metrics.jsonl; `warn` gets a line about damaged ones."""
+    """The undamaged records of a metrics.jsonl; `warn` is called with a line about damaged records."""
     return read_records(path, "the metrics of a step", _is_metric, warn)
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
-    """True if a record has a step number, and numbers in all numeric fields."""
+    """True if a record has an integer step and valid numbers in all numeric fields."""
     values = [record[name] for name in SCORES if record.get(name) is not None]
     if "loss" in record:
         values += [record.get(name) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds")]
@@ -489,7 +498,7 @@ def is_number(value: object) -> bool:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Remove the metrics after this step, as resuming writes them again."""
+    """Remove the records of later steps than `step` from metrics.jsonl, since a resumed run writes them again."""
     lines = read_lines(path)
     records = map(parse_line, lines)
     later = [record is not None and _is_metric(record) and record["step"] > step for record in records]

@@ -1,4 +1,4 @@
-"""Validation of a training state before resuming from it, since digests detect damage but not edits."""
+"""Validate a training state before a run resumes from it. The state's digests detect damage, but not edits."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +18,9 @@ from dunes.train import Record
 
 
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
-    """The state in a folder `step-000123`, with config (of class `config_class`), scores and schedule as objects.
+    """Read the state in a folder `step-000123`; config (of class `config_class`), scores and schedule are objects.
 
-    Raises ValueError, naming the folder and the first invalid entry.
+    Raises ValueError with the folder and the first invalid entry.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -46,7 +46,7 @@ def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
 
 @contextmanager
 def invalid_state(folder: Path) -> Iterator[None]:
-    """Turn errors from a state's content into a ValueError that names the folder and the remedy."""
+    """Turn errors caused by a state's content into a ValueError with the folder and a remedy."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -67,9 +67,9 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The score stored as [loss_sum, tokens, bytes], or None. The loss of a diverged model may be NaN.
+    """The `Score` stored as [loss_sum, tokens, size]; None for None. The loss of a diverged model may be NaN.
 
-    Raises TypeError or ValueError for anything else.
+    Raises TypeError or ValueError for other values.
     """
     if values is None:
         return None
@@ -80,9 +80,9 @@ def read_score(values: Any) -> Score | None:
 
 
 def first_difference(was: Any, now: Any) -> str:
-    """The first difference of two JSON values, like "config.rms_norm_eps was 1e-05, now 0.1"; empty if equal.
+    """Text about the first difference of two JSON values, like "config.rms_norm_eps was 1e-05, now 0.1".
 
-    A missing value counts as None.
+    It is empty if the values are equal. A missing value counts as None.
     """
     before, after = _leaves(was), _leaves(now)
     path = next((path for path in before | after if before.get(path) != after.get(path)), None)
@@ -98,7 +98,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless names, shapes and dtypes are equal and all stored values are finite."""
+    """Raise ValueError unless stored tensors have the expected names, shapes and dtypes and only finite values."""
     if unmatched := sorted(expected.keys() ^ stored.keys()):
         difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")
@@ -115,7 +115,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dty
 
 
 def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raise an error that `invalid_state` translates, unless the state is valid for this optimizer."""
+    """Raise an error if the state is invalid for this optimizer. Call it inside `invalid_state`."""
     if parts := getattr(optimizer, "optimizers", None):
         for number, part in enumerate(parts):
             check_optimizer(part, state[str(number)])
@@ -136,7 +136,7 @@ def check_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def shard_optimizer(optimizer: Optimizer) -> None:
-    """Shard the tensors of a state that was loaded as the parameters are."""
+    """Shard the tensors of a loaded optimizer state in the same way as the parameters."""
     for each in getattr(optimizer, "optimizers", [optimizer]):
         for p, entry in each.state.items():
             entry.update({name: ranks.part(t, p) for name, t in entry.items() if t.shape == p.shape})

@@ -1,7 +1,7 @@
-"""A run's metrics and samples for TensorBoard, in RUN/tensorboard.
+"""Write a run's metrics and samples for TensorBoard, to RUN/tensorboard.
 
-The file is written directly in TensorBoard's record format, as the thread of SummaryWriter dies with a traceback
-when the disk is full, and its purge_step purges scalars but not text.
+The file is written directly in TensorBoard's record format. PyTorch's SummaryWriter is not used: its thread dies
+with a traceback when the disk is full, and its purge_step purges scalars but not text.
 """
 
 import os
@@ -24,9 +24,9 @@ SAMPLES = "samples.md"
 class TensorBoard:
     """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
-    All earlier metrics and samples of the run are written again at the start, so that a resumed run has no gaps or
-    duplicates. An OSError is reported by `non_fatal` and ends the logging, not the run. Does nothing if the run's
-    folder is None. Raises ValueError if tensorboard is needed and not installed.
+    At the start, all earlier metrics and samples of the run are written again, so that a resumed run has no gaps
+    or duplicates. After an OSError, which `non_fatal` reports, nothing more is written, but the run continues. If
+    `run` is None, nothing is written. Raises ValueError if tensorboard is needed but not installed.
     """
 
     def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -48,7 +48,7 @@ class TensorBoard:
             self._close()
 
     def step(self, step: Step, bits_per_byte: float | None) -> None:
-        """Write the metrics of a step, with the validation bits/byte if measured."""
+        """Write the metrics of a step, including validation bits/byte unless it is None."""
         if self._file is not None:
             with self._until_error():
                 self._scalars(asdict(step) | {"step": step.number, "bits_per_byte": bits_per_byte}, time())
@@ -90,7 +90,7 @@ class TensorBoard:
 
     @contextmanager
     def _until_error(self) -> Iterator[None]:
-        """Flush what is written inside; the first error ends the logging."""
+        """Flush the file after the `with` block; after the first error, close it and write nothing more."""
         with self.non_fatal("writing to TensorBoard"):
             try:
                 yield
@@ -108,7 +108,7 @@ class TensorBoard:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Scalars of a record of metrics.jsonl by tag: loss, bits/byte, lr_scale, grad_norm, tokens/s, metrics."""
+    """Scalars to write for a record of metrics.jsonl, by tag: losses, rates and the step's metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
     values["tokens_per_second"] = record["count"] / record["seconds"]
     metrics = record.get("metrics")
@@ -118,7 +118,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_samples(path: Path) -> dict[int, str]:
-    """Samples in a samples.md by step; of a repeated step, the last sample."""
+    """Samples in a samples.md, by step; if a step has several samples, the last one."""
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

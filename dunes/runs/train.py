@@ -1,4 +1,4 @@
-"""Training on text, from scratch or from a model."""
+"""Train a model on text, from scratch or from an existing model."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,19 +43,20 @@ from dunes.train import muon, scale_rates
 from dunes.units import format_count
 
 TYPICAL_RATE = 10_000
-"""Assumed tokens/s of a run with fixed steps, whose duration must not depend on the machine."""
+"""Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
 LR = 0.006
-"""Default peak learning rate of matrices with --from, a third of the rate from scratch (docs/log/training.md,
+"""Default peak learning rate of matrices with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
 BASE_TOKENS = 16_384
-"""Validation tokens to score before the first step."""
+"""Number of validation tokens to score before the first step."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
-    """Train into the folder, or resume its run; `options` are fields of `RunOptions`.
+    """Train a model and save it in the folder, or resume the run in the folder.
 
-    Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid options or data.
+    `options` are fields of `RunOptions`. Returns the exit status of `execute_run`. Raises ValueError, before
+    writing, for invalid options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
     config = config.with_family(run_options.asked)
@@ -96,7 +97,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def _choose_options(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
 ) -> TrainConfig:
-    """The config with all unset options chosen; shows the reasons."""
+    """The config with all unset options chosen; also displays the reasons."""
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, resumed)
     else:
@@ -119,7 +120,7 @@ def _choose_options(
 
 
 def load_base(config: TrainConfig) -> LoadedModel:
-    """The model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
+    """Load the model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
     if is_adapter(folder := checkpoint.locate_model(config.base).folder):
         raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
     base = checkpoint.load_with_tokenizer(folder)
@@ -130,7 +131,10 @@ def load_base(config: TrainConfig) -> LoadedModel:
 
 
 def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
-    """The config with all unset options chosen, and lines with the reasons; a resumed run's config is complete."""
+    """The config for --from with all unset options chosen, and lines with the reasons.
+
+    A complete config of a resumed run is returned unchanged.
+    """
     if config.dtype and config.threads and config.batch and config.context_length and config.lr:
         return config if resumed else autosize.with_hardware(config), []
     context_length = min(base.context_length, autosize.CONTEXT)
@@ -141,24 +145,25 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
-    """The model of --from without its weights, with the selected parameters trainable."""
+    """The model of --from without its weights; the parameters selected by --trainable are trainable."""
     model = base.architecture.build()
     select_trainable(model, config.trainable, base)
     return model
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
-    """Make the parameters that match the globs trainable; `new` are the parameters of the base's last change.
+    """Make the parameters that match the globs trainable, and freeze the others.
 
-    Raises ValueError if nothing matches, or for `new` if the last change added no parameters.
+    The glob `new` stands for the parameters added by the base's last change. Raises ValueError if no parameter
+    matches, or for `new` if the last change added no parameters.
     """
     set_trainable(model, _resolve_globs(trainable or ("all",), base))
 
 
 def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None) -> dict[Tensor, float]:
-    """The learning-rate factor of each trainable parameter, from the last GLOB=FACTOR that matches it.
+    """The learning-rate factors of trainable parameters; the last GLOB=FACTOR that matches a parameter applies.
 
-    Raises ValueError for a glob that matches none, and for `new` as `select_trainable`.
+    Raises ValueError for a glob that matches no trainable parameter, and in the same cases as `resolve_new`.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     chosen: dict[Tensor, float] = {}
@@ -178,7 +183,7 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
 
 
 def score_base(run: Run, display: Display) -> None:
-    """Validate the model before its first step, so that its weights are saved if training makes it worse."""
+    """Validate the base model before the first step, so that its weights are saved if training makes it worse."""
     score = run.check(BASE_TOKENS)
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
@@ -186,7 +191,7 @@ def score_base(run: Run, display: Display) -> None:
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
-    """The model with this context length, also in its architecture's config."""
+    """The model with context length `length`, which is also set in its architecture's config."""
     architecture = base.architecture
     if hasattr(architecture.config, "context_length"):
         architecture = replace(architecture, config=replace(architecture.config, context_length=length))
@@ -200,7 +205,7 @@ def prepare(
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
 ) -> Run:
-    """A run at step 0 for a complete config, with a new model or the base's."""
+    """A run at step 0 for a complete config, with a new model or with the model of `base`."""
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
@@ -225,9 +230,9 @@ def prepare(
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run, with the configured learning rate and weight decay, if any.
+    """The optimizer of a run; unset learning rate and weight decay have the defaults of `muon`.
 
-    Muon computes in the run's dtype, so that a resumed run repeats it on any machine.
+    Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
     """
     options: dict[str, Any] = {"products": getattr(torch, config.dtype or "float32")}
     if config.lr is not None:
@@ -239,9 +244,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 @dataclass(frozen=True)
 class TrainTask:
-    """Next-token prediction on text. `dropout` are the dropout probabilities from before training.
+    """The task of a training run: next-token prediction on text.
 
-    `outline` is the model without values and shards, of several ranks.
+    `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
+    without weight values.
     """
 
     config: TrainConfig
@@ -265,7 +271,7 @@ class TrainTask:
 
     @property
     def _seconds(self) -> float:
-        """Duration of the run for the completion gate's time budget; it depends on the config alone."""
+        """Duration of the run in seconds, for the completion gate's time budget; depends only on the config."""
         config = self.config
         tokens = (config.steps or 0) * config.batch * config.context_length
         return tokens / TYPICAL_RATE if config.steps else config.seconds
@@ -324,11 +330,11 @@ class TrainTask:
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
-    """Dropout modules of each block's outputs."""
+    """The dropout modules for the outputs of all blocks."""
     return [block.dropout for block in model.modules() if isinstance(block, Block)]
 
 
 def set_dropout(model: nn.Module, probabilities: Sequence[float]) -> None:
-    """Set the dropout probability of each block's outputs."""
+    """Set the dropout probability of the outputs of each block; `probabilities` has one per block."""
     for dropout, p in zip(dropouts(model), probabilities, strict=True):
         dropout.p = p

@@ -1,4 +1,4 @@
-"""Options of training from scratch, read by the command line without importing torch."""
+"""Options of training; importing this module does not import torch, so the command line starts quickly."""
 
 import math
 import re
@@ -13,13 +13,13 @@ from dunes.flags import REQUIRED, Family, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
-"""Smallest valid --size; below it the unit was probably forgotten."""
+"""Smallest valid --size; a user who gives a smaller value has probably forgotten the unit."""
 
 WIDTH_STEP = 32
-"""Divisor of all widths, the smallest head dim."""
+"""All widths are multiples of this number, which is the smallest head dimension."""
 
 MIXTURES = ("mixtral", "qwen3_moe")
-"""Families with experts."""
+"""Model families that have experts."""
 EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
 Tokenization = Literal["bpe", "bytes", "chars"]
 
@@ -34,7 +34,7 @@ class TextData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
-    """Validation split: whole files, or the last tenth of every file."""
+    """Validation split: complete files, or the last tenth of every file."""
     separate_documents: bool = False
     """Let no token attend to other documents in its window; the default is one long text."""
     follow_links: bool = False
@@ -52,9 +52,9 @@ class ModelShape:
     experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family is qwen3_moe."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
-    """Experts that compute each token."""
+    """Number of experts that compute each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
-    """Further experts that compute every token."""
+    """Number of further experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
     """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
     size: Annotated[
@@ -106,7 +106,7 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
-    """Options of training on text; `runs/autosize.py` chooses unset ones."""
+    """Options of training on text; `runs/autosize.py` chooses the unset options."""
 
     OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
     PATHS = ("sources", "base")
@@ -143,9 +143,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """Depth and width, if --size has the form LAYERSxWIDTH.
+        """(number of layers, width) if --size has the form LAYERSxWIDTH, else None.
 
-        Raises ValueError for a depth of 0, and for a width that is not a multiple of WIDTH_STEP.
+        Raises ValueError for 0 layers, and for a width that is not a positive multiple of WIDTH_STEP.
         """
         if (match := re.fullmatch(r"(\d{1,4})x(\d{1,6})", self.size.lower())) is None:
             return None
@@ -157,7 +157,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def rate_factors(self) -> list[tuple[str, float]]:
-        """`lr_factors` as pairs of glob and factor. Raises ValueError for anything but GLOB=FACTOR."""
+        """`lr_factors` as pairs (glob, factor). Raises ValueError if an entry is not GLOB=FACTOR."""
         return [_parse_factor(text) for text in self.lr_factors]
 
     @property
@@ -176,9 +176,10 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return bool(self.shared_experts) or self.balancing == "bias"
 
     def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
-        """The config with family mixtral if it has options of experts and the user (`asked`) set no family.
+        """The config; its family becomes mixtral if options of experts are set and the user set no family.
 
-        Raises ValueError for options of experts with a family without experts.
+        `asked` are the options set by the user. Raises ValueError if options of experts are set together with a
+        family that has no experts.
         """
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
         if not options or self.family in MIXTURES:
@@ -190,7 +191,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def with_headers(self) -> bool:
-        """True if each file begins with its path."""
+        """True if the path of each file is inserted before its text."""
         return bool(self.complete) and self.file_headers
 
     @property
@@ -205,7 +206,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
 
 def _parse_factor(text: str) -> tuple[str, float]:
-    """The glob and the factor of GLOB=FACTOR. Raises ValueError for other text, and for factors up to 0."""
+    """Parse GLOB=FACTOR into (glob, factor). Raises ValueError for other text, and for a factor of 0 or less."""
     glob, _, factor = text.rpartition("=")
     with suppress(ValueError):
         if glob and 0 < float(factor) < math.inf:
@@ -214,9 +215,9 @@ def _parse_factor(text: str) -> tuple[str, float]:
 
 
 def parse_size(text: str) -> int:
-    """The number of parameters from text like '3m', with units k, m and b.
+    """The number of parameters given by text like '3m', with units k, m and b.
 
-    Raises ValueError for any other text, and below SMALLEST.
+    Raises ValueError for other text, and for numbers below SMALLEST.
     """
     units = {"k": 1e3, "m": 1e6, "b": 1e9}
     number, unit = text.lower()[:-1], text.lower()[-1:]

@@ -1,7 +1,7 @@
 """The training loop, losses, optimizers and schedules for any `nn.Module`; no model, no tokenizer.
 
-Start with `Trainer`, a loss (`next_token`, `cross_entropy`), an optimizer (`adamw`, `muon`) and a `Schedule`;
-`fast_run` for small networks.
+Start with `Trainer`, a loss (`next_token`, `cross_entropy`), an optimizer (`adamw`, `muon`) and a `Schedule`.
+Small networks train faster with `fast_run`.
 """
 
 from dunes.ops.cross_entropy import IGNORE

@@ -1,8 +1,8 @@
-"""The training loop for small networks: several steps as one compiled unit, on data in memory.
+"""A training loop for small networks: several steps are compiled into one unit; the data is in memory.
 
-The steps of a small network take less time than the operations' dispatch by Python and autograd. Here the forward,
-backward and update of a few mini-batches are one graph, and the rows of all of them are gathered at once. The
-plain twin is `Trainer.run` on the same batches.
+In a small network, the operations of a step take less time than their dispatch by Python and autograd. Here the
+forward pass, backward pass and update of a few mini-batches are one graph, and the rows of all these batches are
+gathered at once. The equivalent plain loop is `Trainer.run` on the same batches.
 """
 
 # Shapes: N rows, B batch, K steps in a unit.
@@ -25,7 +25,8 @@ from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
-"""Plain steps, which make the optimizer's state, and calls of the unit, before the faster loop is chosen."""
+"""Number of plain steps at the start, which create the optimizer's state, and number of timed calls of the unit.
+After these, the faster loop is chosen."""
 
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
@@ -38,17 +39,18 @@ def fast_run(
     steps_per_call: int = 4,
     line: Line = lambda text: None,
 ) -> Iterator[Step]:
-    """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yield each step.
+    """Run the trainer on the batches `tuple(t[index] for t in tensors)`, several steps per call; yields each step.
 
-    `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of one size. The first steps are plain
-    ones; then the unit is compiled, and used if it is faster. `line` gets one line with the form that runs and the
-    reason. When the first step of a unit is yielded, the weights are those after its last, so a loop that ends
-    early may have trained for up to `steps_per_call` - 1 steps more; `trainer.number` counts them. A model that
-    draws random numbers has one step in a unit, and so has an optimizer with a scheduler of PyTorch's, or whose
-    learning rates change after one of the first steps: rates are read for each unit. After a change of another
-    setting of its groups, of `requires_grad` or of its state, the plain loop runs, with a line that names it.
-    Raises ValueError for rows that are not finite and for such a change between the steps of one unit, and raises
-    as `Trainer.run`.
+    `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of the same size. The first steps run in
+    the plain loop. Then the unit is compiled, and used if it is faster; `line` is called with a text about the
+    loop chosen and the reason. A unit has `steps_per_call` steps. It has a single step if the model draws random
+    numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps,
+    because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit are done.
+    If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
+
+    If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
+    loop runs from then on, and `line` is called with the change. Raises ValueError for rows that are not finite,
+    and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
     _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
@@ -70,7 +72,7 @@ def fast_run(
 
 
 def why_plain(trainer: Trainer) -> str:
-    """The reason why this trainer has no compiled form; empty if it has one."""
+    """The reason why this trainer's steps cannot be compiled; empty if they can."""
     if rule_of(trainer.optimizer) is None:
         return f"{type(trainer.optimizer).__name__} with these settings has no rule in dunes.train.optim"
     if trainer.accumulate > 1 or trainer.ranks > 1:
@@ -85,10 +87,10 @@ def why_plain(trainer: Trainer) -> str:
 
 
 class Unit:
-    """K steps as one compiled function. A call trains on K batches (K * B rows) and returns their steps.
+    """K training steps compiled into one function. A call trains on K batches (K * B rows) and returns K `Step`s.
 
-    Steps are as in `Trainer`: gradients are clipped, and a step whose loss or gradient is not finite changes
-    nothing. The optimizer's own state is used, so plain steps may come before and after.
+    Each step does the same as in `Trainer`: gradients are clipped, and a step whose loss or gradient is not finite
+    changes no weight. The unit uses the optimizer's own state, so plain steps can precede and follow its calls.
     """
 
     def __init__(self, trainer: Trainer, steps: int, draws: bool) -> None:
@@ -126,7 +128,7 @@ class Unit:
         return [trainer.finish_step(row[:3], scale, bool(row[3]), seconds, metric) for row, scale, metric in pairs]
 
     def _steps(self, batch: tuple[Tensor, ...], lrs: Tensor) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The compiled function: [loss, count, norm, finite] of each step (K, 4), float64, and its metrics."""
+        """The function to compile; returns [loss, count, norm, finite] per step (K, 4), float64, and metrics."""
         size, values, metrics = len(batch[0]) // self.steps, [], []
         for k in range(self.steps):
             value, means = self._one(tuple(t[k * size : (k + 1) * size] for t in batch), lrs[k])
@@ -155,7 +157,7 @@ class Unit:
             return row[:4], means
 
     def _scale(self, norm: Tensor, count: Tensor) -> Tensor:
-        """The factor of the gradients: one over the count, and less where their norm is above the limit."""
+        """The factor that scales the gradients: 1 / count, reduced if their norm exceeds the clipping limit."""
         clip = self.trainer.clip
         clipped = 1.0 if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
         return clipped / count
@@ -184,7 +186,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
 def _run_units(
     unit: Unit, gather: Callable[[Tensor], tuple[Tensor, ...]], stream: Iterator[Tensor], plain: float, line: Line
 ) -> Generator[Step, None, Iterator[Tensor]]:
-    """Yield the steps of complete units; returns the remaining indices, for the plain loop."""
+    """Yields the steps of complete units; returns the remaining indices, which are for the plain loop."""
     trainer, seconds = unit.trainer, list[float]()
     while True:
         read = _read(trainer)
@@ -219,9 +221,10 @@ def _run_units(
 
 
 def _read(trainer: Trainer) -> Reading:
-    """Inputs of a compiled step that the caller may change between steps.
+    """Read the inputs of a compiled step that the caller may change between steps.
 
-    Settings are keyed by name and group number, requires_grad and the state's identity by parameter.
+    Group settings have keys (name, group number). `requires_grad` and the id of the optimizer state have keys
+    (name, parameter).
     """
     optimizer, groups = trainer.optimizer, enumerate(trainer.optimizer.param_groups)
     read: Reading = {(name, i): _plain(value) for i, group in groups for name, value in group.items()}
@@ -231,7 +234,7 @@ def _read(trainer: Trainer) -> Reading:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a setting of a group that can be compared."""
+    """A copy of a group's setting that can be compared with `==`."""
     if isinstance(value, Tensor):
         return value.tolist()
     return [*map(id, value)] if isinstance(value, list) else value
@@ -242,7 +245,7 @@ def _changes(before: Reading, after: Reading) -> list[Key]:
 
 
 def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
-    """Description of the first of these changes; empty without any."""
+    """Text that describes the first of these changes; empty if `changes` is empty."""
     for name, place in changes:
         owner = trainer.names({place}) or "a parameter" if isinstance(place, Tensor) else f"group {place}"
         return f"{name} of {owner} changed"
@@ -250,7 +253,7 @@ def _describe(trainer: Trainer, changes: Sequence[Key]) -> str:
 
 
 def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -> None:
-    """Raises ValueError if the caller has changed such an input after a step of the unit other than the last."""
+    """Raises ValueError if the caller changed an input (see `_read`) between the steps of a unit."""
     if change := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
@@ -261,7 +264,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
 
 @contextmanager
 def _watched(trainer: Trainer) -> Iterator[list[bool]]:
-    """A list with True for each call of the trainer's loss inside that drew random numbers, False for others."""
+    """Yields a list. Each call of the trainer's loss adds an item: True if the loss drew random numbers."""
     state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
     draws, loss = list[bool](), trainer.loss
 
@@ -278,7 +281,7 @@ def _watched(trainer: Trainer) -> Iterator[list[bool]]:
 
 
 def _check_rows(tensors: Sequence[Tensor], steps_per_call: int) -> None:
-    """Raises ValueError for no rows, for numbers that are not finite, and for fewer than one step in a call."""
+    """Raises ValueError if lengths of tensors differ, numbers are not finite, or `steps_per_call` is below 1."""
     if len({len(t) for t in tensors}) != 1:
         raise ValueError(f"tensors of {[len(t) for t in tensors]} rows; expected at least one, all of one length")
     if steps_per_call < 1:

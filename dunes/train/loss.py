@@ -1,8 +1,8 @@
 """Losses for a Trainer: `loss(model, batch) -> (sum, count)`, never a mean.
 
-A third element may give metrics: named pairs (sum, count), each a scalar or a vector, that are added up likewise.
-Means of unequal micro-batches cannot be added, sums and counts can, so that gradient accumulation over several
-micro-batches equals one large batch.
+Sums and counts of unequal micro-batches can be added, but means cannot; with sums, gradient accumulation over
+several micro-batches equals one large batch. A third element may contain metrics: named pairs (sum, count) of
+scalars or vectors, which are added in the same way.
 """
 
 # Shapes: B batch, T tokens, V vocabulary.
@@ -24,8 +24,8 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, 
 def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Summed cross entropy in nats and the number of trained tokens.
 
-    The batch is windows of ids (B, T + 1), or (ids, targets) of (B, T) each with IGNORE where no target is, or
-    (ids, targets, positions) with positions for packed documents. Raises ValueError for others.
+    The batch is one of: windows of ids (B, T + 1); (ids, targets), each (B, T), with IGNORE where a position has
+    no target; (ids, targets, positions), with positions for packed documents. Raises ValueError for other batches.
     """
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     if not isinstance(parts, (tuple, list)) or not 2 <= len(parts) <= 3:
@@ -38,9 +38,9 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed loss of the class scores model(x) (B, classes) for labels y (B,), and their number.
+    """Summed cross entropy of the class scores `model(x)` (B, classes) for labels y (B,), and their number.
 
-    Raises ValueError for probabilities of classes, which would be counted as labels.
+    Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """
     x, y = batch
     if y.is_floating_point():
@@ -52,9 +52,9 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed squared difference of model(x) and y, and the number of elements.
+    """Summed squared difference of `model(x)` and y, and the number of elements.
 
-    Raises ValueError if the shapes differ, which would silently broadcast.
+    Raises ValueError if the shapes differ, since PyTorch would silently broadcast them.
     """
     x, y = batch
     guess = model(x)
@@ -69,8 +69,11 @@ def _summed(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossSums:
-    """The loss of a decoder, which may be wrapped or compiled, on windows of ids (B, T + 1), or on a batch of
-    `Batches`: ids, targets and positions (B, T); without positions, each row is a document."""
+    """The summed loss of a decoder and the number of targets, computed inside the model.
+
+    The batch is windows of ids (B, T + 1), or a batch of `Batches`: ids, targets and positions, each (B, T).
+    Without positions, each row is one document. The decoder may be wrapped or compiled.
+    """
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
     ids, targets, *positions = parts
     loss: LossSums = model(ids, *positions, targets=targets)

@@ -1,11 +1,11 @@
-"""Optimizers for a model's parameters, in the groups that each needs. All are `torch.optim.Optimizer`s.
+"""Functions that build an optimizer for a model, with its parameter groups. All are `torch.optim.Optimizer`s.
 
-Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. Raises ValueError
-if no parameter is trainable, and for rates that are negative or not finite.
+Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. The functions
+raise ValueError if no parameter is trainable, and for rates that are negative or not finite.
 
-A rule is an update as a function of tensors, so that a compiled step can contain it. It takes a parameter, its
-gradient, its state and its group, whose "lr" may be a tensor, and returns the new parameter and state without
-changing anything. `RuleOptimizer` makes an optimizer of one rule.
+A rule is a function of tensors that computes an update, so that a compiled step can contain it. Its arguments are
+a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. It returns the new
+parameter and the new state, and modifies nothing in place. `RuleOptimizer` turns a rule into an optimizer.
 
 Sources: https://proceedings.mlr.press/v28/sutskever13.html (momentum), https://arxiv.org/abs/1412.6980 (Adam),
 https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/coursera/lecture6/lec6.pdf (RMSprop)
@@ -44,7 +44,7 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float =
 
 
 def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
-    """RMSprop: updates divided by a running root mean square of the gradient."""
+    """RMSprop: divides the gradient by the root of a running mean of its square."""
     _check("rmsprop", lr=lr, momentum=momentum)
     return torch.optim.RMSprop(_trainable(model).values(), lr, smoothing, momentum=momentum)
 
@@ -61,13 +61,15 @@ def muon(
 ) -> Optimizer:
     """Muon for the hidden matrices, AdamW for all other parameters. https://arxiv.org/abs/2502.16982
 
-    Hidden matrices are the matrices of blocks: modules with children in a ModuleList, or in a Sequential together
-    with others of their class. Without blocks, hidden matrices are all matrices except output heads: the linear
-    layers whose outputs no other layer takes as inputs, or else the last one. Embeddings, and heads tied to them,
-    are excluded. Names play no part, so a wrapped or compiled model is split in the same way. `where`,
-    globs over the names of parameters (`["**layers.**", "!**.router.*"]`), replaces this rule; `muon_split` shows
-    the split. `products` is as in `Muon`. Raises ValueError for rates that are negative or not finite, and if
-    `where` selects no matrix.
+    Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
+    Sequential together with other modules of its class. If the model has no blocks, all matrices except output
+    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width; if no
+    layer is such, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are not used,
+    so a wrapped or compiled model is split in the same way. `muon_split` shows the split.
+
+    `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
+    `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite, and if `where`
+    selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
@@ -80,7 +82,7 @@ def muon(
 
 
 def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, list[str]]:
-    """The names of the parameters that `muon` trains with "muon" and with "adamw"."""
+    """Names of the parameters that `muon` trains with Muon (key "muon") and with AdamW (key "adamw")."""
     matrices, named = _hidden_matrices(model, where), _trainable(model)
     return {
         "muon": [name for name, p in named.items() if p in matrices],
@@ -104,7 +106,7 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with children in a ModuleList, or in a Sequential together with others of their class."""
+    """Modules with children that are in a ModuleList, or in a Sequential together with others of their class."""
     blocks = []
     for container in model.modules():
         parents = [m for m in container.children() if any(True for _ in m.children())]
@@ -117,7 +119,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    """The output layers: linear layers whose outputs no other layer takes as inputs, or else the last one."""
+    """The output layers: linear layers whose output width is not the input width of another linear layer.
+
+    If no layer is such, the last linear layer.
+    """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
@@ -125,7 +130,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
-    """Let each of these parameters learn at its factor times the rate of its group, by groups of their own.
+    """Multiply the learning rate of each of these parameters by its factor, by splitting parameter groups.
 
     Raises ValueError for a factor that is negative or not finite.
     """
@@ -145,9 +150,10 @@ def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
 class Muon(Optimizer):
     """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
-    Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding
-    and takes a third of the time for small matrices. `products` is the dtype of its matrix products; None is
-    bfloat16 where the device computes it fast, else float32 (AVX2 alone: 0.9 GFLOP/s against 54).
+    Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
+    for small matrices, it takes a third of the time. `products` is the dtype of Muon's matrix products. None
+    selects bfloat16 if the device is fast in it, else float32 (with AVX2 alone, bfloat16 has 0.9 GFLOP/s, float32
+    has 54).
     """
 
     def __init__(
@@ -188,15 +194,15 @@ class Muon(Optimizer):
 
 
 def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """Orthogonalised matrices (N, rows, columns), of which each rank computes a share."""
+    """Orthogonalised wide matrices (N, rows, columns); each rank computes some of the N matrices."""
     own = orthogonalise(wide[ranks.rank() :: ranks.count()], dtype=dtype)
     return ranks.interleaved(own, len(wide))
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Wide matrices (N, rows, columns) with all singular values near 1, in `dtype`.
+    """Orthogonalise wide matrices (N, rows, columns): all singular values of the results are near 1.
 
-    Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon/
+    Uses a Newton-Schulz iteration in `dtype` with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
     a, b, c = 3.4445, -4.775, 2.0315
     x = matrices.to(dtype)
@@ -208,7 +214,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.b
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers as one: their parameter groups are concatenated, their states are separate."""
+    """Several optimizers used as one: their parameter groups are concatenated, their states stay separate."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers: list[Optimizer] = []
@@ -217,7 +223,7 @@ class CombinedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[Group]:
-        """The optimizers' own groups, as they are now."""
+        """The current parameter groups of all the optimizers."""
         return [g for o in self.optimizers for g in o.param_groups]
 
     @param_groups.setter
@@ -259,7 +265,7 @@ def _trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _decayed(params: Collection[Tensor], decay: float) -> list[Group]:
-    """Matrices with decay, vectors without."""
+    """Parameter groups of the matrices, with decay, and of the vectors, without decay."""
     matrices, vectors = ([p for p in params if (p.dim() > 1) == matrix] for matrix in (True, False))
     groups: list[Group] = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
@@ -270,9 +276,10 @@ def _fusable(model: nn.Module) -> bool:
 
 
 class RuleOptimizer(Optimizer):
-    """Base of custom optimizers: a subclass defines `start`, the state of a new parameter, and `update`, the rule.
+    """Base class of custom optimizers. A subclass defines `update`, the rule, and `start`, the initial state.
 
-    `update` returns new tensors and changes none, so the same lines run in the plain loop and in a compiled step.
+    `update` returns new tensors and modifies nothing in place, so the same code works in the plain loop and in a
+    compiled step.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float, **defaults: float) -> None:
@@ -316,7 +323,7 @@ def rmsprop_rule(p: Tensor, grad: Tensor, state: State, group: Settings) -> tupl
 
 
 def adam_rule(p: Tensor, grad: Tensor, state: State, group: Settings) -> tuple[Tensor, State]:
-    """Adam, or AdamW where the group says that its weight decay is decoupled."""
+    """Adam; AdamW if the group's `decoupled_weight_decay` is true."""
     first, second = group["betas"]
     if group["decoupled_weight_decay"]:
         p = p * (1 - group["lr"] * group["weight_decay"])
@@ -337,7 +344,7 @@ _OF_TORCH: dict[type[Optimizer], Rule] = {
     torch.optim.AdamW: adam_rule,
 }
 _UNKNOWN = ("maximize", "amsgrad", "centered", "differentiable")
-"""Settings that these rules do not implement."""
+"""Settings of PyTorch's optimizers that these rules do not implement."""
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:

@@ -1,6 +1,6 @@
-"""A pass over a compiled step on the CPU that computes small bfloat16 matrix products in float32.
+"""A graph pass for compiled steps on the CPU: it computes small bfloat16 matrix products in float32.
 
-A product of bfloat16 in oneDNN takes 12 us or more whatever its size; one of float32 starts in 2 us. Both add in
+In oneDNN, even the smallest bfloat16 product takes 12 us; a float32 product takes 2 us. Both accumulate in
 float32.
 """
 
@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 SMALL = 2**19
-"""Multiplications up to which float32 is faster at the slowest measured rates: 0.11 TFLOP/s, 0.48 in bfloat16."""
+"""Products of up to this many multiplications are faster in float32, even at the slowest rates measured
+(0.11 TFLOP/s in float32, 0.48 in bfloat16)."""
 
 
 class SmallProducts(CustomGraphPass):

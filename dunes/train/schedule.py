@@ -1,20 +1,21 @@
-"""The learning rate schedule as a pure function of the step and of recorded decisions.
+"""The learning rate schedule: a pure function of the step and of recorded decisions.
 
-Warmup, constant, linear decay (https://arxiv.org/abs/2405.18392). A record says where the decay starts and where
-the run ends. A run of a given number of steps has its record from the start; a run of a given time gets them from
-a clock while it trains. The clock affects the learning rate only through these records and the length of the
-warm-up, so a resumed run with the same ones repeats exactly.
+The schedule is warm-up, constant rate, linear decay (https://arxiv.org/abs/2405.18392). A record contains the step
+at which the decay starts and the step at which the run ends. A run with a fixed number of steps has one record
+from the start; a run with a time limit gets records from a clock while it trains. The clock affects the learning
+rate only through these records and the length of the warm-up. So a resumed run with the same records and warm-up
+repeats the same rates.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PACED = 2
-"""Step after which the pace is known."""
+"""Number of steps after which the pace is known."""
 WARMUP_SHARE = 5
-"""Ratio of all steps to the longest warm-up."""
+"""A warm-up is at most the total number of steps divided by this number."""
 MARGIN = 50
-"""Ratio of the run's time to its last part, in which the end is no longer corrected."""
+"""In the last 1 / MARGIN of the run's time, the end is not corrected any more."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Record:
 
 @dataclass
 class Schedule:
-    """The factor of the learning rate at each step (0, 1, 2, ...), and when to stop.
+    """Schedule of a factor on the learning rate at each step (0, 1, 2, ...), and of the end of the run.
 
-    It rises linearly for `warmup` steps, and at the end decays linearly to `lowest`, a share of the full rate.
-    Raises ValueError for a negative warmup or a share outside 0 to 1.
+    The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to `lowest`. Raises
+    ValueError for a negative `warmup`, and for a `lowest` outside 0 to 1.
     """
 
     warmup: int = 0
@@ -44,12 +45,12 @@ class Schedule:
 
     @classmethod
     def steps(cls, total: int, warmup: int = 0, decay: float = 0.5, lowest: float = 0.0) -> "Schedule":
-        """A schedule of `total` steps that decays over the last `decay`, a share of all steps."""
+        """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
         _check_share("decay", decay)
         return cls(warmup, lowest, [Record(total - round(total * decay), total)])
 
     def lr_scale(self, step: int) -> float:
-        """The factor of the learning rate at this step."""
+        """The factor on the learning rate at this step."""
         warmup = min(1.0, (step + 1) / (self.warmup + 1))
         return min(warmup, self._decayed(step, self.records))
 
@@ -69,11 +70,12 @@ class Schedule:
 
 @dataclass
 class Clock:
-    """Adds records to a schedule so that the run ends `seconds` after its start; its first step is at `begin`.
+    """Adds records to a schedule so that the run ends `seconds` after its start.
 
-    Call `update` after each step. Once the pace is known, it shortens a warm-up that would be longer than a fifth
-    of the steps. It records the start of the decay at the time for it, and corrects the end each time that half of
-    the remaining time has passed, so that the run ends in time even if its pace changes.
+    The first step starts at `begin` seconds. Call `update` after each step. Once the pace is known, the clock
+    shortens a warm-up that is longer than a fifth of the steps. When the decay has to start, the clock adds a
+    record. Each time that half of the remaining time has passed, it adds another record with a corrected end, so
+    that the run ends in time even if its pace changes.
     """
 
     schedule: Schedule
@@ -81,7 +83,10 @@ class Clock:
     decay: float = 0.5
     begin: float = 0.0
     _since: tuple[int, float] | None = None
-    """Step and time from which the pace is measured: the first step, which loads code, or the last record."""
+    """Step and time since which the pace is measured: the end of the first step, or the last record.
+
+    The first step is left out since it loads code.
+    """
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
@@ -89,7 +94,7 @@ class Clock:
         _check_share("decay", self.decay)
 
     def update(self, step: int, elapsed: float) -> None:
-        """Record that `step` steps took `elapsed` seconds since the start, including all work between them."""
+        """Update the schedule after `step` steps; `elapsed` is the time since the start of the run, in seconds."""
         records, left = self.schedule.records, self.seconds - elapsed
         first, start = self._since or (step, elapsed)
         self._since = first, start
@@ -104,7 +109,7 @@ class Clock:
             self._since = step, elapsed
 
     def _is_due(self, step: int, elapsed: float, first: int, start: float) -> bool:
-        """True when the decay starts, after half of the remaining time or steps, and after the time limit."""
+        """True if the decay starts, if half of the remaining time or steps has passed, or if time is up."""
         records, left = self.schedule.records, self.seconds - elapsed
         if not records:
             return elapsed - self.begin >= (1 - self.decay) * (self.seconds - self.begin)

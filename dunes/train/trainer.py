@@ -1,4 +1,4 @@
-"""The training loop as a generator: printing, saving, sampling and stopping belong to the caller's loop body."""
+"""The training loop as a generator: the caller's loop body prints, saves, samples and stops."""
 
 import math
 import warnings
@@ -22,16 +22,16 @@ from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
 FORMAT = 2
-"""Format version of `Trainer.state_dict`; version 1 had no such key, and learning rates multiplied by lr_scale."""
+"""Format version of `Trainer.state_dict`. Version 1 had no such key; it stored learning rates times `lr_scale`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one step. `loss` is the mean over `count` targets, as computed, NaN included.
+    """The result of one step. `loss` is the mean over `count` targets, and may be NaN.
 
-    `grad_norm` is the norm before clipping, `lr_scale` the factor of the learning rates, `skipped` True if the
-    weights did not change. A count that is not finite is reported as 0. `metrics` are the means of the loss's
-    named pairs: floats, and lists of floats for vectors.
+    `grad_norm` is the gradient norm before clipping, `lr_scale` is the factor on the learning rates, and `skipped`
+    is True if the weights did not change. A count that is not finite is reported as 0. `metrics` has the means of
+    the loss's metrics: floats, and lists of floats for vectors.
     """
 
     number: int
@@ -45,27 +45,29 @@ class Step:
 
 
 class Diverged(RuntimeError):
-    """Too many steps in a row had a loss or gradient that is not finite; the weights are those before them."""
+    """Raised when too many steps in a row were skipped; the weights are as before these steps."""
 
 
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count): a tensor of one element, and a number or a tensor of one element. A
-    third element may map names to such pairs of tensors, or of vectors, whose means are the step's metrics.
-    Gradients of `accumulate` batches are added, divided once by the total count, then clipped to the norm `clip`.
-    `lr_scale(step)` is a factor on the learning rates that the optimizer's groups have at that step; between steps
-    they hold their own rates, so schedulers of PyTorch and `group["lr"] = x` work in the loop body. `seed` seeds
-    all randomness inside a step, so that random numbers drawn between steps change nothing. Gradients are computed
-    for the parameters of the model, of the optimizer, and of a loss that is a module; a UserWarning names, once,
-    parameters that are in no group of the optimizer. A step whose loss or gradient is not finite, or whose count
-    is 0, changes no weight and is marked as skipped; `patience` of them in a row raise Diverged. After every other
-    step, the method `after_step` of each module that has one is called, which restores an invariant such as a mask
-    of weights; before it, `before_step`.
-    With several ranks of torch.distributed, sums and counts are over the batches of all; the model has to be
+    `loss(model, batch)` returns (sum, count): the sum is a tensor of one element, the count is such a tensor or a
+    number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of vectors, whose
+    means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the total count, then
+    clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the optimizer's groups during
+    that step.
+    Between steps, the groups have their own rates, so PyTorch's schedulers and `group["lr"] = x` can be used in
+    the loop body. `seed` seeds all randomness inside a step; random numbers drawn between steps do not affect it.
+    Gradients are computed for the parameters of the model, of the optimizer, and of a loss that is a module. A
+    UserWarning names, once, parameters that have a gradient but are in no group of the optimizer.
+    A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is marked as skipped;
+    after `patience` such steps in a row, Diverged is raised. In each other step, the methods `before_step` and
+    `after_step` of modules that have them are called before and after the update. For example, `after_step` may
+    apply a mask to weights again.
+    With several ranks of torch.distributed, sums and counts are over the batches of all ranks. The model must be
     sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
-    Raises ValueError for invalid settings, a model without parameters, and from `run` for an invalid loss,
-    learning rate or lr_scale.
+    Raises ValueError for invalid settings and for a model without parameters. `run` raises ValueError for an
+    invalid loss, learning rate or `lr_scale`.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Trainer:
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.deterministic = False
-        """True to compute losses and gradients by deterministic algorithms, where torch has them."""
+        """If True, losses and gradients are computed by deterministic algorithms, for operations that have one."""
         self._warned: set[Tensor] = set()
         self.learning_rates()
         parameter = next(model.parameters(), None)
@@ -103,20 +105,23 @@ class Trainer:
         self._check_groups([])
 
     def learning_rates(self) -> list[float]:
-        """The groups' own learning rates as they are now, without lr_scale. Raises ValueError for invalid ones."""
+        """The current learning rates of the optimizer's groups, without `lr_scale`.
+
+        Raises ValueError for an invalid learning rate.
+        """
         rates = [group["lr"] for group in self.optimizer.param_groups]
         if not all(hasattr(lr, "__float__") and 0 <= float(lr) < math.inf for lr in rates):
             raise ValueError(f"the optimizer's learning rates are {rates}; expected numbers from 0")
         return [float(lr) for lr in rates]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters of the model, of a loss that is a module, and of the optimizer's groups, each once."""
+        """All parameters of the model, of a loss that is a module, and of the optimizer's groups; each once."""
         groups = (group["params"] for group in self.optimizer.param_groups)
         every = chain(*(m.parameters() for m in self._modules().values()), *groups)
         return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that a step may change, of the model and of a loss that is a module."""
+        """The buffers that a step may change: those of the model, and those of the loss if it is a module."""
         return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -128,11 +133,14 @@ class Trainer:
 
     @property
     def consumed(self) -> int:
-        """How many batches the finished steps consumed: where a resumed run's batches start."""
+        """Number of batches that the finished steps consumed; a resumed run starts with the next batch."""
         return self.number * self.accumulate
 
     def run(self, batches: Iterable[Any]) -> Iterator[Step]:
-        """Yield after each step. Batches left over when the stream ends within an accumulation are dropped."""
+        """Train on the batches; yields a `Step` after each step.
+
+        If fewer than `accumulate` batches remain at the end, they are dropped.
+        """
         share_cores()
         stream = iter(batches)
         while True:
@@ -146,7 +154,7 @@ class Trainer:
             self.raise_if_diverged(step)
 
     def raise_if_diverged(self, step: Step) -> None:
-        """Raises Diverged if too many steps in a row, up to this one, changed nothing."""
+        """Raises Diverged if `patience` or more steps in a row, up to this one, were skipped."""
         if self.bad_steps >= self.patience:
             why = "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
             raise Diverged(
@@ -174,7 +182,10 @@ class Trainer:
     def finish_step(
         self, values: Sequence[float], scale: float, finite: bool, seconds: float, metrics: Mapping[str, Any]
     ) -> Step:
-        """Count a step with this loss, count and norm, and describe it. Raises ValueError for a negative count."""
+        """Count a step and return its `Step`. `values` are the loss, the count and the gradient norm.
+
+        Raises ValueError for a negative count.
+        """
         loss, count, norm = values
         number = self.number + 1
         if count < 0:
@@ -184,7 +195,7 @@ class Trainer:
         return Step(number, loss, targets, norm, scale, not finite, seconds, metrics)
 
     def update(self, scale: float = 1.0) -> None:
-        """Apply the gradients at `scale` times the groups' rates, after `before_step` and before `after_step`."""
+        """Call `before_step`, apply the gradients at `scale` times the groups' rates, then call `after_step`."""
         self._call("before_step")
         with _scaled_rates(self.optimizer, scale):
             self.optimizer.step()
@@ -192,23 +203,23 @@ class Trainer:
             self._call("after_step")
 
     def _call(self, name: str) -> None:
-        """Call the method of this name of all modules that have one."""
+        """Call the method `name` of each module that has it."""
         for module in self.model.modules():
             if method := getattr(module, name, None):
                 method()
 
     def lr_scale_at(self, number: int) -> float:
-        """The factor of the learning rates after `number` steps. Raises ValueError for an invalid one."""
+        """The factor on the learning rates after `number` steps. Raises ValueError for an invalid factor."""
         scale = float(self.lr_scale(number))
         if not 0 <= scale < math.inf:
             raise ValueError(f"lr_scale({number}) is {scale}; expected a finite factor of at least 0")
         return scale
 
     def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Compute a step's gradients, divided by the count and clipped, into the parameters' `grad`.
+        """Compute a step's gradients, divided by the count and clipped, and store them in the parameters' `grad`.
 
-        Returns the means of "loss" and the metrics, the count and the norm before clipping (float64, without
-        synchronising).
+        Returns the means of "loss" and of the metrics, the count, and the norm before clipping. All are float64
+        tensors; the host does not wait for the device.
         """
         with deterministic_algorithms() if self.deterministic else nullcontext():
             sums = self._accumulate(batches)
@@ -216,9 +227,9 @@ class Trainer:
         return {name: total / n for name, (total, n) in sums.items()}, count, self._normalise(count)
 
     def _accumulate(self, batches: list[Any]) -> dict[str, tuple[Tensor, Tensor]]:
-        """Accumulate the gradients of the summed losses.
+        """Accumulate the gradients of the summed losses of these batches.
 
-        Returns the sums of "loss" and the metrics, and their counts (float64).
+        Returns pairs (sum, count) of "loss" and of the metrics, over all ranks (float64).
         """
         sums: dict[str, tuple[Tensor, Tensor]] = {}
         self.clear_gradients()
@@ -268,7 +279,10 @@ class Trainer:
         return norm
 
     def _check_groups(self, params: list[Tensor]) -> None:
-        """Warn once of parameters in no group. Raises ValueError if each rank would train its own parameters."""
+        """Warn once about those of `params` that are in no group of the optimizer.
+
+        With several ranks, raises ValueError if a parameter in a group is not sharded.
+        """
         grouped = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
         if self.ranks > 1 and not all(hasattr(p, "full_tensor") for p in grouped.values()):
             raise ValueError(
@@ -284,7 +298,7 @@ class Trainer:
             )
 
     def names(self, params: Set[Tensor]) -> str:
-        """The names of these parameters of the model and of a loss that is a module, the first eight of them."""
+        """Text with the names of up to eight of these parameters, in the model or in a loss that is a module."""
         named = (m.named_parameters(prefix) for prefix, m in self._modules().items())
         names = [name for name, p in chain(*named) if p in params]
         return ", ".join(names[:8]) + f" and {len(names) - 8} more" * (len(names) > 8)
@@ -300,12 +314,15 @@ class Trainer:
         return f"Trainer({model} parameters, {optimizer}, {dtype}, after step {self.number})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a run besides its weights: the optimizer's state and rates, and two counters."""
+        """The training state without the weights: the optimizer's state and rates, and two counters."""
         counters = {"number": self.number, "bad": self.bad_steps}
         return {"format": FORMAT, **counters, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, at the rates in it, as PyTorch's optimizers do."""
+        """Load a `state_dict`, including its learning rates, as PyTorch's optimizers do.
+
+        Raises ValueError for invalid counters or learning rates.
+        """
         counters = state["number"], state["bad"]
         if not all(isinstance(n, int) and n >= 0 for n in counters):
             raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
@@ -320,7 +337,7 @@ class Trainer:
 
 @contextmanager
 def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
-    """Multiply the groups' learning rates inside, and put them back afterwards."""
+    """Multiply the groups' learning rates by `scale` inside the `with` block, and restore them afterwards."""
     rates = [(group, group["lr"], group["lr"] * scale) for group in optimizer.param_groups]
     for group, _, scaled in rates:
         group["lr"] = scaled
@@ -333,7 +350,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that training may change, by name: those that a module lists in `mutable_buffers`, else all."""
+    """Buffers that training may change, by name. If a module has `mutable_buffers`, only those in that list."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
@@ -342,11 +359,12 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
-    """Cast frozen linear layers to the dtype that autocast would cast them to at each use; returns their number.
+    """Cast frozen linear layers to the dtype to which autocast would cast them at each use; returns their number.
 
-    Results of training under autocast are equal bit for bit. The weights are rounded in place, so a digest of the
-    base or a save must come before. A quantized layer only changes the dtype of its dense form. Trainable weights
-    are not changed, and norms and embeddings only to float32: without autocast all of a forward has one dtype.
+    Results of training under autocast are equal bit for bit. The weights are rounded in place, so compute a digest
+    of the base or save the base before. In a quantized layer, only the dtype of its dequantized weight changes.
+    Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is float32, since a forward
+    pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
@@ -369,7 +387,7 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _grad_values(p: Tensor) -> Tensor:
-    """The values of a parameter's gradient; of a sparse one, as of some embeddings, its coalesced values."""
+    """The values of a parameter's gradient; for a sparse gradient (of some embeddings), its coalesced values."""
     assert p.grad is not None, "a parameter with a gradient"
     if not p.grad.is_sparse:
         return p.grad
@@ -378,7 +396,7 @@ def _grad_values(p: Tensor) -> Tensor:
 
 
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
-    """Raises ValueError for invalid settings."""
+    """Raises ValueError for invalid settings of a Trainer."""
     counts: dict[str, Any] = {"accumulate": accumulate, "patience": patience, "seed": seed}
     for name, value in counts.items():
         if not isinstance(value, Integral) or (name != "seed" and value < 1):
@@ -397,7 +415,10 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """The pairs (sum, count) that a loss returned: "loss", 0-dim, and metrics. Raises ValueError for others."""
+    """Pairs (sum, count) by name from the result of a loss: "loss" (0-dim tensors) and the metrics.
+
+    Raises ValueError for an invalid result.
+    """
     if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
         expected = "(sum, count) or (sum, count, metrics), not a mean"
         raise ValueError(f"the loss returned {_describe(result)}; expected {expected}")
@@ -430,7 +451,10 @@ def _describe(value: Any) -> str:
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on the device: tensors, objects with a `to`, and tuples, lists, mappings, dataclasses of them."""
+    """The batch on the device. Moves tensors, objects with a method `to`, and containers of these.
+
+    Containers are tuples, lists, mappings and dataclasses.
+    """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, type):
@@ -455,7 +479,10 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Use deterministic algorithms inside, and the caller's afterwards; an operation without one is a warning."""
+    """Use deterministic algorithms inside the `with` block, and restore the caller's setting afterwards.
+
+    An operation that has no deterministic algorithm gives a warning, or an error if the caller has set that.
+    """
     if torch.are_deterministic_algorithms_enabled():  # perhaps so that such an operation is an error
         yield
         return
@@ -469,7 +496,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 @contextmanager
 def seeded(device: torch.device, key: tuple[int, int, int]) -> Iterator[None]:
-    """Seed the generators with (seed, step, micro-batch) inside, and restore them afterwards."""
+    """Seed the generators with (seed, step, micro-batch) inside the `with` block, and restore them afterwards."""
     seed, step, micro = key
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
