@@ -106,7 +106,7 @@ def calibrate_blocks(
         hidden = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
 
         def forward(layer: int, x: Tensor) -> Tensor:
-            """Outputs of block `layer`; for an index past the last block, outputs of the norm and head (logits)."""
+            """Outputs of block `layer`; for an index past the last block, the outputs of norm and head."""
             y: Tensor = decoder.blocks[layer](x, ctx, layer) if layer < depth else decoder.logits(decoder.norm(x))
             return y
 

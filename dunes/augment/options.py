@@ -19,7 +19,7 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization, each but RTN a file of `augment`."""
+"""Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
@@ -28,7 +28,7 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""All linear layers of the blocks except routers, whose choice of experts should not change."""
+"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
@@ -38,24 +38,24 @@ TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag --target-modules, whose globs select modules."""
+    """The flag --target-modules GLOB, which selects modules; `default` is the text of its default in the help."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a change. `NEXT` is printed after the change, with {out} replaced by the output folder."""
+    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder."""
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
     """Help text of --calibration."""
     SCORED: ClassVar[bool] = False
-    """True if the report compares the model before and after on --validation."""
+    """True if the command's report compares the model before and after the change on the --validation text."""
     UNDO: ClassVar[str] = ""
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Values of options that need calibration text, if not all do."""
+    """By option, the values with which the change needs calibration text; empty if it always does."""
 
     @property
     def reads_text(self) -> bool:
@@ -63,11 +63,11 @@ class Options:
         return bool(self.TEXT) and all(getattr(self, name) in values for name, values in self.READERS.items())
 
     def request(self) -> dict[str, Any]:
-        """All options as JSON values."""
+        """All options and their values, as JSON values."""
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """Flags of the options that differ from their defaults."""
+        """The command-line flags of the options whose values differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 

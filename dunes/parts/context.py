@@ -158,8 +158,7 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that may mix tokens of different documents: they are not in PER_TOKEN and do not declare
-    `supports_packing`."""
+    """The modules that may mix tokens of documents: neither in PER_TOKEN nor declaring `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 
