@@ -167,7 +167,7 @@ def new_mlp(like: Any, hidden: int) -> Any:
 
 
 def allocate(module: nn.Module, like: Any) -> nn.Module:
-    """Allocate uninitialised weights for a module on the meta device, of the dtype and device of the MLP `like`."""
+    """Allocate uninitialised weights for a module on the meta device; dtype and device are as in `like`."""
     weight = like.down.weight
     for part in module.modules():
         for name, p in part.named_parameters(recurse=False):  # `to_empty` fails for fake tensors
