@@ -180,7 +180,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
 
 
 def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[dict[str, nn.Linear]]:
-    """The linear layers of a block in execution order, grouped by input; all experts form common groups."""
+    """The linear layers of a block in execution order, grouped by input; groups contain layers of all experts."""
     grams = _collect(run, states, rows, linears)
     stage_of: dict[str, int] = {}
     stages: dict[int, dict[str, nn.Linear]] = {}

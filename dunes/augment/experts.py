@@ -1,7 +1,7 @@
 """Split dense MLPs into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
 https://arxiv.org/abs/2406.16554. The number of parameters stays the same (plus routers), but each token uses fewer
-of them. The loss is much higher until the model is trained. An entry of CHANGES, see `changes.py`.
+of them. The loss is much higher until the model is trained. This module is an entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: E experts or groups, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width, I inputs,

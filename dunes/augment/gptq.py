@@ -2,8 +2,9 @@
 
 https://arxiv.org/abs/2210.17323. SparseGPT (`prune.py`) uses the same Hessian and sweep.
 
-Let G be the Gram matrix of the inputs X. When column j is rounded, the later columns are changed in proportion to
-row j of the upper Cholesky factor of G's inverse. This minimises the error |(W - Q) X|^2 of the outputs.
+Let W be the weight, Q the rounded weight, and G the Gram matrix of the inputs X. When column j is rounded, the
+later columns change in proportion to row j of the upper Cholesky factor of G's inverse. This minimises the error
+of the outputs, |(W - Q) X|^2.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
@@ -45,8 +46,8 @@ class Hessian(NamedTuple):
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
 
-    Raises ValueError with the place if the Gram matrix has values that are not finite, or if the Hessian cannot be
-    inverted with a damping up to MOST_DAMPING.
+    Raises ValueError that names the place if the Gram matrix has values that are not finite, or if the Hessian
+    cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; are the model's weights?")

@@ -1,6 +1,6 @@
 """LoRA adapters for any built model: add, select, merge and remove them.
 
-The papers are listed in `adapted.py`. An entry of CHANGES, see `changes.py`.
+The papers are listed in `adapted.py`. This module is an entry of CHANGES, see `changes.py`.
 """
 
 import math
@@ -41,7 +41,7 @@ VERSION = 1
 def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError with the place for invalid options.
+    Raises ValueError that names the place if an option is invalid.
     """
     change = adapter_change("lora", VERSION, model, options)
     check(model, change)
@@ -210,7 +210,7 @@ def active_adapter(model: nn.Module) -> str | None:
 
 @contextmanager
 def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """A context in which this adapter is active, or none for None. Raises ValueError for an unknown name."""
+    """A context in which this adapter is active (None: no adapter). Raises ValueError for an unknown name."""
     before = [(m, m.active) for m in model.modules() if isinstance(m, Adapted)]
     set_adapter(model, adapter)
     try:
@@ -288,8 +288,8 @@ def merge(
     """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
     A quantized base becomes dense. With `keep`, the replaced modules also stay in memory, for `unmerge`. `dtype`
-    is the dtype of the merged matrices, by default the base's. Raises ValueError if a module to be merged has
-    other adapters too, because these were trained for the unmerged base, and for a mixture of LoRA experts.
+    is the dtype of the merged matrices, by default the base's. Raises ValueError for a mixture of LoRA experts,
+    and if a module to be merged has other adapters too, because these were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
@@ -308,7 +308,7 @@ def merge(
 
 
 def unmerge(model: nn.Module, merged: Merged) -> None:
-    """Undo a merge: put back the modules that it replaced. Raises ValueError unless it had `keep=True`."""
+    """Undo a merge: put back the replaced modules. Raises ValueError if the merge was made without `keep=True`."""
     if not merged.kept:
         raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
     put_modules(model, merged.kept)

@@ -1,6 +1,6 @@
 """Sparse mixtures of LoRA experts: for each token, a router selects and weighs a few updates of a linear layer.
 
-An entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
+This module is an entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
 https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
 https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 """
@@ -172,8 +172,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError with the place for invalid options, for an embedding, and for a `balance` above 0 inside the
-    experts of a mixture, which cannot know the padding among their tokens.
+    Raises ValueError that names the place if an option is invalid, if the place is an embedding, or if `balance`
+    is above 0 inside the experts of a mixture, which cannot know the padding among their tokens.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
@@ -204,7 +204,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
-    """Raise ValueError unless at least one MLP is selected, and all linear layers of each selected MLP."""
+    """Raise ValueError if no MLP is selected, or if only some of the linear layers of an MLP are selected."""
     mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
     if not mlps:
         raise ValueError("router is 'mlp', and no linear layer of an MLP is selected; use 'linear' or 'shared'")

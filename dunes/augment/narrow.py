@@ -2,7 +2,8 @@
 
 Importance is measured on calibration text. Heads (groups in grouped-query attention) and neurons are scored as in
 https://arxiv.org/abs/1905.10650, and experts by the sum of their neurons' scores. Blocks are scored by the cosine
-similarity of their input and output (https://arxiv.org/abs/2403.03853). An entry of CHANGES, see `changes.py`.
+similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is an entry of CHANGES, see
+`changes.py`.
 """
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
@@ -33,7 +34,7 @@ LAYERS: dict[str, dict[str, int]] = {
     "groups": {"q": 0, "k": 0, "v": 0, "out": 1},
     "neurons": {"gate": 0, "up": 0, "down": 1},
 }
-"""For each kind of unit: the linear layers to shrink, and the dimension of their weights that the units divide."""
+"""For each kind of unit: the linear layers to shrink, and which dimension of their weights runs over the units."""
 UNITS: dict[str, tuple[Any, Callable[[Any], int]]] = {
     "blocks": (nn.ModuleList, len),
     "experts": (MoE, lambda moe: len(moe.experts)),

@@ -111,7 +111,7 @@ class Narrow(Options):
     TEXT = "Text on which importance is measured."
 
     heads: KeepCount = None
-    """Query heads to keep in each attention; with grouped heads, whole groups."""
+    """Query heads to keep in each attention; grouped heads are kept or removed as complete groups."""
     neurons: KeepCount = None
     """Hidden neurons to keep in each MLP or expert."""
     experts: KeepCount = None
@@ -261,7 +261,7 @@ class Lora(Options):
     alpha: float = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Other ranks by globs, in order; the last match wins."""
+    """Ranks other than `rank`, by glob; of several globs that match a place, the last one wins."""
     rslora: bool = False
     dora: bool = False
     init: Literal["lora", "pissa"] = "lora"
@@ -269,7 +269,7 @@ class Lora(Options):
     adapter: str = NAME
     seed: int = 0
     dtype: str = "float32"
-    """Dtype of the adapter; the base may have another."""
+    """Dtype of the adapter; the base may have another dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ class LoraExperts(Options):
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: an expert's output is multiplied by alpha / rank."""
     ranks: NotOffered[Mapping[str, int] | Sequence[tuple[str, int]]] = ()
-    """As in `Lora`."""
+    """The same as `Lora.ranks`."""
     dropout: NotOffered[float] = 0.0
     balance: NotOffered[float] = 0.001
     """Coefficient of the load-balancing loss."""
@@ -311,7 +311,7 @@ class LoraExperts(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Options):
-    """Shared experts, a selection bias and a z-loss for the mixtures of a model, which change no output."""
+    """Add shared experts, a selection bias or a z-loss to the mixtures of a model; its outputs stay the same."""
 
     where: str = "**"
     """Glob of the mixtures."""

@@ -1,7 +1,7 @@
 """Unstructured and N:M pruning of linear layers by SparseGPT, Wanda or magnitude; zeros stay zero in training.
 
 SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. In memory and in files, pruned
-weights are stored as dense matrices. An entry of CHANGES, see `changes.py`.
+weights are stored as dense matrices. This module is an entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: O outputs, I inputs. SparseGPT transposes weights, so that a column is contiguous.
@@ -65,7 +65,7 @@ def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) ->
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers to prune, by place. Raises ValueError for layers that are not dense, and a tied head."""
+    """The linear layers to prune, by place. Raises ValueError for a layer that is not dense or a tied head."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
         raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
     linears = {}
@@ -84,8 +84,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Prune the layers, block by block; the record of a layer gets its numbers of weights and of nonzero weights.
 
-    A layer that gets fewer calibration tokens than it has inputs (an expert) is pruned by magnitude; its record
-    then has the method "magnitude".
+    A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
+    magnitude; its record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -239,8 +239,8 @@ class Sparsity(NamedTuple):
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
         """Bool mask of the weights to prune, given the scores (O, I) of a matrix: the lowest scores.
 
-        Scores are compared within each group of the pattern if any, with `by_output` within each output, and
-        otherwise in the complete matrix.
+        With a pattern, scores are compared within each of its groups, with `by_output` within each output, and
+        otherwise within the complete matrix.
         """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
@@ -317,10 +317,10 @@ def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
 
 
 def smallest(scores: Tensor, sparsity: float) -> Tensor:
-    """Bool mask of the lowest scores: as in the published code, one more than the fraction `sparsity` of them.
+    """Bool mask of the `int(n * sparsity) + 1` lowest of n scores, as in the published code.
 
     If several scores equal the threshold, only as many as needed are in the mask, since a layer with few distinct
-    values would otherwise lose too many weights. But scores of zero are always in the mask.
+    values would otherwise lose too many weights. But if the threshold is zero, all zeros are in the mask.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values

@@ -1,4 +1,4 @@
-"""Quantization of linear layers, by rounding to nearest or by calibration. An entry of CHANGES (`changes.py`)."""
+"""Quantization of linear layers by rounding to nearest or by calibration: an entry of CHANGES in `changes.py`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence

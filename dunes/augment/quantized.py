@@ -117,9 +117,10 @@ class Grid:
 
 
 def _truncated(scale: Tensor) -> Tensor:
-    """Round a scale towards zero to bfloat16; returns float32.
+    """Round a scale towards zero to bfloat16; return it as float32.
 
-    So the outermost codes are used, and quantizing the rounded weights again gives the same codes.
+    Due to this direction, the outermost codes are used, and quantizing the rounded weights again gives the same
+    codes.
     """
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
@@ -181,7 +182,7 @@ class Quantized(nn.Module, ABC):
         return None
 
     def for_step(self) -> "Quantized":
-        """The layer to export: this layer, or a copy whose layout `code_products` can read faster or at all."""
+        """The layer to export: this layer, or a copy with a layout that suits `code_products` better."""
         return self
 
 

@@ -2,10 +2,10 @@
 
 Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
-the down projections are scaled, since a gated MLP is not homogeneous in its other matrices. An entry of CHANGES,
-see `changes.py`.
+the down projections are scaled, since a gated MLP is not homogeneous in its other matrices.
 
-`experts.py` also uses the functions below that select MLPs, build mixtures and compare outputs.
+This module is an entry of CHANGES, see `changes.py`. `experts.py` also uses the functions below that select MLPs,
+build mixtures and compare outputs.
 """
 
 # Shapes: E experts, G the granularity, D width, N tokens, H hidden neurons.
@@ -116,7 +116,7 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
-    """The dense MLPs that `where` selects, by place. Raises ValueError with the place for any other module."""
+    """The dense MLPs that `where` selects, by place. Raises ValueError if `where` selects another module."""
     is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
     selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
@@ -203,7 +203,7 @@ def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str
 
 @torch.no_grad()
 def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> None:
-    """Copy hidden neurons (a slice or indices) of a dense MLP into an expert; output weights are scaled."""
+    """Copy neurons (a slice or indices) of a dense MLP into an expert; `scale` multiplies their output weights."""
     weights = dict(mlp.named_parameters())
     for name, parameter in expert.named_parameters():
         if name == "down.weight":

@@ -17,8 +17,8 @@ STD = 78.6
 class Normalize(nn.Module):
     """Converts images (B, 28, 28) with pixels from 0 to 255 to float32, with mean 0 and standard deviation 1.
 
-    As the model does this, a data set can stay uint8, and collecting a batch copies a quarter of the bytes. Raises
-    ValueError for other shapes.
+    Since the model itself converts images, a data set can stay uint8, and collecting a batch copies a quarter of
+    the bytes. Raises ValueError for other shapes.
     """
 
     def forward(self, images: Tensor) -> Tensor:

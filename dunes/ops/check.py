@@ -97,7 +97,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until one fails. Skips the dtype modes in `wrong`, whose own check has failed."""
+    """Check the cases of a row until one fails. Skips dtype modes in `wrong`: they failed a check of their own."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -194,9 +194,9 @@ def _describe(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The errors of operation and reference, or the reason if one of them refuses the case and is allowed to.
+    """The errors of operation and reference; if one of them raises an error that is allowed, the error's text.
 
-    Raises ValueError if the results differ too much, and any error of the operation that is not allowed.
+    Raises ValueError if the results differ too much. Raises errors of the operation that are not allowed.
     """
     try:
         reference = _evaluate(c.reference, c)
@@ -372,7 +372,7 @@ def _repeat(c: Case) -> Iterator[Case]:
 
 
 def _second(c: Case) -> Iterator[Case]:
-    """Check that second derivatives are correct, or raise an error."""
+    """Check that the operation's second derivatives are correct or raise an error."""
 
     def derivative(form: Form, *arguments: Any) -> list[Tensor]:
         case = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
@@ -385,7 +385,7 @@ def _second(c: Case) -> Iterator[Case]:
 
 
 def _vmap(c: Case) -> Iterator[Case]:
-    """Check that torch.func.vmap gives the same results for operation and reference, or raises an error."""
+    """Check that torch.func.vmap of the operation equals torch.func.vmap of the reference, or raises an error."""
     stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
     vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
     yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)

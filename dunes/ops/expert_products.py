@@ -69,7 +69,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """A context that forces the plain form. It calls the experts' linear layers, so their forward hooks run."""
+    """A context that forces the plain form, which calls the experts' linear layers, so that their hooks run."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from dunes import measure
 
 MIN_TOKENS = 128
-"""Minimum tokens for float32 products; with 64, converting costs the time saved (10M and 124M parameters)."""
+"""Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
 PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
 
 

@@ -8,8 +8,8 @@ T=1,024 and two key heads `plain` was slower on the Xeon (28 / 61 ms, without bl
 
 `varlen_attention` is the form for documents packed into one row. It computes blocks of queries, each with the keys
 from the start of its first document on. So it computes few masked scores, and saves no scores for the backward
-pass. Blocks start at multiples of QUERY_BLOCK and are batched in constant numbers, which limits the number of
-shapes: oneDNN compiles and caches a kernel for each new shape.
+pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few shapes
+occur: oneDNN compiles and caches a kernel for each new shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.

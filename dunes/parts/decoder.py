@@ -252,8 +252,8 @@ def cache_for(
 ) -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens.
 
-    With a `format` it is a `QuantizedCache`. Otherwise it is a `RollingCache` if every layer has a window smaller
-    than the capacity, and else a `Cache`.
+    With a `format` it is a `QuantizedCache`. Without one, it is a `RollingCache` if every layer has a window
+    smaller than the capacity; otherwise it is a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
     may be compiled or wrapped.

@@ -58,7 +58,7 @@ class CacheFormat:
 
     @property
     def ring(self) -> int:
-        """Number W of full-precision tokens in the ring: at least `residual - 1 + SLACK`, in complete groups."""
+        """Number W of tokens in the ring: `residual - 1 + SLACK`, rounded up to full groups, plus one group."""
         return self.group * (1 + -(-max(0, self.residual - 1 + SLACK) // self.group))
 
     def layer_bytes(self, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
