@@ -67,10 +67,7 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
 
 
 def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
-    """Decide a change with these options without making it; return its record.
-
-    Raises ValueError for invalid options.
-    """
+    """Decide a change without making it, and return its record. Raises ValueError for invalid options."""
     text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
     change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
     return change

@@ -120,7 +120,7 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the new blocks. This restores the original model bit for bit, unless its own blocks were trained."""
+    """Remove the new blocks. This restores the model bit for bit, unless the original blocks were trained."""
     if (last := _indices(change)[-1]) >= len(blocks := _decoder(model).blocks):
         raise ValueError(f"blocks.{last}: the model has only {plural(len(blocks), 'block')}; was it expanded?")
     tree.remove(model, {*change.places})

@@ -126,10 +126,7 @@ def solve(
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hessian, Tensor | None]:
-    """The Hessian of a Gram matrix; with `act_order`, its columns are sorted by size of input, the largest first.
-
-    Also returns this order (I,), or None.
-    """
+    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns: largest inputs first."""
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])

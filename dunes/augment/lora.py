@@ -127,7 +127,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def add_adapters(
     model: nn.Module, change: Change, class_at: Callable[[tree.Place], Callable[..., Adapter]]
 ) -> None:
-    """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, and activate."""
+    """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, activate all."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
     options = {key: request[key] for key in ("rslora", "dora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:

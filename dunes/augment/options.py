@@ -55,7 +55,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """By option, the values with which the change needs calibration text; empty if it always does."""
+    """By option: the values with which the change needs calibration text. If empty, it always needs text."""
 
     @property
     def reads_text(self) -> bool:

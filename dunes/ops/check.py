@@ -260,7 +260,7 @@ def _with(get: Form, change: Form, value: Any) -> ExitStack:
 
 
 def _choices(c: Case) -> Iterator[Case]:
-    """Cases with different inputs that require a gradient, outputs that receive one, or contexts."""
+    """Cases that vary which inputs require a gradient, which outputs receive one, or the context of the call."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):

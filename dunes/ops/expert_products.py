@@ -78,7 +78,7 @@ def one_by_one() -> Iterator[None]:
 
 
 def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Indices of the tokens routed to the expert, and the column of `expert_ids` that contains it.
+    """Indices of the tokens routed to the expert, and for each token the column of `expert_ids` with this expert.
 
     For fake tensors, which have no values, the number of tokens is the average per expert.
     """

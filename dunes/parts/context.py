@@ -149,7 +149,7 @@ PER_TOKEN = {
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """True if documents packed into one row stay separate, as every module of the model must declare.
+    """True if every module of the model declares that documents packed into one row stay separate.
 
     A class sets `supports_packing = True` if its forward processes each token separately, or mixes tokens only as
     its context allows. A subclass that overrides forward has to set it again.

@@ -128,8 +128,8 @@ class Rotary:
     """Rotates pairs of dimensions of queries and keys by angles proportional to the position.
 
     By default dimension i pairs with i + D/2 (half-split layout), as in Hugging Face's LLaMA. With `adjacent`,
-    dimension 2i pairs with 2i + 1, as in Meta's and Mistral's own code. A Rotary has no tensors, so checkpoints
-    store nothing of it. Raises ValueError for an odd head_dim.
+    dimension 2i pairs with 2i + 1, as in Meta's and Mistral's own code. A Rotary has no tensors, so it adds
+    nothing to a checkpoint. Raises ValueError for an odd head_dim.
     """
 
     head_dim: int

@@ -37,8 +37,8 @@ class CacheFormat:
 
     A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
     one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
-    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision. `keys` and
-    `values` select the axis of the grids, for comparisons.
+    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision. Other values
+    of `keys` and `values` exist only for comparisons.
     """
 
     bits: int
