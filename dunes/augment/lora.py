@@ -67,7 +67,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     request = change.request
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")

@@ -181,7 +181,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, with the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     experts, top_k, balance = (change.request[key] for key in ("experts", "top_k", "balance"))
     if type(experts) is not int or experts < 1:
         raise ValueError(f"experts is {experts!r}; expected 1 or more")

@@ -95,7 +95,7 @@ class Expand(Options):
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
     """Number of new blocks, spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
-    """Indices, from 0, of blocks after which new ones may be inserted."""
+    """Indices, from 0, of blocks after which new blocks may be inserted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Prune(Options):
     TEXT, READERS = "Text for SparseGPT and Wanda.", {"method": ("sparsegpt", "wanda")}
 
     method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
-    """SparseGPT compensates in the remaining weights; Wanda and magnitude do not."""
+    """SparseGPT changes the remaining weights to compensate; Wanda and magnitude do not."""
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
     """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
@@ -236,9 +236,9 @@ class Experts(Options):
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
     """Split neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one linear layer, or the published router of two layers with noise."""
+    """Router: one linear layer (linear), or as published, two layers with noise (noisy)."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Factor on expert outputs: the number of routed experts, or as published, this divided by --top-k."""
+    """Expert outputs are multiplied by the number of routed experts; official divides this factor by --top-k."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -293,7 +293,7 @@ class LoraExperts(Options):
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2
-    """Experts that compute a token; with all of them, the mixture is dense."""
+    """Experts that process each token; with all experts, the mixture is dense."""
     rank: Count = 16
     """Rank of each expert."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
