@@ -28,7 +28,7 @@ VERSION = 1
 ROUTER_DEVIATION = 0.02
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
-"""Classes of modules whose linear layers can share a router, since they are called in the order of definition."""
+"""Classes of modules whose linear layers can share a router, since the layers run in the order of definition."""
 
 
 class Choice:

@@ -116,7 +116,7 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Compute float32 products in bfloat16 where this is exact and faster: bfloat16 inputs on some CPUs."""
+    """A context that computes float32 products in bfloat16 if x is bfloat16 on a CPU and this is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
     if not cpu or float32_is_faster():
         yield
