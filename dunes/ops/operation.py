@@ -76,7 +76,7 @@ class Operation:
         return f"<operation {self.name}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
-        """The operation itself, so that a model with an operation can be copied; deepcopy treats functions so too."""
+        """The operation itself, so that models that contain it can be copied; deepcopy treats functions so too."""
         return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
